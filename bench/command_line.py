@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from compose.errors import StackError
 from shared.errors import BadRequest, BlitzError
@@ -22,6 +22,13 @@ from shared.errors import BadRequest, BlitzError
 T = TypeVar("T")
 
 INTERRUPTED = 130
+
+
+class NotWritten(BlitzError):
+    """A result that is there, and cannot be written."""
+
+    code = "not_written"
+
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")]
 
@@ -34,6 +41,14 @@ def say(line: str) -> None:
 def say_wrong(line: str) -> None:
     """On stderr, in red."""
     Console(stderr=True).print(line, style="red", markup=False, soft_wrap=True)
+
+
+def show(*what: RenderableType) -> None:
+    """On stdout, a text as one line. Raises ``NotWritten``."""
+    console = Console()
+    with writing("standard output"):
+        for one in what:
+            console.print(one, markup=False, highlight=False, soft_wrap=isinstance(one, str))
 
 
 def check_folder(json_file: Path | None) -> None:
@@ -50,19 +65,19 @@ def check_folder(json_file: Path | None) -> None:
 
 
 def write(json_file: Path | None, document: object) -> None:
-    """The result, if it is wanted as a file. Raises ``BadRequest`` if it cannot be written."""
+    """The result, if it is wanted as a file. Raises ``NotWritten``."""
     if json_file is not None:
         with writing(json_file):
             json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
 
 
 @contextlib.contextmanager
-def writing(file: Path) -> Iterator[None]:
-    """What ``check_folder`` could not see: raises ``BadRequest`` for a disk that is full, or a folder that is gone."""
+def writing(file: Path | str) -> Iterator[None]:
+    """What ``check_folder`` could not see: raises ``NotWritten`` for a disk that is full, or a folder that is gone."""
     try:
         yield
     except OSError as error:
-        raise BadRequest(f"{file} cannot be written: {error.strerror}") from error
+        raise NotWritten(f"{file} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -87,6 +102,16 @@ def one_line(name: str, *expected: type[Exception]) -> Iterator[None]:
     except foreseen as error:
         say(f"{name}: {error}")
         raise typer.Exit(1) from error
+
+
+@contextlib.contextmanager
+def unfinished() -> Iterator[None]:
+    """Ctrl-C before there is anything to show or to write is a line on stderr, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("interrupted: nothing had finished")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @contextlib.contextmanager

@@ -256,6 +256,23 @@ def give_back_s(network_load_s: float) -> float:
     return idle_window_s(network_load_s)
 
 
+def named(names: str, *, ablation: bool = False) -> tuple[System, ...]:
+    """The systems of a list with commas, and those of the ablation if that is wanted: each once, in the order given.
+
+    Raises ``BadRequest`` for a list without a name, and for two names of one system, as sllm and sllm-300s are.
+    """
+    asked = [name.strip() for name in names.split(",") if name.strip()]
+    if not asked:
+        raise BadRequest(f"name a system: {', '.join(SYSTEMS)}", param="systems")
+    found = tuple(dict.fromkeys(map(find, (*asked, *(ABLATION if ablation else ())))))
+    known: dict[System, str] = {}
+    for system in found:
+        other = known.setdefault(replace(system, name=""), system.name)
+        if other != system.name:
+            raise BadRequest(f"{other} and {system.name} are the same system: name one of them", param="systems")
+    return found
+
+
 def find(name: str) -> System:
     """The system of that name; also one with another time to keep copies, as ``keeping`` names them.
 

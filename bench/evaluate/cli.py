@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 import uvloop
-from rich.console import Console
 
 from bench import machine
-from bench.command_line import JsonFile, one_line, say, until_signal, usage, write
+from bench.command_line import JsonFile, one_line, say, show, until_signal, usage, write
 from bench.evaluate import order
 from bench.evaluate.kept import Runs
 from bench.evaluate.measure import Evaluation, Outcome, Setting
@@ -25,7 +24,7 @@ from bench.lab.network import Network
 from bench.lab.played import PAPER_NIC_GBPS, Played, make_played
 from bench.replay.options import HtmlFile, Outputs
 from bench.sim.cluster import Cluster, known_cluster
-from bench.systems import ABLATION, SYSTEMS, System, find, give_back_s
+from bench.systems import ABLATION, SYSTEMS, System, give_back_s, named
 from bench.traces.reader import read_trace
 from bench.traces.request import Trace
 from bench.traces.scaling import scale_rate, spread_seconds
@@ -114,18 +113,15 @@ def command(
         + (f"--windows {windows}" if window is None else f"--window {window}")
         + f" --scale-rate {scale} --repetitions {repetitions} --seed {seed}"
     )
-    Console().print(summary.table())
     with one_line("evaluate"):
+        show(summary.table())
         write(json_file, msgspec.to_builtins(summary.document()) | {"machine": machine.describe(), "command": asked})
         outputs.draw(summary.replays())
 
 
 def _systems(names: str, *, ablation: bool) -> tuple[System, ...]:
-    """Raises ``BadRequest``: unknown ones, those that are simulated only, and what another one needs."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()] + list(ABLATION if ablation else ())
-    found = tuple(find(name) for name in dict.fromkeys(wanted))
-    if not found:
-        raise BadRequest("name a system", param="systems")
+    """Raises ``BadRequest``: none, unknown ones, one twice, those that are simulated only, and what another needs."""
+    found = named(names, ablation=ablation)
     for system in found:
         system.environ()
     order.check(found)

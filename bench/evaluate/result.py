@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 from rich.table import Table
-from rich.text import Text
 
 from bench.evaluate.figures import Figures, Interval, Judged, figures, intervals, medians
 from bench.evaluate.measure import Outcome, Setting
 from bench.lab.played import Played
 from bench.replay.document import Document
+from bench.sim.tables import in_ms, in_percent, table_of_systems
 
 
 class Summed(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,30 +105,33 @@ class Summary:
         ]
 
     def table(self) -> Table:
-        """The pooled figures."""
-        table = Table(title=Text(self._title(), style="table.title"), title_justify="left")
-        table.add_column("", no_wrap=True)
-        for head in ("TTFT mean/p99", "TBT (ms)", "SLO 5x", "absolute", "GPU s", "copies", "failed"):
-            table.add_column(head, justify="right")
+        """The pooled figures, as the simulator shows its own; ``void``: runs that do not count, and are in them."""
+        shown = table_of_systems(
+            self._title(), ("TTFT", "p99", "TBT", "p99", "5x", "abs.", "GPU s", "host", "lost", "void")
+        )
         for name, summed in self.pooled.items():
             one = summed.medians
-            table.add_row(
-                f"{name} (void: {summed.void})" if summed.void else name,
-                f"{_ms(one.ttft_mean_s)}/{_ms(one.ttft_p99_s)}",
-                f"{_ms(one.tbt_mean_s)}/{_ms(one.tbt_p99_s)}",
-                _percent(one.slo_attainment),
-                _percent(one.slo_attainment_absolute),
-                f"{one.gpu_seconds:,.0f}",
+            shown.add_row(
+                name,
+                in_ms(one.ttft_mean_s),
+                in_ms(one.ttft_p99_s),
+                in_ms(one.tbt_mean_s),
+                in_ms(one.tbt_p99_s),
+                in_percent(one.slo_attainment),
+                in_percent(one.slo_attainment_absolute),
+                f"{one.gpu_seconds:.0f}",
                 "-" if one.host_copies_max is None else f"{one.host_copies_max:.1f}",
-                f"{one.failed}/{one.requests}",
+                f"{one.failed}",
+                f"{summed.void}",
             )
-        return table
+        return shown
 
     def _title(self) -> str:
         setting = self._setting
+        num_requests = max(summed.medians.requests for summed in self.pooled.values())
         return (
-            f"{setting.trace.name}, {setting.model.name}: {len(self.by_window)} windows, {setting.repetitions} "
-            f"repetitions, {self._outcome.found.scale_rate:.3g} times the rate"
+            f"{setting.trace.name}, {setting.model.name}: {num_requests:,} requests in {len(self.by_window)} windows, "
+            f"{setting.repetitions} repetitions, {self._outcome.found.scale_rate:.3g} times the rate; ms and % in SLO"
         )
 
     def replays(self) -> list[Document]:
@@ -141,11 +144,3 @@ class Summary:
                 label = name if len(self.by_window) == 1 else f"{name}, {window.start_s:g} s"
                 found.append(msgspec.structs.replace(document, label=label))
         return found
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value * 1000:,.0f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

@@ -13,6 +13,9 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from bench.traces.request import Trace
 from shared.errors import BadRequest
 
@@ -60,9 +63,11 @@ class Windows:
 
 def count(trace: Trace, start_s: float, end_s: float) -> int:
     """Requests from ``start_s`` up to ``end_s``."""
-    requests = trace.requests
-    first, last = (bisect_left(requests, at_s, key=lambda request: request.arrival_s) for at_s in (start_s, end_s))
-    return last - first
+    return _first_at(trace, end_s) - _first_at(trace, start_s)
+
+
+def _first_at(trace: Trace, at_s: float) -> int:
+    return bisect_left(trace.requests, at_s, key=lambda request: request.arrival_s)
 
 
 def choose(trace: Trace, number: int) -> Windows:
@@ -97,15 +102,26 @@ def beside(trace: Trace, window: Window) -> Windows:
 
 
 def _best(trace: Trace, begin_s: float, end_s: float) -> Window:
-    """Starts are whole seconds."""
+    """Starts are whole seconds. In time and memory linear in the part's seconds, which may be millions."""
     usual = WINDOW_S * len(trace.requests) / max(trace.span_s, WINDOW_S)
     starts = range(math.ceil(begin_s), math.floor(end_s - WINDOW_S) + 1) or range(round(begin_s), round(begin_s) + 1)
-    sizes = {start: count(trace, start, start + WINDOW_S) for start in starts}
-    busy = [start for start in starts if sizes[start] >= max(1.0, usual)]
-    if not busy:
-        return Window(max(starts, key=lambda start: sizes[start]))
+    before = _before(trace, starts[0], starts[-1] + int(WINDOW_S))
 
-    def burst(start: int) -> float:
-        return count(trace, start + LEAD_S, start + LEAD_S + BURST_S) / sizes[start]
+    def within(lead_s: float, seconds: float) -> npt.NDArray[np.int64]:
+        """Requests from so long after each start, for so long."""
+        first, last = int(lead_s), int(lead_s + seconds)
+        return before[last : last + len(starts)] - before[first : first + len(starts)]
 
-    return Window(max(busy, key=burst))
+    sizes = within(0, WINDOW_S)
+    enough = sizes >= max(1.0, usual)
+    if not enough.any():
+        return Window(starts[int(np.argmax(sizes))])
+    bursts = within(LEAD_S, BURST_S) / np.maximum(sizes, 1)
+    return Window(starts[int(np.argmax(np.where(enough, bursts, -1.0)))])
+
+
+def _before(trace: Trace, begin_s: int, end_s: int) -> npt.NDArray[np.int64]:
+    """How many requests come from ``begin_s`` up to each whole second, up to ``end_s``."""
+    first, last = (_first_at(trace, at_s) for at_s in (begin_s, end_s))
+    seconds = np.fromiter((math.floor(r.arrival_s) - begin_s for r in trace.requests[first:last]), np.int64)
+    return np.concatenate([[0], np.cumsum(np.bincount(seconds, minlength=end_s - begin_s))])

@@ -12,7 +12,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.command_line import INTERRUPTED, JsonFile, red_line, write
+from bench.command_line import INTERRUPTED, JsonFile, red_line, show, write
 from bench.replay.document import About
 from bench.replay.measure import Measured, Measurement, Replay
 from bench.replay.objectives import FACTOR, Slo
@@ -71,20 +71,20 @@ def _progress(console: Console) -> Progress:
 
 def _run(settings: Replay, outputs: Outputs) -> int:
     """Replay, print, write; returns the exit status."""
-    console, errors = Console(), Console(stderr=True)
+    errors = Console(stderr=True)
     found: list[Measured] = []
     status = 0
     try:
         with _progress(errors) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_measure(settings, found, progress))
     except KeyboardInterrupt:
-        errors.print("interrupted: these are the figures so far", style="yellow")
+        so_far = "these are the figures so far" if found else "nothing was sent"
+        errors.print(f"interrupted: {so_far}", style="yellow")
         status = INTERRUPTED
     if not found:
         return status
     document = found[0].document(settings.slo)
-    console.print(totals_table(document))
-    console.print(latency_table(document))
+    show(totals_table(document), latency_table(document))
     for reason in document.void:
         errors.print(f"void: {reason}", style="red", markup=False, soft_wrap=True)
     for kind, detail in document.result.failure_examples.items():

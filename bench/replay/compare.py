@@ -7,10 +7,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from bench.command_line import red_line, say_wrong
+from bench.command_line import red_line, say_wrong, show
 from bench.replay.document import Document, read_document
 from bench.replay.figures import label_of, table
 from bench.replay.objectives import FACTOR, Slo
@@ -54,7 +53,7 @@ def report(
             shown.add_column(label_of(document), justify="right")
         for name, cells in table(documents):
             shown.add_row(name, *cells)
-        Console().print(shown)
+        show(shown)
         for document in documents:
             for reason in document.void:
                 say_wrong(f"void: {label_of(document)}: {reason}")

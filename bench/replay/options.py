@@ -41,13 +41,21 @@ class Outputs:
         """Before anything is measured. Raises ``BadRequest`` if a file could not be written, or not be drawn."""
         for path in (json_file, png_file, html_file):
             check_folder(path)
+        for option, path, endings in (("--png", png_file, (".png",)), ("--html", html_file, (".html", ".htm"))):
+            # A name without an ending promises nothing.
+            if path is not None and path.suffix and path.suffix.lower() not in endings:
+                raise BadRequest(
+                    f"{option} {path}: figures are drawn as PNG (--png FILE.png) or HTML (--html FILE.html), not as "
+                    f"{path.suffix!r}",
+                    param=option[2:],
+                )
         for option, path, package in (("--png", png_file, "matplotlib"), ("--html", html_file, "plotly")):
             if path is not None and find_spec(package) is None:
                 raise BadRequest(f"{option} needs {package}: pip install 'blitzscale[bench]'", param=option[2:])
         return cls(json_file, png_file, html_file)
 
     def draw(self, documents: Sequence[Document], beside: Beside = NOTHING) -> None:
-        """The figures of these replays together. Raises ``BadRequest`` for a file that cannot be written."""
+        """The figures of these replays together. Raises ``NotWritten``."""
         if self.png_file is not None:
             from bench.replay import plot
 

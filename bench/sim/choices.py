@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.sim.cluster import Cluster, known_cluster, known_clusters, read_cluster
 from bench.sim.run import GIB, Setup
-from bench.systems import ABLATION, System, find
+from bench.systems import ABLATION, System, named
 from bench.traces.reader import read_trace
 from bench.traces.request import Trace
 from bench.traces.synthetic import synthesise
@@ -21,11 +21,11 @@ HALF = "half"
 DEFAULT = ("blitz", "sllm", "allcache", "static-full", "static-half")
 
 
-def chosen_systems(names: str, *, ablation: bool) -> tuple[System, ...]:
-    """Each once, in the order given."""
-    asked = [name.strip() for name in names.split(",") if name.strip()] if names else []
-    asked += ABLATION if ablation else ()
-    return tuple([find(name) for name in dict.fromkeys(asked or DEFAULT)])
+def chosen_systems(names: str | None, *, ablation: bool) -> tuple[System, ...]:
+    """Those that are named and those of the ablation; if neither is asked for, ``DEFAULT``."""
+    if names is None:
+        return named(",".join(ABLATION if ablation else DEFAULT))
+    return named(names, ablation=ablation)
 
 
 def chosen_cluster(name: str) -> Cluster:

@@ -8,15 +8,14 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
-from bench.command_line import INTERRUPTED, JsonFile, red_line, say, write
+from bench.command_line import INTERRUPTED, JsonFile, red_line, say, show, unfinished, write
 from bench.replay.document import About, Document
 from bench.replay.figures import Beside
 from bench.replay.objectives import Slo
 from bench.replay.options import HtmlFile, Outputs, PngFile, SloTbt, SloTtft
 from bench.replay.plan import Shape
-from bench.sim.choices import check, chosen_cluster, chosen_rate, chosen_systems, chosen_trace
+from bench.sim.choices import DEFAULT, check, chosen_cluster, chosen_rate, chosen_systems, chosen_trace
 from bench.sim.cluster import known_clusters
 from bench.sim.evaluation import Evaluation, Evaluator
 from bench.sim.frontier_panels import frontier_panels
@@ -64,7 +63,10 @@ def simulate(
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A profile to compute by, instead of the one of the GPU.")
     ] = None,
-    systems: Annotated[str, typer.Option(metavar="A,B,...", help=f"Of {', '.join(SYSTEMS)}.")] = "",
+    systems: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help=f"Of {', '.join(SYSTEMS)}.", show_default=",".join(DEFAULT)),
+    ] = None,
     ablation: Annotated[
         bool, typer.Option("--ablation", help=f"Those of the ablation: {', '.join(ABLATION)}.")
     ] = False,
@@ -123,45 +125,44 @@ def simulate(
         for setting in settings:
             check(replace(setup, cluster=setting.cluster), (setting.system,))
         factor = chosen_rate(scale_rate_by)
-        source = chosen_trace(trace, synthetic, seed, duration)
-        shape = Shape(
-            start_at_s=start_at,
-            window_s=window,
-            max_requests=max_requests,
-            context_tokens=sim_model.record.spec.max_position,
-        )
-        evaluator = Evaluator(setup, spread_seconds(source, seed=seed), shape, say=say)
-        evaluator.requests(1.0 if factor is None else factor)  # before anything is said
-        for count, what in ((source.skipped_rows, "without tokens"), (source.unsorted_rows, "out of order")):
-            if count:
-                say(f"{source.name}: {count} rows {what}")
-        factor = evaluator.half() if factor is None else factor
-        about = About(
-            trace=source.name,
-            url=f"simulated: {model} on {found.name}",
-            model=model,
-            seed=seed,
-            speed=1.0,
-            scale_rate=factor,
-            spread_seconds=source.whole_seconds,
-            skipped_rows=source.skipped_rows,
-            unsorted_rows=source.unsorted_rows,
-            started_at_s=0.0,
-        )
-        documents: dict[str, Document] = {}
+        with unfinished():
+            source = chosen_trace(trace, synthetic, seed, duration)
+            shape = Shape(
+                start_at_s=start_at,
+                window_s=window,
+                max_requests=max_requests,
+                context_tokens=sim_model.record.spec.max_position,
+            )
+            evaluator = Evaluator(setup, spread_seconds(source, seed=seed), shape, say=say)
+            evaluator.requests(1.0 if factor is None else factor)  # before anything is said
+            for count, what in ((source.skipped_rows, "without tokens"), (source.unsorted_rows, "out of order")):
+                if count:
+                    say(f"{source.name}: {count} rows {what}")
+            factor = evaluator.half() if factor is None else factor
+            about = About(
+                trace=source.name,
+                url=f"simulated: {model} on {found.name}",
+                model=model,
+                seed=seed,
+                speed=1.0,
+                scale_rate=factor,
+                spread_seconds=source.whole_seconds,
+                skipped_rows=source.skipped_rows,
+                unsorted_rows=source.unsorted_rows,
+                started_at_s=0.0,
+            )
+            documents: dict[str, Document] = {}
 
-        def finished(outcome: Outcome, relative: Slo) -> None:
-            if png_file is not None or html_file is not None:
-                documents[outcome.system] = outcome.document(about, relative)
+            def finished(outcome: Outcome, relative: Slo) -> None:
+                if png_file is not None or html_file is not None:
+                    documents[outcome.system] = outcome.document(about, relative)
 
-        evaluation = evaluator.evaluate(chosen, factor, finished)
-        Console().print(systems_table(evaluation))
+            evaluation = evaluator.evaluate(chosen, factor, finished)
+        show(systems_table(evaluation))
         swept: WhatIf | None = None
         if settings and not evaluation.interrupted:
             swept = sweep(evaluator, settings, terms, evaluation, chosen)
-            Console().print(points_table(swept.what_if))
-            for line in swept.lines:
-                Console().print(line, markup=False, highlight=False, soft_wrap=True)
+            show(points_table(swept.what_if), *swept.lines)
         write(json_file, msgspec.to_builtins(evaluation) | (msgspec.to_builtins(swept) if swept is not None else {}))
         if documents:
             outputs.draw([documents[name] for name in evaluation.systems], _beside(evaluation, swept))

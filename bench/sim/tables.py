@@ -16,19 +16,19 @@ from bench.sim.outcome import Figures
 def systems_table(evaluation: Evaluation) -> Table:
     """Times in milliseconds, attainment in per cent; ``host``: copies in host memory, at most."""
     of = "" if evaluation.slo_of == FULL.name else f"; 5x: the means of {evaluation.slo_of}, not of {FULL.name}"
-    shown = _table(
+    shown = table_of_systems(
         f"{evaluation.requests:,} requests on cluster {evaluation.cluster}, {evaluation.model}; ms and % in SLO{of}",
         ("TTFT", "p99", "TBT", "p99", "5x", "abs.", "GPU s", "host", "lost"),
     )
     for name, row in evaluation.systems.items():
         shown.add_row(
             name,
-            _ms(row.ttft_mean_s),
-            _ms(row.ttft_p99_s),
-            _ms(row.tbt_mean_s, 1),
-            _ms(row.tbt_p99_s, 1),
-            _share(row.slo_attainment),
-            _share(row.slo_attainment_absolute),
+            in_ms(row.ttft_mean_s),
+            in_ms(row.ttft_p99_s),
+            in_ms(row.tbt_mean_s, 1),
+            in_ms(row.tbt_p99_s, 1),
+            in_percent(row.slo_attainment),
+            in_percent(row.slo_attainment_absolute),
             f"{row.gpu_seconds:.0f}",
             f"{row.host_cache_bytes_max / evaluation.weights_bytes:.0f}",
             _lost(row),
@@ -39,7 +39,7 @@ def systems_table(evaluation: Evaluation) -> Table:
 def points_table(points: Sequence[Point]) -> Table:
     """The same of settings. ``*``: on the frontier of cost and objectives; ``+``: of cost and TTFT p99."""
     costs = any(point.cost is not None for point in points)
-    shown = _table(
+    shown = table_of_systems(
         "what if; ms and % within the absolute SLO; on the frontier of *: SLO, +: p99",
         ("GPUs", "NIC", "keep", "TTFT", "p99", "SLO", "cost" if costs else "GPU s", "lost", ""),
     )
@@ -49,9 +49,9 @@ def points_table(points: Sequence[Point]) -> Table:
             f"{point.num_gpus}",
             f"{point.nic_gbps:g}",
             point.keep_copies or "",
-            _ms(point.ttft_mean_s),
-            _ms(point.ttft_p99_s),
-            _share(point.slo_attainment_absolute),
+            in_ms(point.ttft_mean_s),
+            in_ms(point.ttft_p99_s),
+            in_percent(point.slo_attainment_absolute),
             money(point.cost) if point.cost is not None else f"{point.paid_gpu_seconds:.0f}",
             _lost(point),
             ("*" if point.frontier else "") + ("+" if point.frontier_ttft else ""),
@@ -59,27 +59,31 @@ def points_table(points: Sequence[Point]) -> Table:
     return shown
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def table_of_systems(title: str, columns: Sequence[str]) -> Table:
+    """Without rows, whose first cell is a name. What does not fit takes room from the names, which go on below: figures
+    stay whole, and names can be told apart."""
     # What a cluster or a trace is called is no markup.
     shown = Table(
         title=Text(title, style="table.title"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=0,  # the box has a blank between columns
     )
-    shown.add_column("", overflow="ellipsis", no_wrap=True)
+    shown.add_column("", overflow="fold")
     for column in columns:
         shown.add_column(column, justify="right", no_wrap=True, min_width=max(4, len(column)))
     return shown
 
 
-def _ms(value: float | None, digits: int = 0) -> str:
+def in_ms(value: float | None, digits: int = 0) -> str:
+    """Of seconds."""
     return "-" if value is None else f"{value * 1000:.{digits}f}"
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}".removesuffix("%")
+def in_percent(value: float | None) -> str:
+    """Of a share; the column says what it is."""
+    return "-" if value is None else f"{value:.1%}".removesuffix("%")
 
 
 def _lost(row: Figures) -> str:

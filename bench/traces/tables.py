@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,6 +48,10 @@ class _Row:
             raise self.bad(column, f"expected a number of tokens, from 0 to {MAX_TOKENS:,}")
         return int(text)
 
+    def name(self, column: str) -> str | None:
+        # A few names in millions of rows: one string each.
+        return sys.intern(self.cells.get(column, "")) or None
+
     def utc_seconds(self, column: str) -> float:
         # Published times have seven decimals, one more than strptime takes.
         match = _FRACTION.match(self.cells[column].strip())
@@ -64,7 +69,7 @@ def _normalised(row: _Row) -> TraceRequest:
         arrival_s=row.seconds("arrival_s"),
         input_tokens=row.tokens("input_tokens"),
         output_tokens=row.tokens("output_tokens"),
-        model=row.cells.get("model") or None,
+        model=row.name("model"),
     )
 
 
@@ -82,7 +87,7 @@ def _burstgpt(row: _Row) -> TraceRequest:
         arrival_s=row.seconds("Timestamp"),
         input_tokens=row.tokens("Request tokens"),
         output_tokens=row.tokens("Response tokens"),
-        model=row.cells["Model"] or None,
+        model=row.name("Model"),
     )
 
 

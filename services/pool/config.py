@@ -71,8 +71,12 @@ class PoolConfig(ServiceConfig):
 
 def _keep_copies_s(env: Settings) -> float:
     key = "BLITZ_POOL_KEEP_COPIES_S"
-    never = env.text(key, default="") == "never"
-    return math.inf if never else env.number(key, default=KEEP_COPIES_S, minimum=0.0)
+    if env.text(key, default="").lower() == "never":
+        return math.inf
+    try:
+        return env.number(key, default=KEEP_COPIES_S, minimum=0.0)
+    except SettingsError as error:
+        raise SettingsError(f"{error.message}, or never", param=key) from error
 
 
 def _redis_url(url: str) -> str:

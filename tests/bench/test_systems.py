@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bench.systems import ABLATION, SYSTEMS, NotInServices, System, UnknownSystem, find, give_back_s
+from bench.systems import ABLATION, SYSTEMS, NotInServices, System, UnknownSystem, find, give_back_s, named
 from services.monitor.config import MonitorConfig
 from services.planner.config import PlannerConfig
 from services.planner.core.rounds.settings import PlanSettings
@@ -76,6 +76,25 @@ def test_a_time_to_keep_copies_is_part_of_the_name() -> None:
     assert minute.keeping(math.inf) == always == SYSTEMS["sllm"].keeping(math.inf)
     assert find("sllm-0.5s").keep_copies_s == 0.5
     assert always.environ()["BLITZ_POOL_KEEP_COPIES_S"] == "never"
+
+
+def test_systems_are_named_once_each_in_their_order() -> None:
+    assert [system.name for system in named("sllm-60s, blitz,,sllm-60.0s,blitz")] == ["sllm-60s", "blitz"]
+    assert [system.name for system in named("blitz,allcache", ablation=True)] == [
+        "blitz", "allcache", "sllm", "blitz-star", "blitz-nolive",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", ["", ",,", " , "])
+def test_a_list_without_a_system_is_refused(names: str) -> None:
+    with pytest.raises(BadRequest, match="name a system: blitz, "):
+        named(names, ablation=True)
+
+
+@pytest.mark.parametrize("names", ["sllm,sllm-300s", "sllm-300s,blitz,sllm", "lambdascale,lambdascale-300s"])
+def test_two_names_of_one_system_are_refused(names: str) -> None:
+    with pytest.raises(BadRequest, match="are the same system: name one of them"):
+        named(names)
 
 
 @pytest.mark.parametrize("name", ["", "blitzz", "sllm-", "sllm-60", "sllm--1s", "blitz-60s", "allcache-never"])

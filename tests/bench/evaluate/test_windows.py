@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -57,6 +58,21 @@ def test_a_given_window_is_tuned_on_the_longer_rest() -> None:
     assert chosen.measured == (Window(700.0, 100.0),)
     assert chosen.tuning.end_s <= 700
     assert beside(trace, Window(0.0, 850.0)).tuning == Window(0.0, 850.0)
+
+
+def test_no_other_window_of_a_part_is_better() -> None:
+    """Counted one by one."""
+    trace = synthesise("burstgpt", seed=4, duration_s=600)
+    usual = WINDOW_S * len(trace.requests) / trace.span_s
+
+    def burst(start_s: int) -> float:
+        requests = count(trace, start_s, start_s + WINDOW_S)
+        return count(trace, start_s + LEAD_S, start_s + LEAD_S + BURST_S) / requests if requests >= usual else -1.0
+
+    middle_s = trace.span_s / 2
+    first, last = range(int(middle_s - WINDOW_S) + 1), range(math.ceil(middle_s), int(trace.span_s - WINDOW_S) + 1)
+    chosen = choose(trace, 1)
+    assert (chosen.tuning, *chosen.measured) == tuple(Window(max(starts, key=burst)) for starts in (first, last))
 
 
 @pytest.mark.parametrize("text", ["", "10", "a:b", "-1:90", "10:0", "10:inf", "nan:10"])

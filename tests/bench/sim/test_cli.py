@@ -51,6 +51,10 @@ def failed(*arguments: str) -> str:
         (("--degree", "3"), "llama3-8b on 3 GPUs has no profile"),
         (("--systems", "blitz,bltz"), "no system 'bltz'"),
         (("--systems", "sllm--1s"), "no system 'sllm--1s'"),
+        (("--systems", ",,"), "name a system"),
+        (("--systems", ""), "name a system"),
+        (("--systems", "sllm,sllm-300s"), "sllm and sllm-300s are the same system"),
+        (("--png", "x.xyz"), "figures are drawn as PNG (--png FILE.png) or HTML (--html FILE.html), not as '.xyz'"),
         (("--profile", "none.json"), "none.json: cannot be read"),
         (("--compute", "0"), "--compute is a positive number, not 0.0"),
         (("--compute", "nan"), "--compute"),
@@ -124,7 +128,7 @@ def test_a_result_that_cannot_be_written_is_a_line(trace: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "write_bytes", full)
     json_file = str(trace.with_suffix(".json"))
     result = CliRunner().invoke(app, [str(trace), "--systems", "blitz", "--json", json_file])
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert f"{json_file} cannot be written: No space left on device" in result.output.replace("\n", "")
 
 
@@ -191,6 +195,7 @@ def test_what_had_finished_before_ctrl_c_is_kept(trace: Path, tmp_path: Path, mo
     out.unlink()
     result = CliRunner().invoke(app, [*arguments, "--systems", "allcache,blitz"])
     assert result.exit_code == 130
+    assert "nothing had finished" in result.output
     assert not out.exists()
 
 

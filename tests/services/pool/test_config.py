@@ -39,8 +39,12 @@ def test_which_copies_there_are_and_for_how_long() -> None:
     assert [PoolConfig.from_env({"BLITZ_POOL_COPIES": name}).pool.copies for name in COPIES_POLICIES] == [
         *COPIES_POLICIES
     ]
-    kept_s = [PoolConfig.from_env({"BLITZ_POOL_KEEP_COPIES_S": text}).pool.keep_copies_s for text in ("0", "never")]
-    assert kept_s == [0.0, math.inf]
+    kept_s = [
+        PoolConfig.from_env({"BLITZ_POOL_KEEP_COPIES_S": text}).pool.keep_copies_s for text in ("0", "never", " NEVER")
+    ]
+    assert kept_s == [0.0, math.inf, math.inf]
     for bad in ({"BLITZ_POOL_COPIES": "two"}, {"BLITZ_POOL_KEEP_COPIES_S": "-1"}, {"BLITZ_POOL_KEEP_COPIES_S": "inf"}):
         with pytest.raises(SettingsError, match="BLITZ_POOL_"):
             PoolConfig.from_env(bad)
+    with pytest.raises(SettingsError, match="BLITZ_POOL_KEEP_COPIES_S='soon': must be a number, or never"):
+        PoolConfig.from_env({"BLITZ_POOL_KEEP_COPIES_S": "soon"})
