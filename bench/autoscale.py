@@ -25,7 +25,7 @@ from bench.scale_records import taken_twice
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 READY_S = 120.0
 SETTLE_S = 60.0

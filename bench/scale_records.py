@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 
 def taken_twice(records: Iterable[ScaleRecord], within_s: float = 1.0) -> list[tuple[str, float]]:

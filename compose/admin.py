@@ -23,7 +23,7 @@ from shared.messages.admin import (
     WorkerStatus,
 )
 from shared.messages.common import LiveChoice, Role, Serving
-from shared.messages.scaling import ScaleRecord, ScaleRecords
+from shared.messages.operations import ScaleRecord, ScaleRecords
 
 T = TypeVar("T")
 _TIMEOUT_S = 20.0

@@ -23,7 +23,7 @@ from compose.stack import Stack
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError
 from shared.messages.admin import SetModelBody
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 Say = Callable[[str], None]
 READY_S = 180.0

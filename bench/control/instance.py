@@ -12,8 +12,8 @@ from shared.errors import Conflict, NotFound
 from shared.messages.common import InstanceState
 from shared.messages.generation import Resend, StreamPart, Submit, TokenBatch
 from shared.messages.load import LoadReport
+from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.registry import InstanceInfo
-from shared.messages.scaling import ChainMember, ScalePlan
 
 FIRST_TOKEN_S = 0.005
 OTHER_TOKENS_S = 0.01

@@ -26,8 +26,8 @@ from shared.messages.copies import CanRead, DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport
+from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from shared.messages.registry import HostCopy, ModelRecord, WorkerInfo
-from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 
 RETIRE_RETRY_S = 0.5
 OnServing = Callable[[SimInstance, float], None]

@@ -28,8 +28,8 @@ from services.pool.core.copies_policy import copy_rules
 from services.pool.core.loads import LoadLimits
 from shared.messages.generation import SamplingParams
 from shared.messages.load import Demand, LoadReport, QueueReport
+from shared.messages.progress import ScaleProgress
 from shared.messages.registry import LeaseBatch, LeaseVerdict, WorkerHeartbeat
-from shared.messages.scaling import ScaleProgress
 
 BEGIN_S = 100.0
 """A unix time of 0 means "not yet" here and there."""

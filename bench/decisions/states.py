@@ -9,7 +9,7 @@ from bench.decisions.plane import OTHER, OURS, ControlPlane
 from bench.decisions.population import Population
 from bench.decisions.stopwatch import Stopwatch
 from services.planner.core.operations.operation import Operation
-from shared.messages.scaling import ScaleProgress
+from shared.messages.progress import ScaleProgress
 
 SAMPLED = 200
 """Workers whose reports are measured in a repetition, at most; the others report all the same."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.stats import Summary
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 MAKES_ROOM = "no worker is spare"
 """In the reason of an instance's going: another model waited for its worker."""

@@ -16,7 +16,7 @@ from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import ask
 from compose.config import StackConfig
 from compose.stack import Stack
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 Say = Callable[[str], None]
 SYSTEMS = ("shared", "partition", "dedicated")

@@ -33,8 +33,8 @@ from shared.bus.nats import NatsBus
 from shared.errors import Unavailable
 from shared.messages.admin import Status
 from shared.messages.common import SERVED_BY, LiveChoice, Serving
+from shared.messages.operations import ScaleRecord
 from shared.messages.registry import HostCopy, WorkerRecord
-from shared.messages.scaling import ScaleRecord
 from shared.permissions import Kind
 from shared.registry import read_registry
 from shared.settings import Settings

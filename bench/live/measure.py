@@ -24,7 +24,7 @@ from shared import subjects
 from shared.checkpoint import inspect_checkpoint
 from shared.layout import ArenaLayout
 from shared.messages.live import ZigzagAssignment
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 Say = Callable[[str], None]
 _ANY_RATE = Rate.parse("1gbit")

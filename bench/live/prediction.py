@@ -10,7 +10,7 @@ from bench.lab.errors import LabFailed
 from bench.live.workload import Workload
 from bench.stats import percentile
 from shared.messages.live import ZigzagAssignment
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 from shared.zigzag.playback import Job, Played, play
 from shared.zigzag.queue import Policy
 

@@ -13,7 +13,7 @@ from bench.live.timeline import Timeline
 from bench.live.workload import Workload
 from bench.stats import percentile
 from shared.messages.live import ZigzagAssignment
-from shared.messages.scaling import LiveRecord, ScaleRecord
+from shared.messages.operations import LiveRecord, ScaleRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.messages.scaling import LiveRecord
+from shared.messages.operations import LiveRecord
 
 BUCKET_S = 0.05
 _EDGE = 1e-9

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import get_args
 
 from shared.messages.admin import PoolStatus, Status, TrafficStatus
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 from shared.messages.traffic import Purpose, Way
 
 Instances = dict[str, int]

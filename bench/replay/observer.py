@@ -13,7 +13,7 @@ from bench.replay.observations import ClusterLog
 from bench.stream_client import Endpoint, StreamClient, StreamFailed
 from shared.errors import Unauthorized
 from shared.messages.admin import PoolStatus, Status, TrafficStatus
-from shared.messages.scaling import ScaleRecords
+from shared.messages.operations import ScaleRecords
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.scaleout.background import Background
 from bench.scaleout.rows import HOST_CACHE, HOST_CACHE_MISS, Row
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 GIB = 1024**3
 _CACHING = (HOST_CACHE_MISS, HOST_CACHE)

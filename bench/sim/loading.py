@@ -13,7 +13,7 @@ from typing import Protocol
 from bench.sim.fabric import Fabric, Path
 from bench.sim.flows import Flow, Network
 from services.worker.core.upstreams import Part, Upstream
-from shared.messages.scaling import ScalePlan
+from shared.messages.plans import ScalePlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from services.planner.core.operations.pair_record import LivePair
 from services.worker.core.live.pair import why_no_source
 from shared.errors import BlitzError
 from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
-from shared.messages.scaling import ChainMember
+from shared.messages.plans import ChainMember
 
 
 class SimPairs:

@@ -17,8 +17,10 @@ from services.planner.core.rounds.round import Granted
 from services.planner.core.rounds.settings import PlanSettings
 from shared.messages.live import LiveReport, ZigzagAssignment
 from shared.messages.load import Demand, LoadReport, QueueReport
+from shared.messages.operations import ScaleRecord
+from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
+from shared.messages.progress import ScaleProgress
 from shared.messages.registry import LeaseBatch, LeaseVerdict
-from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan, ScaleProgress, ScaleRecord
 
 TERM = 1
 CHECK_S = 0.5

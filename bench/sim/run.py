@@ -50,8 +50,9 @@ from shared.messages.common import Role
 from shared.messages.generation import DecodePlace
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport, QueueReport
+from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
+from shared.messages.progress import ScaleProgress
 from shared.messages.registry import Floor, ModelRecord, Route, WorkerHeartbeat, WorkerInfo
-from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan, ScaleProgress
 from shared.messages.traffic import Purpose
 from shared.profile import Profile
 

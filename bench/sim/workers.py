@@ -18,15 +18,9 @@ from bench.sim.loading import Load, Transfers, Weights
 from services.worker.core.scheduling.scheduler import LENT_QUEUE_FACTOR
 from services.worker.core.upstreams import part_of
 from shared.messages.common import InstanceState, Role
+from shared.messages.plans import ChainMember, DrainPlan, MutatePlan, ScalePlan
+from shared.messages.progress import ProgressEvent, ScaleProgress
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo
-from shared.messages.scaling import (
-    ChainMember,
-    DrainPlan,
-    MutatePlan,
-    ProgressEvent,
-    ScalePlan,
-    ScaleProgress,
-)
 
 DROP_RETRY_S = 0.5
 """As ``services.worker.scaling``: how often an instance that holds the model's last copy asks whether it may go."""

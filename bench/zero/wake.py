@@ -11,7 +11,7 @@ from bench.openai_events import DONE as END_OF_STREAM
 from bench.openai_events import CompletionRequest, read_event, write_request
 from bench.stream_client import Endpoint, StreamClient
 from compose.supervisor import RunningStack
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 PROMPT = tuple(range(10, 26))
 """Token ids."""

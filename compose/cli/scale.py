@@ -14,7 +14,7 @@ from compose.admin import AdminClient
 from compose.cli.options import URL_DEFAULT, Json, Url, ask, print_json
 from compose.errors import StackError
 from shared.messages.common import LiveChoice, Role
-from shared.messages.scaling import LiveBatchRecord, LiveRecord, ScaleRecord
+from shared.messages.operations import LiveBatchRecord, LiveRecord, ScaleRecord
 
 _WAIT_S = 5.0
 """One long poll; short, so that a gateway that dies is noticed."""

@@ -12,7 +12,7 @@ from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Unavailable
-from shared.messages.scaling import ListScaleRecords, ScaleRecords
+from shared.messages.operations import ListScaleRecords, ScaleRecords
 
 ASK_TIMEOUT_S = 0.5
 """The planner's part is left out if it does not answer by then."""

@@ -12,7 +12,8 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.live import WorkerOrder, ZigzagAssignment
-from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan, ScaleRecord
+from shared.messages.operations import ScaleRecord
+from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from services.planner.core.rounds.step import Step
 from services.planner.leases import Leases
 from services.planner.plan_stream import PlanStream
 from shared.errors import BlitzError
+from shared.messages.plans import DrainPlan
 from shared.messages.registry import LeaseGrant
-from shared.messages.scaling import DrainPlan
 
 log = logging.getLogger(__name__)
 

@@ -36,19 +36,12 @@ from shared.leading import Leader
 from shared.load_feed import subscribe_load
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
+from shared.messages.destinations import Destinations, GetDestinations
 from shared.messages.live import LiveReport, PlanSplit
 from shared.messages.load import Demand, QueueReport
+from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
+from shared.messages.progress import ScaleProgress
 from shared.messages.registry import MAX_HOLD_S, RouteChanges, SetFloor
-from shared.messages.scaling import (
-    Destinations,
-    GetDestinations,
-    GetScaleRecord,
-    ListScaleRecords,
-    ScaleProgress,
-    ScaleRecord,
-    ScaleRecords,
-    StartScale,
-)
 from shared.profile_directory import ProfileDirectory
 from shared.registry import RegistryReader
 from shared.telemetry import tracer

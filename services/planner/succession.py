@@ -28,7 +28,8 @@ from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.leading import Leader
 from shared.messages.live import ZigzagAssignment
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan, ScaleRecord
+from shared.messages.operations import ScaleRecord
+from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.registry import RegistryReader
 
 log = logging.getLogger(__name__)

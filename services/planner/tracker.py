@@ -18,7 +18,8 @@ from shared.aio import OwnedTasks, Wakeup
 from shared.errors import PlanNotFound
 from shared.leading import Leader
 from shared.messages.live import LiveReport
-from shared.messages.scaling import GetScaleRecord, ScaleProgress, ScaleRecord
+from shared.messages.operations import GetScaleRecord, ScaleRecord
+from shared.messages.progress import ScaleProgress
 
 log = logging.getLogger(__name__)
 

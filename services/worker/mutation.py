@@ -15,7 +15,7 @@ from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import Registration
 from shared.aio import OwnedTasks
-from shared.messages.scaling import MutatePlan, MutateTarget
+from shared.messages.plans import MutatePlan, MutateTarget
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
 from shared.messages.live import WorkerOrder, ZigzagAssignment
-from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan
+from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from services.worker.weights.mover import WeightMover
 from services.worker.weights.outcome import BuffersStuck
 from shared.aio import OwnedTasks
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded
-from shared.messages.scaling import Destination, DrainPlan, DrainTarget, ScalePlan, SendBack
+from shared.messages.destinations import Destination, SendBack
+from shared.messages.plans import DrainPlan, DrainTarget, ScalePlan
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)

@@ -22,15 +22,8 @@ from shared.errors import BlitzError, SentBack
 from shared.identity import hold, new_incarnation, refuse_if_held
 from shared.messages.common import ErrorInfo
 from shared.messages.copies import CanRead, DropCopy, HoldCopy
+from shared.messages.feeds import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, StopFeed
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
-from shared.messages.scaling import (
-    Feed,
-    FeedEnded,
-    FetchRange,
-    GetChecksums,
-    GetFeedState,
-    StopFeed,
-)
 from shared.messages.traffic import GetTraffic
 from shared.transport.base import TensorTransport
 

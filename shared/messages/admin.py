@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.messages.common import SERVED_BY, LiveChoice, Role, Serving
-from shared.messages.scaling import Advice, Unplanned
+from shared.messages.operations import Advice, Unplanned
 from shared.messages.traffic import WorkerTraffic
 
 MAX_INSTANCES = 1_000_000

@@ -15,7 +15,7 @@ import msgspec
 from shared.messages.codec import Message
 from shared.messages.common import Count, Figure, LivePolicy
 from shared.messages.generation import Submit
-from shared.messages.scaling import ChainMember, DrainPlan, MigratePlan, MutatePlan, ScalePlan
+from shared.messages.plans import ChainMember, DrainPlan, MigratePlan, MutatePlan, ScalePlan
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from bench.scale_records import taken_twice
-from shared.messages.scaling import ScaleRecord, TargetRecord
+from shared.messages.operations import ScaleRecord, TargetRecord
 
 
 def record(at_s: float, direction: Literal["in", "out"], *workers: str) -> ScaleRecord:

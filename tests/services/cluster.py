@@ -24,8 +24,10 @@ from shared.errors import NoResponder, Unavailable
 from shared.messages.codec import Message, decode
 from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.live import LiveReport
+from shared.messages.operations import GetScaleRecord, ScaleRecord, StartScale
+from shared.messages.plans import ScalePlan
+from shared.messages.progress import ScaleProgress
 from shared.messages.registry import AddModel, GetSnapshot, ModelRecord, RemoveModel, Snapshot, WorkerRecord
-from shared.messages.scaling import GetScaleRecord, ScalePlan, ScaleProgress, ScaleRecord, StartScale
 from tests.checkpoints import tiny_checkpoint
 from tests.services.fake_gateway import FakeGateway
 from tests.services.waiting import TIMEOUT_S, eventually

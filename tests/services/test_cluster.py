@@ -14,7 +14,8 @@ from services.planner.core.operations import operation
 from services.worker.memory.pieces import REFETCH_INDEX
 from services.worker.weights import outcome
 from shared.errors import Conflict, NoCapacity, SentBack
-from shared.messages.scaling import ScalePlan, ScaleRecord
+from shared.messages.operations import ScaleRecord
+from shared.messages.plans import ScalePlan
 from tests.checkpoints import tiny_checkpoint
 from tests.services.cluster import LEASE_S, Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens

@@ -13,7 +13,7 @@ from compose.stack import Stack
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError, Unavailable
 from shared.messages.admin import Status
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 from tests import plain_http
 
 PATIENCE_S = 60.0

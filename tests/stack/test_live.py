@@ -15,7 +15,7 @@ from compose.config import StackConfig
 from compose.stack import Stack
 from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import bus, openai_client, stream, until
 from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.gateway.core.routes import ModelRoutes, takes_new
-from shared.messages.scaling import ScaleRecords
+from shared.messages.operations import ScaleRecords
 
 MAX_FAILURES = 3
 """Workers that are named for having failed to load the model."""

@@ -33,14 +33,8 @@ from shared.messages.admin import (
 )
 from shared.messages.codec import Message
 from shared.messages.common import Ack
+from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from shared.messages.registry import AddModel, CordonWorker, ModelRecord, RemoveModel, SetModel
-from shared.messages.scaling import (
-    GetScaleRecord,
-    ListScaleRecords,
-    ScaleRecord,
-    ScaleRecords,
-    StartScale,
-)
 from shared.messages.traffic import GetTraffic, WorkerTraffic
 from shared.registry import RegistryView
 

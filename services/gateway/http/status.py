@@ -25,8 +25,8 @@ from shared.messages.admin import (
     WorkerStatus,
 )
 from shared.messages.load import LoadReport
+from shared.messages.operations import ScaleRecords, Unplanned
 from shared.messages.registry import HostCopy, InstanceInfo, ModelRecord, WorkerRecord
-from shared.messages.scaling import ScaleRecords, Unplanned
 from shared.registry import RegistryView
 
 S = TypeVar("S", bound=msgspec.Struct)

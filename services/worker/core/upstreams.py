@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import BadRequest
-from shared.messages.scaling import Chain, ChainMember, ScalePlan, SourceKind, Stripe
+from shared.messages.plans import Chain, ChainMember, ScalePlan, SourceKind, Stripe
 
 
 @dataclass(frozen=True, slots=True)

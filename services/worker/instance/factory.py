@@ -20,7 +20,7 @@ from services.worker.memory.weight_copy import WeightCopy
 from shared.aio import in_thread
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
 from shared.layout import ArenaLayout, layout_of
-from shared.messages.scaling import ChainMember, ScalePlan
+from shared.messages.plans import ChainMember, ScalePlan
 from shared.model_spec import DTYPE_BYTES
 from shared.profile import Profile
 from shared.profile_directory import ProfileDirectory

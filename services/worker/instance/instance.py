@@ -19,8 +19,8 @@ from shared.errors import BadRequest, Conflict, Unavailable
 from shared.layout import ArenaLayout
 from shared.messages.common import InstanceState, Role
 from shared.messages.generation import Submit
+from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.registry import InstanceInfo
-from shared.messages.scaling import ChainMember, ScalePlan
 
 log = logging.getLogger(__name__)
 

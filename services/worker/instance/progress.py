@@ -10,7 +10,7 @@ from opentelemetry import trace
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
-from shared.messages.scaling import ProgressEvent, ScaleProgress
+from shared.messages.progress import ProgressEvent, ScaleProgress
 
 log = logging.getLogger(__name__)
 

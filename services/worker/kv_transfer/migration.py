@@ -35,8 +35,9 @@ from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus
 from shared.errors import BlitzError, SentBack
 from shared.messages.common import ErrorInfo
+from shared.messages.destinations import Destination, Destinations, GetDestinations, SendBack
 from shared.messages.generation import DecodePlace
-from shared.messages.scaling import Destination, Destinations, GetDestinations, MigratePlan, SendBack
+from shared.messages.plans import MigratePlan
 
 log = logging.getLogger(__name__)
 

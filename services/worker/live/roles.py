@@ -42,7 +42,7 @@ from shared.messages.live import (
     Taken,
     ZigzagAssignment,
 )
-from shared.messages.scaling import ChainMember
+from shared.messages.plans import ChainMember
 from shared.telemetry import tracer
 from shared.transport.base import TensorTransport
 

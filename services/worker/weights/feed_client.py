@@ -14,8 +14,8 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, NotFound
 from shared.messages.common import Ack
+from shared.messages.feeds import Feed, FeedState, FetchRange, GetChecksums, GetFeedState, StopFeed, UnitChecksums
 from shared.messages.registry import ModelRecord, WorkerInfo
-from shared.messages.scaling import Feed, FeedState, FetchRange, GetChecksums, GetFeedState, StopFeed, UnitChecksums
 from shared.transport.base import Channel
 
 ASK_TIMEOUT_S = 10.0

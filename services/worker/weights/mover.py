@@ -16,8 +16,9 @@ from services.worker.weights.receiving import Fill
 from services.worker.weights.sending import Sender
 from shared import subjects
 from shared.bus.base import Bus
+from shared.messages.feeds import FeedEnded
+from shared.messages.plans import ScalePlan
 from shared.messages.registry import ModelRecord, WorkerInfo
-from shared.messages.scaling import FeedEnded, ScalePlan
 from shared.transport.base import TensorTransport
 
 OnReady = Callable[[int], Awaitable[None]]

@@ -23,7 +23,7 @@ from services.worker.weights.outcome import SETTLE_S, BuffersStuck, Outcome, end
 from services.worker.weights.pace import Paces
 from shared.aio import in_thread
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
-from shared.messages.scaling import FeedEnded
+from shared.messages.feeds import FeedEnded
 from shared.transport.base import TensorTransport
 from shared.transport.tags import tag_of
 

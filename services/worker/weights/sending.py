@@ -17,7 +17,7 @@ from services.worker.weights.flow import OnDone, Outflow
 from services.worker.weights.outcome import SETTLE_S, Outcome, ends_soon
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded, NotFound
 from shared.messages.common import Ack
-from shared.messages.scaling import (
+from shared.messages.feeds import (
     Feed,
     FeedEnded,
     FeedState,

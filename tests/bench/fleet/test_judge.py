@@ -6,7 +6,7 @@ import pytest
 
 from bench.fleet.judge import MAKES_ROOM, Answer, Sample, SystemResult, oscillations, same_texts
 from services.planner.core.fleet.allocation import Holding, Room, Want, allocate
-from shared.messages.scaling import ScaleRecord, TargetRecord
+from shared.messages.operations import ScaleRecord, TargetRecord
 
 
 def record(model: str, direction: str, at_s: float, *, load_ms: float = 100.0, reason: str = "load") -> ScaleRecord:

@@ -16,8 +16,8 @@ from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from shared.errors import Conflict, Unavailable
 from shared.messages.common import LiveChoice
+from shared.messages.operations import ScaleRecord
 from shared.messages.registry import InstanceInfo
-from shared.messages.scaling import ScaleRecord
 
 MARKS = [
     pytest.mark.root,

@@ -20,8 +20,9 @@ from shared.load_feed import subscribe_load
 from shared.messages.common import Ack
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.load import LoadReport
+from shared.messages.operations import LiveRecord, ScaleRecord, TargetRecord
+from shared.messages.plans import ScalePlan
 from shared.messages.registry import InstanceInfo, LeaseGrant, LeaseWorkers, ReleaseWorkers
-from shared.messages.scaling import LiveRecord, ScalePlan, ScaleRecord, TargetRecord
 from tests.bench.lab.labs import ENDS_WITHIN_S, Lab
 
 RATE = Rate.parse("120mbit")

@@ -14,7 +14,7 @@ from bench.lab.network import Network
 from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from shared.checkpoint import inspect_checkpoint
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 from tests.bench.lab.labs import MARKS, Lab, lab_network
 
 pytestmark = MARKS

@@ -9,7 +9,8 @@ from bench.live.result import EngineResult
 from bench.live.run import Run
 from bench.live.workload import EngineKind, Workload
 from shared.messages.live import ZigzagAssignment
-from shared.messages.scaling import ChainMember, LiveBatchRecord, LiveRecord, ScaleRecord, TargetRecord
+from shared.messages.operations import LiveBatchRecord, LiveRecord, ScaleRecord, TargetRecord
+from shared.messages.plans import ChainMember
 
 BURST_AT_S = 1_000_000.0
 TRIGGER_S = 0.01

@@ -8,7 +8,7 @@ from bench.replay.observations import Cluster, ClusterLog
 from bench.replay.plan import PlannedRequest
 from bench.replay.record import Collector, Failure, RequestRecord
 from shared.messages.admin import InstanceStatus, PoolStatus, PoolTotals, Status, TrafficStatus
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 from shared.messages.traffic import CarriedBytes, WorkerTraffic
 
 

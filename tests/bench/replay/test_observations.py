@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bench.replay.observations import ClusterLog
 from shared.messages.admin import InstanceStatus, ModelStatus, PoolStatus, PoolTotals, Status, TrafficStatus
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 from shared.messages.traffic import CarriedBytes, Way, WorkerTraffic
 
 

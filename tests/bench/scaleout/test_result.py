@@ -10,7 +10,7 @@ from bench.lab import system
 from bench.scaleout.background import Background, BackgroundRun
 from bench.scaleout.result import GIB, Result, Run
 from bench.scaleout.rows import CHAIN, DISK, DISK_COLD, HOST_CACHE, HOST_CACHE_MISS, Row
-from shared.messages.scaling import ScaleRecord, TargetRecord
+from shared.messages.operations import ScaleRecord, TargetRecord
 
 MODEL_BYTES = 125_000_000
 

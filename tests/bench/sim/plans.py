@@ -12,8 +12,8 @@ from bench.sim.models import SimModel
 from services.planner.core.multicast.baselines import Strategy, plan_by
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Clusters
+from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.registry import HostCopy, InstanceInfo, WorkerInfo, WorkerRecord
-from shared.messages.scaling import ChainMember, ScalePlan
 
 
 def records(cluster: Cluster, fabric: Fabric, model: SimModel, serving: Sequence[int]) -> list[WorkerRecord]:

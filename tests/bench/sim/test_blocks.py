@@ -14,7 +14,7 @@ from bench.sim.loading import Load, Weights
 from bench.sim.models import known_model
 from bench.sim.sharing import Resource
 from services.worker.core.upstreams import part_of
-from shared.messages.scaling import Chain, ChainMember, Hop, ScalePlan, Stripe
+from shared.messages.plans import Chain, ChainMember, Hop, ScalePlan, Stripe
 
 GBPS, NUM_BYTES = 80.0, 16_000_000_000
 WHOLE_S = NUM_BYTES * 8 / GBPS / 1e9

@@ -20,8 +20,9 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.worker.core.upstreams import part_of
 from shared.messages.common import InstanceState
+from shared.messages.plans import ChainMember, ScalePlan
+from shared.messages.progress import ScaleProgress
 from shared.messages.registry import InstanceInfo
-from shared.messages.scaling import ChainMember, ScalePlan, ScaleProgress
 from tests.bench.sim.plans import plan_of, records
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from bench.zero.result import Result, Row
 from bench.zero.wake import Wake, parts_of
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 
 def wake(ttft_s: float, *, warm_s: float = 0.01, load_s: float = 1.0) -> Wake:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from compose.cli.scale import COLUMNS, MAX_BATCHES, pair_lines, sparkline
-from shared.messages.scaling import LiveBatchRecord, LiveRecord
+from shared.messages.operations import LiveBatchRecord, LiveRecord
 
 PAIR = LiveRecord(
     pair_id="p-1/0",

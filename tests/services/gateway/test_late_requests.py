@@ -13,7 +13,7 @@ from services.gateway.late_requests import MAX_ASKED, LateRequests
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.errors import BlitzError
-from shared.messages.scaling import ListScaleRecords, ScaleRecords
+from shared.messages.operations import ListScaleRecords, ScaleRecords
 from tests.services.gateway.core.routing import stream
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker

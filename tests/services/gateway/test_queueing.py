@@ -10,7 +10,7 @@ import pytest
 from services.gateway.core import capacity
 from shared import subjects
 from shared.messages.load import QueueReport
-from shared.messages.scaling import ListScaleRecords, RefusedLoad, ScaleRecords, Unplanned
+from shared.messages.operations import ListScaleRecords, RefusedLoad, ScaleRecords, Unplanned
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.test_failover import collect

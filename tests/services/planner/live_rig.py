@@ -13,8 +13,8 @@ from shared.messages.codec import Message
 from shared.messages.common import Ack, Role
 from shared.messages.live import PlanSplit, SplitBatch, ZigzagAssignment
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
+from shared.messages.operations import ScaleRecord
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import ScaleRecord
 from tests.records import model, worker_record
 from tests.services.planner.rig import Rig
 from tests.services.waiting import TIMEOUT_S, eventually

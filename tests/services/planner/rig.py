@@ -19,21 +19,18 @@ from shared.messages.codec import Message, decode
 from shared.messages.common import LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import Demand
-from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import (
-    DrainPlan,
+from shared.messages.operations import (
     GetScaleRecord,
     ListScaleRecords,
-    MutatePlan,
-    ProgressEvent,
     RefusedLoad,
-    ScalePlan,
-    ScaleProgress,
     ScaleRecord,
     ScaleRecords,
     StartScale,
     Unplanned,
 )
+from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
+from shared.messages.progress import ProgressEvent, ScaleProgress
+from shared.messages.registry import WorkerRecord
 from tests.records import model, worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.waiting import TIMEOUT_S, eventually

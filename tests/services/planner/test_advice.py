@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from shared import subjects
+from shared.messages.operations import Advice, ListScaleRecords, ScaleRecords
+from shared.messages.plans import DrainPlan, ScalePlan
 from shared.messages.registry import Floor
-from shared.messages.scaling import Advice, DrainPlan, ListScaleRecords, ScalePlan, ScaleRecords
 from tests.records import model, worker_record
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import TIMEOUT_S, eventually

@@ -15,8 +15,8 @@ from shared import subjects
 from shared.errors import NoCapacity
 from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport
+from shared.messages.plans import DrainPlan, ScalePlan
 from shared.messages.registry import Floor, GoneRoute, RouteChanges, WorkerRecord
-from shared.messages.scaling import DrainPlan, ScalePlan
 from tests.records import model, worker, worker_record
 from tests.services.monitor.core.reports import report
 from tests.services.planner.rig import Rig, running

@@ -14,8 +14,9 @@ from shared import subjects
 from shared.errors import NoResponder, PlanNotFound
 from shared.leading import Leader
 from shared.messages.codec import encode
+from shared.messages.operations import ScaleRecord
+from shared.messages.plans import ScalePlan
 from shared.messages.registry import LeaseBatch
-from shared.messages.scaling import ScalePlan, ScaleRecord
 from tests.records import worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.planner.rig import Rig, running

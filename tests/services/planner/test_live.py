@@ -18,8 +18,8 @@ from shared.errors import Unavailable
 from shared.messages.codec import Message
 from shared.messages.common import LiveChoice, LivePolicy, Role
 from shared.messages.live import LayerRuns
+from shared.messages.plans import DrainPlan, ScalePlan
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, ScalePlan
 from shared.profile import PrefillPoint, write_profile
 from shared.settings import SettingsError
 from tests.records import profile

@@ -14,7 +14,7 @@ from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.codec import decode
 from shared.messages.live import WorkerOrder
-from shared.messages.scaling import MigratePlan
+from shared.messages.plans import MigratePlan
 from tests.records import model, worker_record
 from tests.services.monitor.core.reports import report
 from tests.services.planner.rig import Rig, running

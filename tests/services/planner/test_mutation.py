@@ -19,8 +19,8 @@ from shared.messages.codec import decode
 from shared.messages.common import Role
 from shared.messages.live import WorkerOrder
 from shared.messages.load import Demand
+from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.registry import Floor, WorkerRecord
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 from shared.profile import write_profile
 from tests.records import model, profile, worker_record
 from tests.services.planner.rig import Rig, running

@@ -11,7 +11,7 @@ import pytest
 from services.planner.plan_stream import PlanStream
 from shared.errors import Unavailable
 from shared.messages.codec import Message
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 from tests.services.planner.rig import Rig, running
 
 

@@ -15,7 +15,7 @@ from shared import subjects
 from shared.errors import Conflict, DeadlineExceeded
 from shared.leading import Leader
 from shared.messages.load import Demand
-from shared.messages.scaling import DrainPlan, ScalePlan
+from shared.messages.plans import DrainPlan, ScalePlan
 from tests.records import model, worker_record
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import eventually

@@ -15,8 +15,8 @@ from services.planner.core.rounds.rounds import LEASE_TRIES
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, Unavailable
 from shared.messages.codec import Message
 from shared.messages.common import Role
+from shared.messages.plans import Copy, DrainPlan, ScalePlan
 from shared.messages.registry import Floor, HostCopy, WorkerRecord
-from shared.messages.scaling import Copy, DrainPlan, ScalePlan
 from tests.records import worker_record
 from tests.services.fake_pool import FAR_FUTURE_S
 from tests.services.planner.rig import Rig, running

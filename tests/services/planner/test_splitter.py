@@ -15,7 +15,7 @@ from services.planner.core.rounds.settings import LiveSettings
 from shared import subjects
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.messages.common import LivePolicy
-from shared.messages.scaling import ProgressEvent
+from shared.messages.progress import ProgressEvent
 from shared.zigzag.playback import Job
 from tests.services.planner.core.live.some_pairs import report
 from tests.services.planner.live_rig import LiveRig, break_assignments, eventually_ended

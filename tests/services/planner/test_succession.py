@@ -12,8 +12,9 @@ from services.planner.core.operations.refusals import Refusals
 from services.worker.orders import Orders
 from shared import subjects
 from shared.messages.live import ZigzagAssignment
+from shared.messages.operations import ListScaleRecords, ScaleRecords
+from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, ListScaleRecords, MigratePlan, MutatePlan, ScalePlan, ScaleRecords
 from tests.records import worker_record
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import TIMEOUT_S, eventually

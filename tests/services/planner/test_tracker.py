@@ -9,7 +9,7 @@ import pytest
 
 from services.planner.core.operations import operation
 from shared.errors import PlanNotFound
-from shared.messages.scaling import DrainPlan
+from shared.messages.plans import DrainPlan
 from tests.records import worker_record
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import TIMEOUT_S

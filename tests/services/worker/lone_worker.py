@@ -13,8 +13,7 @@ from shared import subjects
 from shared.checkpoint import inspect_checkpoint
 from shared.messages.common import Role
 from shared.messages.live import WorkerOrder
-from shared.messages.registry import ModelRecord
-from shared.messages.scaling import (
+from shared.messages.plans import (
     Chain,
     ChainMember,
     DrainPlan,
@@ -23,9 +22,10 @@ from shared.messages.scaling import (
     MutatePlan,
     MutateTarget,
     ScalePlan,
-    ScaleProgress,
     Stripe,
 )
+from shared.messages.progress import ScaleProgress
+from shared.messages.registry import ModelRecord
 from tests.checkpoints import tiny_checkpoint
 from tests.services.fake_gateway import FakeGateway
 from tests.services.fake_pool import FakePool

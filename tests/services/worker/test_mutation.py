@@ -12,7 +12,7 @@ from services.worker.weights.mover import WeightMover
 from shared import subjects
 from shared.messages.common import Role
 from shared.messages.load import LoadReport
-from shared.messages.scaling import MutatePlan, MutateTarget
+from shared.messages.plans import MutatePlan, MutateTarget
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated

@@ -12,7 +12,7 @@ from services.worker.orders import Orders
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.live import WorkerOrder, ZigzagAssignment
-from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan
+from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from tests.records import model
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker

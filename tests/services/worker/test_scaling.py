@@ -15,8 +15,9 @@ from services.worker.weights.mover import WeightMover
 from shared import subjects
 from shared.errors import Conflict, NotFound
 from shared.messages.common import Ack
+from shared.messages.feeds import FetchRange
+from shared.messages.plans import Stripe
 from shared.messages.registry import HeartbeatAck
-from shared.messages.scaling import FetchRange, Stripe
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import FROM_DISK, LoneWorker, lone_worker

@@ -19,7 +19,7 @@ from shared.errors import NoResponder, NotPermitted, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.messages.live import WorkerOrder
-from shared.messages.scaling import DrainPlan
+from shared.messages.plans import DrainPlan
 from tests.servers import Server, guarded_nats_server, nats_server, password_of
 from tests.shared.bus.conftest import eventually
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from shared.messages.codec import MalformedMessage, Message, decode
 from shared.messages.common import TAKES_PROMPTS
 from shared.messages.live import WorkerOrder
+from shared.messages.operations import StartScale
+from shared.messages.plans import DrainPlan, MutatePlan
 from shared.messages.registry import RemoveModel, RouteChanges, RouteTable
-from shared.messages.scaling import DrainPlan, MutatePlan, StartScale
 from tests.stack.hostile.drawn import Facts, Shot
 
 

@@ -8,7 +8,22 @@ from dataclasses import dataclass
 from typing import cast
 
 from shared import subjects
-from shared.messages import common, copies, disaggregated, generation, identity, live, load, registry, scaling, traffic
+from shared.messages import (
+    common,
+    copies,
+    destinations,
+    disaggregated,
+    feeds,
+    generation,
+    identity,
+    live,
+    load,
+    operations,
+    plans,
+    progress,
+    registry,
+    traffic,
+)
 from shared.messages.codec import Message
 from shared.permissions import TABLE, USERS, Row, User
 
@@ -35,12 +50,12 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "worker.*.resend": (generation.Resend, common.Ack),
     "gateway.*.tokens": (generation.TokenBatch, None),
     "gateway.heartbeat": (generation.GatewayHeartbeat, None),
-    "worker.*.feed": (scaling.Feed, common.Ack),
-    "worker.*.feed_state": (scaling.GetFeedState, scaling.FeedState),
-    "worker.*.stop_feed": (scaling.StopFeed, None),
-    "worker.*.feed_ended": (scaling.FeedEnded, None),
-    "worker.*.checksums": (scaling.GetChecksums, scaling.UnitChecksums),
-    "worker.*.fetch": (scaling.FetchRange, common.Ack),
+    "worker.*.feed": (feeds.Feed, common.Ack),
+    "worker.*.feed_state": (feeds.GetFeedState, feeds.FeedState),
+    "worker.*.stop_feed": (feeds.StopFeed, None),
+    "worker.*.feed_ended": (feeds.FeedEnded, None),
+    "worker.*.checksums": (feeds.GetChecksums, feeds.UnitChecksums),
+    "worker.*.fetch": (feeds.FetchRange, common.Ack),
     "worker.*.pair_ended": (live.PairEnded, None),
     "gateway.*.holder": (identity.GetHolder, identity.Holder),
     "worker.*.holder": (identity.GetHolder, identity.Holder),
@@ -54,7 +69,7 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "load.gateway": (load.QueueReport, None),
     "load.gateway.keys": (load.KeyUsageReport, None),
     "demand": (load.Demand, None),
-    "progress": (scaling.ScaleProgress, None),
+    "progress": (progress.ScaleProgress, None),
     "live_reports": (live.LiveReport, None),
     "pool.heartbeat": (registry.WorkerHeartbeat, registry.HeartbeatAck),
     "pool.restore_model": (registry.RestoreModel, common.Ack),
@@ -71,17 +86,17 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "pool.lead": (registry.Lead, registry.Leadership),
     "events.routes": (registry.RouteTable, None),
     "events.route_changes": (registry.RouteChanges, None),
-    "planner.scale": (scaling.StartScale, scaling.ScaleRecord),
-    "planner.record": (scaling.GetScaleRecord, scaling.ScaleRecord),
-    "planner.records": (scaling.ListScaleRecords, scaling.ScaleRecords),
+    "planner.scale": (operations.StartScale, operations.ScaleRecord),
+    "planner.record": (operations.GetScaleRecord, operations.ScaleRecord),
+    "planner.records": (operations.ListScaleRecords, operations.ScaleRecords),
     "planner.split": (live.PlanSplit, common.Ack),
-    "planner.destinations": (scaling.GetDestinations, scaling.Destinations),
-    "plans.scale": (scaling.ScalePlan, None),
-    "plans.drain": (scaling.DrainPlan, None),
-    "plans.mutate": (scaling.MutatePlan, None),
+    "planner.destinations": (destinations.GetDestinations, destinations.Destinations),
+    "plans.scale": (plans.ScalePlan, None),
+    "plans.drain": (plans.DrainPlan, None),
+    "plans.mutate": (plans.MutatePlan, None),
     "plans.zigzag": (live.ZigzagAssignment, None),
     "plans.worker.*": (live.WorkerOrder, None),
-    "records.scale": (scaling.ScaleRecord, None),
+    "records.scale": (operations.ScaleRecord, None),
     "nobody": (common.Ack, None),
 }
 """What each subject takes, and what it answers (None: nothing)."""
@@ -121,10 +136,10 @@ def _of_row(row: Row) -> Iterator[Target]:
     relative = row.subject.removeprefix(f"{subjects.PREFIX}.")
     users = [cast(User, kind) for kind in row.senders]
     assert set(users) <= set(USERS)
-    operations = {"worker.*.live.*": LIVE, "worker.*.decode.*": DECODE}.get(relative)
+    spoken = {"worker.*.live.*": LIVE, "worker.*.decode.*": DECODE}.get(relative)
     for user in users:
-        if operations is not None:
-            for operation, (takes, answers) in operations.items():
+        if spoken is not None:
+            for operation, (takes, answers) in spoken.items():
                 yield Target(user, f"{row.subject.removesuffix('*')}{operation}", takes, answers)
         else:
             one, other = TAKES[relative]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.planner.core.fleet.migration import MAX_DESTINATIONS
 from shared.messages.common import Role
-from shared.messages.scaling import Destination
+from shared.messages.destinations import Destination
 
 LACKS_S = 0.5
 """What has lacked KV for so long waits for longer than the end of some short answer."""

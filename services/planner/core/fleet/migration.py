@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared.messages.common import DECODES_FOR_OTHERS, TAKES_PROMPTS, Role
-from shared.messages.scaling import Destination, SendBack
+from shared.messages.destinations import Destination, SendBack
 
 MAX_DESTINATIONS = 4
 """Named to one instance."""

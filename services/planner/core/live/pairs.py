@@ -16,8 +16,8 @@ from services.planner.core.multicast.explain import MAX_EDGES, MAX_NAMES, shorte
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import LiveChoice, LivePolicy
 from shared.messages.live import ZigzagAssignment
+from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import ChainMember, ScalePlan
 
 
 @dataclass(frozen=True, slots=True)

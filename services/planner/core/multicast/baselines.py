@@ -18,8 +18,8 @@ from services.planner.core.multicast.chains import WorkerChains, fallbacks_of, l
 from services.planner.core.multicast.cluster import Cluster
 from services.planner.core.multicast.explain import names
 from services.planner.core.multicast.timing import chunk_bytes
+from shared.messages.plans import Chain, Hop, SourceKind, Stripe
 from shared.messages.registry import WorkerInfo
-from shared.messages.scaling import Chain, Hop, SourceKind, Stripe
 
 Strategy = Literal["chain", "star", "disk", "host-cache"]
 _NONE: Mapping[str, Collection[str]] = MappingProxyType({})

@@ -12,7 +12,7 @@ from services.planner.core.multicast.edges import Edge
 from services.planner.core.multicast.explain import names
 from services.planner.core.multicast.topology import Gpu, Topology
 from services.planner.core.multicast.traffic import Link, Load, Source
-from shared.messages.scaling import Chain, Copy, Hop, Stripe
+from shared.messages.plans import Chain, Copy, Hop, Stripe
 
 MAX_FALLBACKS = 8
 SOON_S = 1e-6

@@ -11,7 +11,7 @@ import msgspec
 
 from services.planner.core.multicast.egress import TOLERANCE_GBPS
 from services.planner.core.multicast.targets import TargetGroup
-from shared.messages.scaling import SourceKind
+from shared.messages.plans import SourceKind
 
 Via = Literal["scale_up", "host", "network", "disk"]
 

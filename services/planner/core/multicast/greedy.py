@@ -12,7 +12,7 @@ from services.planner.core.multicast.feeds import NEARLY, Feed, feed_of
 from services.planner.core.multicast.targets import Port, TargetGroup, fair_rate, make_group
 from services.planner.core.multicast.topology import Nic, Topology
 from services.planner.core.multicast.traffic import Load, Source
-from shared.messages.scaling import SourceKind
+from shared.messages.plans import SourceKind
 
 
 class Greedy:

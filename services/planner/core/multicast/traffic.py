@@ -11,8 +11,8 @@ import msgspec
 
 from services.planner.core.multicast.topology import Gpu, Host, Nic, Topology
 from shared.errors import BadTopology
+from shared.messages.plans import SourceKind
 from shared.messages.registry import HostCopy, WorkerRecord
-from shared.messages.scaling import SourceKind
 
 
 class Source(msgspec.Struct, frozen=True):

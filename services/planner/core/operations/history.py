@@ -11,8 +11,8 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.plan_events import TargetPlan, base_id, whole_plan
 from services.planner.core.operations.target import Direction
 from shared.messages.live import ZigzagAssignment
+from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 
 HEED_S = 15.0
 """A worker that was told to drain, maybe by an earlier planner, shows it by then, or never will."""

@@ -13,8 +13,10 @@ from services.planner.core.operations.plan_events import targets_of
 from services.planner.core.operations.target import Direction, Target, since_ms
 from shared.messages.common import Role
 from shared.messages.live import LiveReport, ZigzagAssignment
+from shared.messages.operations import ScaleRecord
+from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
+from shared.messages.progress import ScaleProgress
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan, ScaleProgress, ScaleRecord
 
 DEADLINE_FINISHES = 3.0
 """A target may take this many times its predicted finish, where that is longer than what its bytes alone allow."""

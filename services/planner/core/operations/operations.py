@@ -15,7 +15,7 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.pair_record import LivePair
 from services.planner.core.operations.plan_events import base_id
 from shared.messages.common import Role
-from shared.messages.scaling import ScaleRecord
+from shared.messages.operations import ScaleRecord
 
 MAX_RECORDS = 500
 MAX_RUNNING = 10_000

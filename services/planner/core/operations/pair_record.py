@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages.live import Gate, LayerRuns, LiveReport, ZigzagAssignment
-from shared.messages.scaling import LiveBatchRecord, LiveRecord
+from shared.messages.operations import LiveBatchRecord, LiveRecord
 
 LIVE_REPORT_WAIT_S = 60.0
 """How long the planner waits for a pair's report after its target has ended: the pair may still work off a long

@@ -10,8 +10,8 @@ import msgspec
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster
 from shared.messages.common import Role
+from shared.messages.plans import Chain, ChainMember, DrainPlan, DrainTarget, MutatePlan, MutateTarget, ScalePlan
 from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
-from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, MutatePlan, MutateTarget, ScalePlan
 
 PART_TARGETS = 100
 """Targets in one part of a plan: some 700 bytes each."""

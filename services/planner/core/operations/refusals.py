@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from shared.messages.scaling import RefusedLoad
+from shared.messages.operations import RefusedLoad
 
 AVOID_S = 1.0
 AVOID_MAX_S = 60.0

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shared.messages.common import Role
-from shared.messages.scaling import ScaleProgress, TargetRecord
+from shared.messages.operations import TargetRecord
+from shared.messages.progress import ScaleProgress
 
 Direction = Literal["out", "in", "mutate", "none"]
 

@@ -12,8 +12,8 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.planner.core.rounds.moment import Situation
 from shared.messages.common import Role
+from shared.messages.operations import Advice
 from shared.messages.registry import ModelRecord
-from shared.messages.scaling import Advice
 from shared.registry_view import bounded, counted_as
 
 CURRENT_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
 from shared.errors import Conflict, ModelNotFound
-from shared.messages.scaling import StartScale
+from shared.messages.operations import StartScale
 from shared.registry_view import RegistryView, bounded
 
 

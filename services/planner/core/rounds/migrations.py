@@ -12,10 +12,11 @@ from services.planner.core.operations.operations import Operations
 from services.planner.core.rounds.moment import Moment
 from shared.errors import NotFound
 from shared.messages.common import MAX_COUNT
+from shared.messages.destinations import Destination, SendBack
+from shared.messages.destinations import Destinations as DestinationsMessage
 from shared.messages.load import LoadReport
+from shared.messages.plans import DrainTarget, MigratePlan
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
-from shared.messages.scaling import Destination, DrainTarget, MigratePlan, SendBack
-from shared.messages.scaling import Destinations as DestinationsMessage
 from shared.registry_view import RegistryView
 
 

@@ -13,8 +13,8 @@ from services.planner.core.operations.pair_record import LivePair
 from services.planner.core.rounds.settings import LiveSettings
 from shared.messages.common import TAKES_PROMPTS, LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
+from shared.messages.plans import ScalePlan
 from shared.messages.registry import ModelRecord, WorkerRecord
-from shared.messages.scaling import ScalePlan
 from shared.profile import Profile
 
 MAX_STARTUP_S = 1.0

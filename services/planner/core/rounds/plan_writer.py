@@ -20,8 +20,8 @@ from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.pair_planner import PairPlanner
 from services.planner.core.rounds.settings import PlanSettings
 from services.planner.core.rounds.step import Load, Step
+from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.registry import LeaseGrant
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 
 MUTATE_BY_S = 2.0
 """A worker that hears later that it is to mutate does not: by then something else is decided."""

@@ -22,8 +22,8 @@ from services.planner.core.rounds.unplanned import Refused, UnplannedDemands
 from services.planner.core.rounds.waiting import Waiting, WaitingRoom
 from shared.errors import BlitzError, Conflict
 from shared.messages.common import Role
+from shared.messages.operations import Unplanned
 from shared.messages.registry import LeaseVerdict
-from shared.messages.scaling import Unplanned
 from shared.registry_view import RegistryView
 
 LEASE_TRIES = 3

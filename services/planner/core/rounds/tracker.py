@@ -9,7 +9,7 @@ from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.mutations import Mutations
 from services.planner.core.rounds.pair_planner import PairPlanner
 from shared.messages.live import LiveReport
-from shared.messages.scaling import ScaleProgress
+from shared.messages.progress import ScaleProgress
 from shared.registry_view import RegistryView
 
 BLAMELESS = ("superseded by", "the model was removed")

@@ -11,7 +11,7 @@ from services.planner.core.rounds.fleet import About
 from services.planner.core.rounds.waiting import MAX_WAITING, Waiting
 from shared.errors import BlitzError
 from shared.messages.common import Role
-from shared.messages.scaling import Unplanned
+from shared.messages.operations import Unplanned
 
 UNPLANNED_S = 10.0
 """A demand that was not repeated for so long is met, or was dropped."""

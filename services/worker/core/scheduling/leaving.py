@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.core.scheduling.speed import Speed
-from shared.messages.scaling import Destination
+from shared.messages.destinations import Destination
 
 EXPECTED_TOKENS = 256
 """Of an answer's rest, at most: the same as gateways assume."""

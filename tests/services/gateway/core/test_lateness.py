@@ -6,7 +6,7 @@ import pytest
 
 from services.gateway.core.lateness import MAX_FAILURES, Known, why_late
 from services.gateway.core.routes import ModelRoutes
-from shared.messages.scaling import RefusedLoad, ScaleRecords, Unplanned
+from shared.messages.operations import RefusedLoad, ScaleRecords, Unplanned
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.core.routing import route
 

@@ -13,8 +13,8 @@ from shared import subjects
 from shared.errors import PlanNotFound, Unavailable
 from shared.messages.codec import Message
 from shared.messages.load import LoadReport
+from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from shared.messages.registry import AddModel, SetModel
-from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from shared.messages.traffic import CarriedBytes, GetTraffic, WorkerTraffic
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_refusals import check

@@ -11,8 +11,8 @@ import pytest
 
 from services.gateway.http.status import pool_of, status_of
 from shared.messages.load import LoadReport
+from shared.messages.operations import Advice, RefusedLoad, ScaleRecords, Unplanned
 from shared.messages.registry import Floor, HostCopy, Unplaced
-from shared.messages.scaling import Advice, RefusedLoad, ScaleRecords, Unplanned
 from shared.registry import RegistryView
 from tests.records import model, view, worker_record
 

@@ -21,13 +21,7 @@ from hypothesis import strategies as st
 
 from shared import subjects
 from shared.errors import PlanNotFound
-from shared.messages.scaling import (
-    GetScaleRecord,
-    ListScaleRecords,
-    ScaleRecord,
-    ScaleRecords,
-    StartScale,
-)
+from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from tests.services.gateway.conftest import Stack
 from tests.services.gateway.http import bodies
 from tests.services.gateway.http.test_field_types import fault

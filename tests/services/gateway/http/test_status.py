@@ -3,8 +3,8 @@ from __future__ import annotations
 import msgspec
 
 from services.gateway.http.status import status_of
+from shared.messages.operations import RefusedLoad, ScaleRecords, Unplanned
 from shared.messages.registry import Floor
-from shared.messages.scaling import RefusedLoad, ScaleRecords, Unplanned
 from tests.records import model, view, worker_record
 
 M = model("m")

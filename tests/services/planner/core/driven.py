@@ -18,8 +18,8 @@ from services.planner.core.rounds.waiting import Waiting
 from shared.errors import BlitzError
 from shared.messages.common import Role
 from shared.messages.load import Demand
+from shared.messages.progress import ProgressEvent, ScaleProgress
 from shared.messages.registry import LeaseGrant, LeaseVerdict, LeaseWorkers, ModelRecord, WorkerRecord
-from shared.messages.scaling import ProgressEvent, ScaleProgress
 from shared.registry_view import RegistryView
 
 

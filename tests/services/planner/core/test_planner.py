@@ -12,8 +12,8 @@ from services.planner.core.rounds.rounds import LEASE_TRIES
 from services.planner.core.rounds.waiting import ROOM_WAIT_S, SHORT_S
 from shared.errors import Conflict, NoCapacity, Unavailable
 from shared.messages.codec import encode
+from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 from tests.records import model, worker_record
 from tests.services.monitor.core.reports import report
 from tests.services.planner.core.driven import Driven

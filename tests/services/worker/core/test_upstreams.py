@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.core.upstreams import Part, part_of
 from shared.errors import BadRequest
-from shared.messages.scaling import Chain, ChainMember, Copy, Hop, ScalePlan, SourceKind, Stripe
+from shared.messages.plans import Chain, ChainMember, Copy, Hop, ScalePlan, SourceKind, Stripe
 from tests.records import model
 
 

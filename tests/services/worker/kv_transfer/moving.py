@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable
 
 from services.worker.engine.mock.settings import MockTiming
 from shared import subjects
+from shared.messages.destinations import Destination, SendBack
 from shared.messages.live import WorkerOrder
-from shared.messages.scaling import Destination, DrainPlan, DrainTarget, MigratePlan, SendBack
+from shared.messages.plans import DrainPlan, DrainTarget, MigratePlan
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually

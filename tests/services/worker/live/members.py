@@ -12,7 +12,7 @@ from services.worker.engine.mock.engine import MockActivation, MockEngine
 from services.worker.engine.mock.tokens import next_token
 from shared.messages.generation import SamplingParams, StreamPart
 from shared.messages.live import ZigzagAssignment
-from shared.messages.scaling import ChainMember
+from shared.messages.plans import ChainMember
 
 NUM_LAYERS = 4
 NUM_BLOCKS, BLOCK_SIZE = 64, 4

@@ -17,7 +17,7 @@ from services.worker.weights.receiving import Fill
 from services.worker.weights.sending import Sender
 from shared.errors import NoResponder, NotFound
 from shared.layout import CHECK_BYTES, ArenaLayout, layout_of
-from shared.messages.scaling import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, StopFeed
+from shared.messages.feeds import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, StopFeed
 from shared.transport.base import Channel, TensorTransport
 from tests.records import spec
 from tests.shared.transport.memory import MemoryFabric

@@ -20,7 +20,7 @@ from services.worker.weights.pace import Pace, Paces
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest, BlitzError, Conflict, NotFound, TransportError
 from shared.layout import CHECK_BYTES
-from shared.messages.scaling import Feed, GetFeedState
+from shared.messages.feeds import Feed, GetFeedState
 from shared.transport.base import Buffer, Channel, Transfer
 from shared.transport.transfer import PostedTransfer
 from tests.checkpoints import tiny_checkpoint

@@ -17,8 +17,8 @@ from shared import subjects
 from shared.errors import BadCheckpoint, Conflict, NoCapacity, NotFound, Unavailable
 from shared.messages.common import Ack
 from shared.messages.copies import CanRead, CopySource, DropCopy, HoldCopy
+from shared.messages.plans import Stripe
 from shared.messages.registry import HeartbeatAck, HostCopy
-from shared.messages.scaling import Stripe
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker, model_record

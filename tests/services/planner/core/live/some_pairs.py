@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.messages.live import LiveReport, ZigzagAssignment
-from shared.messages.scaling import ChainMember
+from shared.messages.plans import ChainMember
 
 
 def assignment(source: str = "w0", target: str = "w1", **changes: object) -> ZigzagAssignment:

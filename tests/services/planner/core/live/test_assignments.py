@@ -10,8 +10,8 @@ from services.planner.core.multicast.cluster import Cluster
 from services.planner.core.operations.plan_events import scale_plan
 from shared.layout import layout_of
 from shared.messages.live import ZigzagAssignment
+from shared.messages.plans import ScalePlan
 from shared.messages.registry import LeaseGrant, ModelRecord
-from shared.messages.scaling import ScalePlan
 from tests.records import spec
 from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, record
 

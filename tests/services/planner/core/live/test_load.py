@@ -9,8 +9,8 @@ from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, 
 from services.planner.core.live.pairs import SourceCandidate
 from shared.messages.codec import decode, encode
 from shared.messages.common import MAX_COUNT
+from shared.messages.destinations import Destination, Destinations
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
-from shared.messages.scaling import Destination, Destinations
 from tests.records import profile
 
 

@@ -9,8 +9,8 @@ import msgspec
 from services.planner.core.multicast.cluster import Cluster, Clusters
 from services.planner.core.multicast.traffic import Link, Transfers
 from shared.messages.common import InstanceState
+from shared.messages.plans import Chain
 from shared.messages.registry import HostCopy, ModelRecord, WorkerRecord
-from shared.messages.scaling import Chain
 from tests.records import model, worker_record
 
 MODEL_BYTES = 128 << 20

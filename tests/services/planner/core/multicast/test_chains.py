@@ -6,8 +6,8 @@ import pytest
 from services.planner.core.multicast.chains import MAX_FALLBACKS, WorkerChains, gbps_of, plan_worker_chains
 from services.planner.core.multicast.timing import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_bytes
 from shared.messages.common import Role
+from shared.messages.plans import Chain, Copy, Hop, Stripe
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import Chain, Copy, Hop, Stripe
 from tests.services.planner.core.multicast.clusters import MODEL_BYTES, cluster, paths, record
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.planner.core.multicast.traffic import SETTLING_S
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
-from shared.messages.scaling import ScaleProgress
+from shared.messages.progress import ScaleProgress
 
 
 class Watched(Operation):

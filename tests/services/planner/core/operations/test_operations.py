@@ -16,8 +16,9 @@ from services.planner.core.operations.pair_record import LIVE_REPORT_WAIT_S
 from services.planner.core.operations.target import Direction
 from shared.messages.common import InstanceState
 from shared.messages.live import LayerRuns
+from shared.messages.plans import DrainPlan, DrainTarget
+from shared.messages.progress import ScaleProgress
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, DrainTarget, ScaleProgress
 from tests.records import model, worker_record
 from tests.services.planner.core.live.some_pairs import assignment, report
 

@@ -6,7 +6,7 @@ import pytest
 
 from services.planner.core.operations.pair_record import LIVE_REPORT_WAIT_S, LivePair, timeline
 from shared.messages.live import Gate, LayerRuns, LiveBatch
-from shared.messages.scaling import LiveBatchRecord
+from shared.messages.operations import LiveBatchRecord
 from tests.services.planner.core.live.some_pairs import assignment, report
 
 TRIGGERED_S = 1000.0

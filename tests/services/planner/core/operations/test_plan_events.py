@@ -21,8 +21,9 @@ from services.planner.core.operations.plan_events import (
 from services.worker.core.upstreams import part_of
 from shared.messages.codec import decode, encode
 from shared.messages.common import Role
+from shared.messages.destinations import Destination
+from shared.messages.plans import Chain, DrainPlan, DrainTarget, Hop, ScalePlan, Stripe
 from shared.messages.registry import LeaseGrant
-from shared.messages.scaling import Chain, Destination, DrainPlan, DrainTarget, Hop, ScalePlan, Stripe
 from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, record
 
 

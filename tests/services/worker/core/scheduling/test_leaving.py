@@ -18,7 +18,7 @@ from services.worker.core.scheduling.leaving import (
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.core.scheduling.speed import Speed
-from shared.messages.scaling import Destination
+from shared.messages.destinations import Destination
 from tests.services.worker.core.scheduling.harness import config, held, names, request, step
 
 QUICK = KvPath(bytes_per_token=1000, bytes_per_s=1e9)
