@@ -27,7 +27,7 @@ Rules
 - A request that another instance takes over counts there from then on.
 
 The cost of a request does not grow with the number of waiting requests, and grows with the logarithm of the number of
-instances (``InstanceIndex``).
+instances (``InstanceIndex``). An instance that comes or goes makes no other one be looked at again.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Dispatched:
 class _Queue:
     waiting: FairQueue = field(default_factory=FairQueue)
     routes: dict[str, Route] = field(default_factory=dict)
-    takers: InstanceIndex = field(default_factory=lambda: InstanceIndex(()))
-    decoders: InstanceIndex = field(default_factory=lambda: InstanceIndex(()))
+    takers: InstanceIndex = field(default_factory=InstanceIndex)
+    decoders: InstanceIndex = field(default_factory=InstanceIndex)
     changed: set[str] = field(default_factory=set)
     """Instances whose place in the indexes has to be computed again."""
     holds_tokens: float = 0.0
@@ -127,12 +127,14 @@ class Router:
     def set_routes(self, model: str, routes: Iterable[Route]) -> None:
         """Replace a model's instances. Bookings at instances that are gone stay until released."""
         queue = self._queues.setdefault(model, _Queue())
+        before = queue.routes
         self._forget_routes(model, queue)
         queue.routes = {route.instance_id: route for route in routes}
         self._model_of.update(dict.fromkeys(queue.routes, model))
-        queue.takers = InstanceIndex(route.instance_id for route in queue.routes.values() if takes_new(route))
-        queue.decoders = InstanceIndex(route.instance_id for route in queue.routes.values() if _decodes(route))
-        queue.changed = set(queue.routes)
+        queue.takers.keep([route.instance_id for route in queue.routes.values() if takes_new(route)])
+        queue.decoders.keep([route.instance_id for route in queue.routes.values() if _decodes(route)])
+        # What is known of the others holds: instances come and go one by one, and there may be thousands.
+        queue.changed.update([name for name, route in queue.routes.items() if before.get(name) != route])
         taking = [_context(route) for route in queue.routes.values() if takes_new(route)]
         drained = [_context(r) for r in queue.routes.values() if r.state == "draining" and r.role in TAKES_PROMPTS]
         queue.holds_tokens = max(taking, default=0.0)

@@ -37,6 +37,24 @@ def test_the_best_is_what_a_look_at_all_would_find(
     assert index.best(prompt, context, avoid) == (min(fitting)[2] if fitting else None)
 
 
+@given(steps=st.lists(st.tuples(st.sets(names), st.lists(st.tuples(names, st.integers(0, 3)), max_size=6)), max_size=6))
+def test_instances_that_stay_keep_their_offers_and_those_that_come_offer_nothing(
+    steps: list[tuple[set[str], list[tuple[str, int]]]],
+) -> None:
+    index = InstanceIndex()
+    current: dict[str, int] = {}
+    for there, made in steps:
+        index.keep(there)
+        current = {name: rank for name, rank in current.items() if name in there}
+        for name, rank in made:
+            if name in index:
+                index.offer(name, (rank, 0), free_tokens=1, context_tokens=1)
+                current[name] = rank
+        best = min(((rank, name) for name, rank in current.items()), default=None)
+        assert index.best(1, 1, frozenset()) == (best[1] if best is not None else None)
+        assert all((name in index) == (name in there) for name in (f"i{n:02}" for n in range(13)))
+
+
 def test_a_search_does_not_look_at_all_instances() -> None:
     class Counted(int):
         looks = 0

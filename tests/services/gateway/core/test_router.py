@@ -322,3 +322,22 @@ def test_finishing_everything_leaves_no_load() -> None:
             0,
         )
     assert h.router.queued("m") == (0, 0)
+
+
+def test_an_instance_that_comes_or_goes_makes_no_other_one_be_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = [route(f"i{n:03}") for n in range(100)]
+    harness = Harness(*routes)
+    harness.add(stream("first"))
+    assert harness.placed() == [("i000", None)]
+    looked_at: set[str] = set()
+    load_of = harness.router.bookings.load_of
+
+    def looks(instance_id: str) -> InstanceLoad:
+        looked_at.add(instance_id)
+        return load_of(instance_id)
+
+    monkeypatch.setattr(harness.router.bookings, "load_of", looks)
+    harness.router.set_routes("m", [*routes[:1], *routes[2:], route("new")])
+    harness.add(stream("second"))
+    assert harness.placed() == [("i002", None)]
+    assert looked_at == {"i000", "i002", "new"}
