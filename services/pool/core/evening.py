@@ -31,17 +31,20 @@ class Evening:
             return None
         movable = self._movable()
         memory = self._cluster.memory
-        hosts = [(num_bytes, host, self._most_free(host)) for num_bytes, host in memory.by_bytes]
+        free: dict[str, float] = {}
+        """Of the hosts that were looked at: where copies are even already, those are few of many."""
         full = sorted(movable, key=lambda h: (-memory.host_bytes(h), h))
         while self._begin < len(full):
             host = full[self._begin]
             smallest = min(held.copy.num_bytes for held, _ in movable[host])
-            for num_bytes, empty, free_bytes in hosts:
+            for num_bytes, empty in memory.by_bytes:
                 visits -= 1
                 gap = memory.host_bytes(host) - num_bytes
                 if gap <= smallest:
                     break
-                if free_bytes < smallest:
+                if empty not in free:
+                    free[empty] = self._most_free(empty)
+                if free[empty] < smallest:
                     continue
                 visits -= len(movable[host])
                 move = self._move(movable[host], empty, gap)
