@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from services.planner.core.multicast.explain import MAX_NAMES, shortened
-from services.planner.core.multicast.topology import Topology, topology_of, with_copy_holders
+from services.planner.core.multicast.topology import Topologies, Topology, with_copy_holders
 from services.planner.core.multicast.traffic import (
     BUSY_NIC_SHARE,
     Flow,
@@ -86,8 +86,9 @@ class Clusters:
         *,
         transfers: Transfers | None = None,
         busy_nic_share: float = BUSY_NIC_SHARE,
+        topologies: Topologies | None = None,
     ) -> None:
-        """``transfers`` None plans as if no NIC carried anything."""
+        """``transfers`` None plans as if no NIC carried anything. ``topologies``: those of earlier moments."""
         self.records = sorted(records, key=_worker_id)
         self._index = {record.worker.worker_id: index for index, record in enumerate(self.records)}
         self._by_model: dict[str, list[WorkerRecord]] = {}
@@ -101,7 +102,7 @@ class Clusters:
                 self._by_hash.setdefault(model_hash, []).append(record)
             if record.state == "spare" and not record.lease_plan_id and not record.leaves:
                 self._spare[record.worker.worker_id] = record
-        self._topology = topology = topology_of(r.worker for r in self.records)
+        self._topology = topology = (topologies or Topologies()).of(r.worker for r in self.records)
         known = [r for r in self.records if r.worker.worker_id in topology.gpus]
         self._workers = {r.worker.worker_id: r.worker for r in known}
         running = (*transfers.running, *placed_copies(self.records)) if transfers is not None else ()

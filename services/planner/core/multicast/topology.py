@@ -114,6 +114,21 @@ def topology_of(workers: Iterable[WorkerInfo]) -> Topology:
     return replace(draft.topology(), refused=refused)
 
 
+class Topologies:
+    """The topology of registered workers, made again only once these are others: most rounds find the same ones."""
+
+    def __init__(self) -> None:
+        self._workers: list[WorkerInfo] = []
+        self._topology = topology_of(())
+
+    def of(self, workers: Iterable[WorkerInfo]) -> Topology:
+        """As ``topology_of``; not to be changed."""
+        there = list(workers)
+        if there != self._workers:
+            self._workers, self._topology = there, topology_of(there)
+        return self._topology
+
+
 def with_copy_holders(topology: Topology, workers: Iterable[WorkerInfo], holders: Collection[str]) -> Topology:
     """The same network; host copies leave by the NICs of those ``workers`` that are ``holders`` of them."""
     hosts: dict[str, Host] = {}

@@ -164,7 +164,8 @@ class Operation:
         """Whether every target has ended, well or not, and no pair's report is still expected."""
         if self._failure:
             return True
-        return not self.open_targets and not any(pair.running for pair in self.pairs.values())
+        # Asked of every operation that runs, again and again: the first target that has not ended is enough.
+        return all(t.ended for t in self._targets.values()) and not any(pair.running for pair in self.pairs.values())
 
     @property
     def untold_targets(self) -> tuple[str, ...]:

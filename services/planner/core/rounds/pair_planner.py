@@ -109,6 +109,8 @@ class PairPlanner:
         self, plan: ScalePlan, planned: WorkerChains, selection: Selection, workers: Iterable[WorkerRecord]
     ) -> tuple[ZigzagAssignment, ...]:
         """The first revision of each pair's assignment."""
+        if not selection.pairs:
+            return ()  # whoever could be a source: to know who, all operations are looked at
         return zigzag_assignments(
             plan,
             selection.pairs,

@@ -11,6 +11,7 @@ from services.planner.core.multicast.baselines import plan_by
 from services.planner.core.multicast.chains import left_out_of
 from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.explain import instances_of, names
+from services.planner.core.multicast.topology import Topologies
 from services.planner.core.operations.decision import Decision, ScaleRequest, decide
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.refusals import Refusals
@@ -43,13 +44,18 @@ class Scaler:
         self._mutations = mutations
         self._settings = settings
         self._new_id = new_id
+        self._topologies = Topologies()
 
     def situation(self, view: RegistryView, moment: Moment) -> Situation:
         """What a round's plans are made from."""
         transfers = self._operations.transfers(moment.unix_s) if self._settings.knows_flows else None
-        return Situation(
-            moment, view, Clusters(view.workers, transfers=transfers, busy_nic_share=self._settings.busy_nic_share)
+        clusters = Clusters(
+            view.workers,
+            transfers=transfers,
+            busy_nic_share=self._settings.busy_nic_share,
+            topologies=self._topologies,
         )
+        return Situation(moment, view, clusters)
 
     def plan_with_roles(
         self,

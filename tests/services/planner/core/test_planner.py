@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import msgspec
 import pytest
 
+from services.planner.core.operations.operation import Operation
+from services.planner.core.operations.operations import Operations
 from services.planner.core.rounds.decider import MAX_ROUND_S, SHRINK_S
 from services.planner.core.rounds.moment import Moment
-from services.planner.core.rounds.plan_writer import AnyPlan
+from services.planner.core.rounds.plan_writer import AnyPlan, Begun, PlanWriter
 from services.planner.core.rounds.rounds import LEASE_TRIES
 from services.planner.core.rounds.waiting import ROOM_WAIT_S, SHORT_S
 from shared.errors import Conflict, NoCapacity, Unavailable
@@ -249,3 +254,28 @@ def test_messages_have_unix_times_and_what_is_remembered_goes_by_the_other_clock
     made.report(plan.plan_id, "failed", target.worker_id, target.instance_id, moment=early)
     assert made.planner.refusals.avoided("m", made.now_s + 0.9)
     assert not made.planner.refusals.avoided("m", made.now_s + 1.0)
+
+
+def test_a_plan_without_pairs_is_written_without_a_look_at_other_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Driven([model(f"m{i}", min_instances=0) for i in range(3)], spare(3))
+    happened: list[str] = []
+    begin, running = PlanWriter.begin, Operations.running
+
+    def begins(writer: PlanWriter, *args: Any) -> Begun:
+        happened.append("begins")
+        told = begin(writer, *args)
+        happened.append("is written")
+        return told
+
+    def looks(operations: Operations) -> list[Operation]:
+        happened.append("looks")
+        return running(operations)
+
+    monkeypatch.setattr(PlanWriter, "begin", begins)
+    monkeypatch.setattr(Operations, "running", looks)
+    for i in range(3):
+        made.demand(f"m{i}", 1)
+    made.round()
+    assert len(made.plans) == 3
+    assert [what for what in happened if what == "is written"] == ["is written"] * 3
+    assert all(after == "is written" for what, after in itertools.pairwise(happened) if what == "begins")

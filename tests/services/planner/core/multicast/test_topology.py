@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from services.planner.core.multicast.topology import Gpu, Host, Nic, build_topology, topology_of, with_copy_holders
+from services.planner.core.multicast.topology import (
+    Gpu,
+    Host,
+    Nic,
+    Topologies,
+    build_topology,
+    topology_of,
+    with_copy_holders,
+)
 from shared.errors import BadTopology
 from tests.records import worker
 
@@ -106,3 +114,13 @@ def test_of_two_that_contradict_each_other_the_first_by_id_counts() -> None:
     one, other = worker("w0", leaf="leaf-1"), worker("w1")
     for workers in ([one, other], [other, one]):
         assert list(topology_of(workers).refused) == ["w1"]
+
+
+def test_the_topology_of_the_same_workers_is_the_same_until_one_is_another() -> None:
+    topologies = Topologies()
+    workers = [worker("w0"), worker("w1", host="b")]
+    first = topologies.of(workers)
+    assert first == topology_of(workers)
+    assert topologies.of([worker("w0"), worker("w1", host="b")]) is first
+    for others in ([*workers, worker("w2")], workers[:1], [worker("w0", nic_gbps=25.0), workers[1]], workers):
+        assert topologies.of(others) == topology_of(others)
