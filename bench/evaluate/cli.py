@@ -84,8 +84,9 @@ def command(
             seed=seed,
             cluster=cluster,
         )
-        if folder.exists() and not folder.is_dir():
-            raise BadRequest(f"{folder} is no directory", param="dir")
+        for option, path in (("dir", folder), ("record", record)):
+            if path is not None and path.exists() and not path.is_dir():
+                raise BadRequest(f"{path} is no directory", param=option)
     say(f"tuning window {setting.windows.tuning}, measured {', '.join(map(str, setting.windows.measured))}")
     profile = setting.model.profile()
     played = Played.of(

@@ -86,8 +86,9 @@ def choose(trace: Trace, number: int) -> Windows:
 
 
 def beside(trace: Trace, window: Window) -> Windows:
-    """With a window that was given. It is tuned on the best one of the same length in the rest of the trace that is
-    longer, before or after; of a trace without room for one, on itself. Raises ``BadRequest`` for an empty window."""
+    """With a window that was given. It is tuned on the best one of 90 s, whatever its own length, in the rest of the
+    trace that is longer, before or after; of a trace without room for one, on itself. Raises ``BadRequest`` for an
+    empty window."""
     if not count(trace, window.start_s, window.end_s):
         raise BadRequest(
             f"{trace.name} has no request from {window.start_s:g} to {window.end_s:g} s "

@@ -164,6 +164,7 @@ def replay(
     random token ids, outputs have exactly the trace's length, and temperature is 0.
     """
     with red_line():
+        outputs = Outputs.checked(json_file, png_file, html_file)
         if not timeout > 0:
             raise BadRequest(f"--timeout must be positive, not {timeout!r}", param="timeout")
         if until is not None and not 0 < until < math.inf:
@@ -204,5 +205,5 @@ def replay(
             timeout_s=timeout,
             sample_outputs=sample_outputs,
         )
-        status = _run(settings, Outputs.checked(json_file, png_file, html_file))
+        status = _run(settings, outputs)
     raise typer.Exit(status)

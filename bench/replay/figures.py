@@ -40,7 +40,6 @@ class Curve:
     step: bool = False
     filled: bool = False
     stacked: bool = False
-    dashed: bool = False
     dots: bool = False
     """Points that no line joins."""
     notes: tuple[str, ...] = ()

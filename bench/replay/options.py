@@ -1,4 +1,5 @@
-"""Options that ``blitzscale replay`` and ``blitzscale report`` share: objectives, and where figures go."""
+"""Options that ``blitzscale replay``, ``report``, ``simulate`` and ``bench evaluate`` share: objectives, and where
+figures go."""
 
 from __future__ import annotations
 

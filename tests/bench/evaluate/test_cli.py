@@ -37,6 +37,8 @@ def not_root(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--systems", ",,"), "name a system"),
         (("--systems", "sllm-20s,sllm-300s", "--ablation"), "sllm-300s and sllm are the same system"),
         (("--html", "x.pdf"), "not as '.pdf'"),
+        (("--dir", "/dev/null"), "/dev/null is no directory"),
+        (("--record", "/dev/null"), "/dev/null is no directory"),
         (("--model", "gpt"), "gpt"),
         (("--window", "5000:90"), "5000"),
         (("--windows", "9"), "windows"),
