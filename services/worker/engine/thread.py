@@ -64,7 +64,7 @@ class EngineThread:
         self._thread.start()
 
     def stats(self) -> LoopStats:
-        """The figures after the latest step or command; no locks, never waits."""
+        """The figures after the latest step or command, be it between two layers; no locks, never waits."""
         return self._stats
 
     def submit(self, sequence: Sequence) -> Future[None]:
@@ -158,8 +158,12 @@ class EngineThread:
                     commands.get()()
 
     def _drain_soon(self) -> None:
+        if self._soon.empty():
+            return
         while not self._soon.empty():
             self._soon.get()()
+        # A step may take seconds: whoever looks at the load meanwhile must see what has come.
+        self._stats = self.loop.stats()
 
     def _drain(self) -> None:
         while not self._commands.empty():

@@ -178,6 +178,16 @@ def test_commands_for_between_layers_do_not_wait_for_the_steps_end(held):
     assert collector.tokens == {name: expected((1, 2, 3, 4, 5), 6) for name in "ab"}
 
 
+def test_what_comes_between_layers_is_seen_in_the_load_before_the_step_ends(held):
+    thread, engine, _ = held
+    before = thread.stats().load
+    thread.submit(request("b"))
+    engine.go_on.release()
+    assert engine.layers_begun.acquire(timeout=10), "the second layer of the same step"
+    after = thread.stats().load
+    assert (before.queued_tokens, after.queued_tokens) == (5, 10)
+
+
 def test_a_refusal_between_layers_reaches_the_caller_and_hurts_nobody(held):
     thread, engine, collector = held
     failing = thread.call(lambda _: 1 / 0, between_layers=True)
