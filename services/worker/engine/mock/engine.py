@@ -35,6 +35,9 @@ from services.worker.engine.mock.tokens import sample
 from shared.profile import Profile
 from shared.transport.base import Buffer
 
+LAUNCHED_AHEAD_S = 5e-3
+"""A layer that begins so long after the one before it was to end is not late: a GPU has the kernels of a batch's next
+layers in its queue, and does not wait for a host that is busy."""
 BYTE_TOKENS = 256
 """Tokens 0..255 are bytes; special tokens follow."""
 
@@ -50,6 +53,8 @@ class MockActivation:
     layers_done: int = 0
     next_token: int = 0
     """Of the next layer: those before it have run."""
+    due: float | None = None
+    """``perf_counter`` when what has run was to end, as far as the mock slept for it."""
     hashes: list[int] = field(default_factory=list)
     slots: Slots | None = None
     """KV slots of the batch's tokens, from its first layer here on."""
@@ -109,7 +114,7 @@ class MockEngine:
         self.kv_bytes_per_token_layer = kv_bytes_per_token_layer
         precise = PreciseSleep()
         self._sleep = sleep or precise
-        self._sleep_since = precise if sleep is None else lambda seconds, _since: sleep(seconds)
+        self._precise = precise if sleep is None else None
         self._kv = MockKv(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -224,10 +229,20 @@ class MockEngine:
         if self._faults is not None:
             self._faults.strike(_tokens_of(activation.batch))
         self._kv.begin(slots, first, resumed=activation.resumed)
-        # What the books take is part of the time: just after a sleep it is a fraction of a millisecond.
-        self._sleep_since(layer_s * (last - first), started)
+        self._play(activation, layer_s * (last - first), started)
         # Only now: a layer that still runs must not be exported.
         self._kv.advance(slots, last, resumed=activation.resumed)
+
+    def _play(self, activation: MockActivation, seconds: float, started: float) -> None:
+        precise = self._precise
+        if precise is None:
+            self._sleep(seconds)
+            return
+        if activation.due is None or started - activation.due >= LAUNCHED_AHEAD_S:
+            # What the books take is part of the time: just after a sleep it is a fraction of a millisecond.
+            activation.due = started - precise.late_s
+        activation.due += seconds
+        precise.until(activation.due)
 
     def _place(self, activation: MockActivation) -> Slots:
         """Write the batch's KV, the first time."""

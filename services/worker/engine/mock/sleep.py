@@ -16,19 +16,21 @@ class PreciseSleep:
     """
 
     def __init__(self) -> None:
-        self._late_s = 0.0
+        self.late_s = 0.0
+        """That the last sleep was late by, as far as the next one is to make up for it."""
 
-    def __call__(self, seconds: float, since: float | None = None) -> None:
-        """``since``: ``perf_counter`` that the time counts from, by default now."""
-        if seconds <= 0:
-            return
-        now = time.perf_counter()
-        deadline = (now if since is None else since) + seconds - self._late_s
-        coarse = deadline - now - _SLEEP_SLACK_S
+    def __call__(self, seconds: float) -> None:
+        """From now on."""
+        if seconds > 0:
+            self.until(time.perf_counter() + seconds - self.late_s)
+
+    def until(self, deadline: float) -> None:
+        """``deadline``: of ``perf_counter``."""
+        coarse = deadline - time.perf_counter() - _SLEEP_SLACK_S
         if coarse > 0:
             time.sleep(coarse)
         while (left := deadline - time.perf_counter()) > 0:
             if left > _SPIN_S:
                 time.sleep(left - _SPIN_S)
         # A stall of the machine is not made up for.
-        self._late_s = min(time.perf_counter() - deadline, _MAX_LATE_S)
+        self.late_s = min(time.perf_counter() - deadline, _MAX_LATE_S)

@@ -58,8 +58,7 @@ def prompt_layers(engine: Engine, lengths: tuple[int, ...] = LENGTHS) -> list[np
 def in_the_middle_of_a_layer(engine: Engine, hook: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run ``hook`` on the engine thread inside of every ``run_layers`` from now on."""
     if isinstance(engine, MockEngine):
-        # Its layers' time is counted from their begin; that of the rest of a step is not.
-        monkeypatch.setattr(PreciseSleep, "__call__", lambda _self, _s, since=None: None if since is None else hook())
+        monkeypatch.setattr(PreciseSleep, "until", lambda _self, _deadline: hook())
         return
     assert isinstance(engine, TorchEngine)
     run, pages = TorchAttention.run, engine.cache.k

@@ -4,6 +4,7 @@ import pytest
 
 from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.base import Batch, Slice
+from services.worker.engine.mock import engine as engine_module
 from services.worker.engine.mock import sleep as sleeping
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.kv import hash_tokens
@@ -135,6 +136,20 @@ def test_a_stall_of_the_machine_is_not_made_up_for(monkeypatch):
     clock.late_s = 0.0
     sleep(1.0)
     assert clock.now == pytest.approx(4.0, abs=2e-3)
+
+
+@pytest.mark.parametrize(("lag_s", "makes_up"), [(2e-3, True), (20e-3, False)])
+def test_layers_of_a_batch_wait_for_no_host_that_is_a_little_late(lag_s, makes_up, monkeypatch):
+    clock = LateClock(0.0)
+    monkeypatch.setattr(sleeping, "time", clock)
+    monkeypatch.setattr(engine_module, "time", clock)
+    engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=10e-3))
+    activation = engine.embed(Batch((Slice(0, [1, 2, 3], 0, [0, 1], True),)))
+    for layer in range(4):
+        engine.run_layers(activation, layer, layer + 1)
+        clock.now += lag_s
+    late_s = 0.0 if makes_up else 3 * lag_s
+    assert clock.now - lag_s == pytest.approx(0.04 + late_s, abs=1e-4)
 
 
 def test_a_profiled_instances_steps_take_as_long_as_they_did():
