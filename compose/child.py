@@ -39,6 +39,8 @@ class ChildSpec:
     cwd: Path | None = None
     tells_ready: bool = False
     """It writes to the file that ``BLITZ_READY_FD`` names, once it is ready."""
+    network: str = ""
+    """The network namespace to run in, of those that ``ip netns`` knows; needs root. Empty: this one."""
     forks: ForkServer | None = None
     """Where to have it forked from while that one lives; ``argv`` is ``python -m MODULE`` then."""
     probe: Probe | None = None
@@ -167,10 +169,13 @@ class Child:
         if server is None or argv[:2] != (sys.executable, "-m") or len(argv) != 3 or not server.suits(env):
             return None
         fds = {} if pipe is None else {READY_FD_VARIABLE: pipe.writing}
-        return await server.spawn(self.name, argv[2], env, self.spec.cwd, fds)
+        return await server.spawn(self.name, argv[2], env, self.spec.cwd, fds, network=self.spec.network)
 
     async def _execute(self, env: Mapping[str, str], pipe: ReadyPipe | None) -> Process:
+        network = self.spec.network
         return await asyncio.create_subprocess_exec(
+            # It becomes the command, it does not fork.
+            *(("ip", "netns", "exec", network) if network else ()),
             *self.spec.argv,
             env=env,
             cwd=self.spec.cwd,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.die_with_parent import die_with_parent
+from compose.network_namespace import enter_network
 
 MAX_REQUEST_BYTES = 1 << 20
 _ADOPTION_S = 5.0
@@ -109,6 +110,8 @@ def _become(order: dict[str, Any], files: list[int], supervisor: int) -> None:
     os.environ.update(order["env"])
     for variable, fd in zip(order["variables"], inherited, strict=True):
         os.environ[variable] = str(fd)
+    if order["network"]:
+        enter_network(order["network"])
     os.chdir(order["cwd"])
     sys.argv[1:] = []
     signal.signal(signal.SIGINT, signal.default_int_handler)

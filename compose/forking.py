@@ -110,14 +110,28 @@ class ForkServer:
         return all(self._env.get(key) == env.get(key) for key in {*self._env, *env} if key.startswith(_FIXED))
 
     async def spawn(
-        self, name: str, module: str, env: Mapping[str, str], cwd: Path | None, fds: Mapping[str, int]
+        self,
+        name: str,
+        module: str,
+        env: Mapping[str, str],
+        cwd: Path | None,
+        fds: Mapping[str, int],
+        *,
+        network: str = "",
     ) -> Process | None:
-        """Like ``python -m module``. ``fds``: what it inherits, by the variable that tells it the number. None: it
-        must be started otherwise, as the server is gone."""
+        """Like ``python -m module``. ``fds``: what it inherits, by the variable that tells it the number. ``network``:
+        the network namespace to run in. None: it must be started otherwise, as the server is gone."""
         if self._ready is None or not await self._is_ready(self._ready) or self._socket is None:
             self._give_up()
             return None
-        order = {"name": name, "module": module, "env": dict(env), "cwd": str(cwd or Path.cwd()), "variables": [*fds]}
+        order = {
+            "name": name,
+            "module": module,
+            "env": dict(env),
+            "cwd": str(cwd or Path.cwd()),
+            "variables": [*fds],
+            "network": network,
+        }
         data = json.dumps(order).encode()
         if len(data) > MAX_REQUEST_BYTES:
             return None

@@ -10,6 +10,7 @@ from compose import children, credentials
 from compose.child import ChildSpec
 from compose.children import Addresses, nats_server
 from compose.config import StackConfig, inherited_environment
+from compose.forking import ForkServer
 from compose.preflight import Findings
 from compose.readiness import nats_probe
 from compose.state_dir import StateDir
@@ -45,12 +46,13 @@ def worker_spec(
     offers_copies: bool,
     holds_instances: bool = True,
     env: Mapping[str, str],
+    forks: ForkServer | None = None,
 ) -> ChildSpec:
     """The worker of one host. ``offers_copies``: memory for copies outside of its arena.
     ``holds_instances``: the arena has room for the model. ``env`` wins over the rest."""
     own_mib = arena_mib if holds_instances else 0
     findings = Findings(num_cuda_devices=0, prefault_bytes=own_mib * _MIB)
-    spec = children.worker_spec(config, state, addresses, host.index, findings)
+    spec = children.worker_spec(config, state, addresses, host.index, findings, forks)
     own = {
         "BLITZ_NATS_URL": nats_url(addresses),
         "BLITZ_WORKER_HOST": host.namespace,
@@ -65,4 +67,4 @@ def worker_spec(
         "UCX_RNDV_THRESH": "inf",
         "UCX_NET_DEVICES": DATA_DEVICE,
     }
-    return replace(spec, argv=(*host.enter, *spec.argv), env={**spec.env, **own, **env})
+    return replace(spec, network=host.namespace, env={**spec.env, **own, **env})

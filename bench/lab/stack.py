@@ -22,7 +22,15 @@ from bench.lab.plan import MANAGEMENT_ADDRESS
 from bench.lab.processes import nats_spec, nats_url, worker_spec
 from bench.recording.child import recorded
 from bench.replay.objectives import Slo
-from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, service_forks, service_spec
+from compose.children import (
+    CONTROL_PLANE,
+    Addresses,
+    nats_access,
+    redis_spec,
+    service_forks,
+    service_spec,
+    worker_forks,
+)
 from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.ports import free_port
@@ -107,6 +115,7 @@ class LabStack(RunningStack):
         state_dir = StateDir(folder)
         super().__init__(config, Supervisor(state_dir.logs, say=say), state_dir)
         self._forks = service_forks(config, state_dir)
+        self._worker_forks = worker_forks(config, state_dir)
         self._buses: dict[Kind, NatsBus] = {}
 
     async def bus_as(self, user: Kind) -> NatsBus:
@@ -150,8 +159,9 @@ class LabStack(RunningStack):
         await super().stop()
 
     async def stop_others(self) -> None:
-        """The process that services were forked from."""
+        """The processes that services and workers were forked from."""
         await self._forks.stop()
+        await self._worker_forks.stop()
 
     async def use_planner(self, **env: str) -> None:
         """Start the planner again with other settings."""
@@ -234,6 +244,7 @@ class LabStack(RunningStack):
     async def _start(self) -> None:
         self.state_dir.acquire()
         await self._forks.start()
+        await self._worker_forks.start()
         socket = self.state_dir.redis_socket
         self._addresses = addresses = Addresses(
             nats_port=free_port(MANAGEMENT_ADDRESS),
@@ -257,6 +268,7 @@ class LabStack(RunningStack):
                 offers_copies=host.index in self._copies_on,
                 holds_instances=host.index in self._arenas_on,
                 env=self._worker_env,
+                forks=self._worker_forks,
             )
             await self._supervisor.start(spec)
         deadline_s = time.monotonic() + READY_S

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -157,3 +159,28 @@ async def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path, env
         assert "threads" in (tmp_path / "server.log").read_text()
     finally:
         await server.stop()
+
+
+@pytest.fixture
+def network() -> Iterator[str]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    name = f"blzfork-{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    yield name
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+async def test_one_of_another_network_sees_its_interfaces_only(
+    supervisor: Supervisor, server: ForkServer, tmp_path: Path, env: dict[str, str], network: str, is_forked: bool
+) -> None:
+    (tmp_path / "looks.py").write_text(
+        "import os, socket, time\nprint(os.listdir('/sys/class/net'), socket.if_nameindex())\ntime.sleep(600)\n"
+    )
+    argv = (sys.executable, "-m", "looks")
+    forks = server if is_forked else None
+    child = await supervisor.start(ChildSpec("worker-7", argv, env, 5.0, tmp_path, network=network, forks=forks))
+    await until(lambda: bool(child.log.last_lines))
+    assert list(child.log.last_lines) == ["['lo'] [(1, 'lo')]"]
+    assert os.listdir("/sys/class/net") != ["lo"]
