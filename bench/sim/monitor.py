@@ -37,10 +37,12 @@ class SimMonitor:
         interval_s: float = INTERVAL_S,
         repeat_s: float = REPEAT_S,
         connected_since_s: float = -math.inf,
+        first_look_s: float = 0.0,
         latencies: Latencies = LOCAL_NATS,
     ) -> None:
-        """It looks from now on until ``stop``. ``view``: the registry now. ``on_demand``: called when a demand gets
-        to the planner. ``connected_since_s``: since when it has been up; it gives nothing back for a while after."""
+        """It looks from ``first_look_s`` from now on until ``stop``. ``view``: the registry now. ``on_demand``: called
+        when a demand gets to the planner. ``connected_since_s``: since when it has been up; it gives nothing back for a
+        while after."""
         self._clock = clock
         self._view = view
         self._profile_of = profile_of
@@ -56,7 +58,7 @@ class SimMonitor:
         """By instance id: what it said last, and when that was last heard."""
         self._refresh = False
         self._next_snapshot_s = clock.now_s
-        self._turn: Event | None = clock.at(clock.now_s, self._look)
+        self._turn: Event | None = clock.after(first_look_s, self._look)
 
     def on_load(self, report: LoadReport) -> None:
         """An instance reports."""

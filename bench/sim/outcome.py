@@ -29,6 +29,8 @@ class Outcome:
     cluster: Cluster
     num_events: int
     """Of the simulation."""
+    zero_s: float = 0.0
+    """That requests' due times count from, in the time of records and operations."""
 
     @property
     def mean_instances(self) -> float:

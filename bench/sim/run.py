@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ from shared.errors import Conflict
 from shared.messages.common import Role
 from shared.messages.generation import DecodePlace
 from shared.messages.live import ZigzagAssignment
-from shared.messages.load import LoadReport, QueueReport
+from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import Floor, ModelRecord, Route, WorkerHeartbeat, WorkerInfo
@@ -88,6 +88,8 @@ class Setup:
     model: SimModel
     seed: int = 0
     compute_scale: float = 1.0
+    step_overhead_s: float = 0.0
+    """What a step takes beside its layers, whatever the scale."""
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     gateway: GatewaySettings = field(default_factory=lambda: GatewaySettings(max_queued_requests=1_000_000))
     latencies: Latencies = LOCAL_NATS
@@ -108,6 +110,35 @@ class Setup:
         return int(KV_SHARE * (memory - self.model.record.weights_bytes))
 
 
+class Imposed(NamedTuple):
+    """Something that is asked for at a time, whatever the load says."""
+
+    at_s: float
+    """As requests are due."""
+    role: Role
+    desired: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What is around the requests that count, in a run that is to be like another one."""
+
+    lead_in: tuple[PlannedRequest, ...] = ()
+    """Requests before those that count; due so many seconds after the lead-in begins."""
+    lead_in_s: float = 0.0
+    """From there to where times are counted from."""
+    counted_s: float | None = None
+    """For how long after the first arrival GPU seconds count. None: up to the last one."""
+    placed: tuple[tuple[int, Role], ...] | None = None
+    """Which workers have instances at the beginning, by their numbers. None: one of each host in turn."""
+    copies: tuple[tuple[int, bool], ...] = ()
+    """With ``placed``: which workers have copies in their hosts' memory, and whether they keep them for themselves."""
+    looks_after_s: float = 0.0
+    """The monitor looks for the first time so long after the clock begins, and at intervals from then on."""
+    imposed: tuple[Imposed, ...] | None = None
+    """What the planner is asked for, instead of what the monitor would ask for; in the order of time."""
+
+
 def simulate(
     setup: Setup,
     system: System,
@@ -115,9 +146,10 @@ def simulate(
     *,
     split: Split | None = None,
     colocated: int | None = None,
+    frame: Frame = Frame(),
 ) -> Outcome:
     """Run a system. ``split``, or the number of ``colocated`` ones: the instances of one that does not scale."""
-    return _Run(setup, system, requests, split=split, colocated=colocated).run()
+    return _Run(setup, system, requests, split=split, colocated=colocated, frame=frame).run()
 
 
 class _Run:
@@ -129,17 +161,19 @@ class _Run:
         *,
         split: Split | None,
         colocated: int | None,
+        frame: Frame,
     ) -> None:
-        self._setup, self._system, self._requests = setup, system, requests
+        self._setup, self._system, self._requests, self._frame = setup, system, requests, frame
         model, latencies = setup.model, setup.latencies
         self._cluster = setup.cluster.joined(model.degree)
         self._record = self._registered(split, colocated)
         self._clock = clock = Clock()
         self._network = network = Network(clock)
         self._fabric = fabric = Fabric(self._cluster)
-        self._compute = Compute(model.profile, scale=setup.compute_scale)
+        self._compute = Compute(model.profile, scale=setup.compute_scale, overhead_s=setup.step_overhead_s)
         self._config = self._scheduler_config()
         self._served: list[Served] = []
+        self._zero_s = 0.0
         self._log = ClusterLog(model.name, weights_bytes=model.record.weights_bytes)
         self._held: Counter[str] = Counter()
         """GPUs by role and state."""
@@ -197,8 +231,9 @@ class _Run:
             clock,
             self._registry.view,
             lambda _model, _engine, _device: model.profile,
-            self._planner.on_demand,
+            self._planner.on_demand if frame.imposed is None else lambda _demand: None,
             policy=DemandPolicy(down_window_s=give_back_s(self._network_load_s)),
+            first_look_s=frame.looks_after_s,
             latencies=latencies,
         )
         paths = PairPaths(network=network, path=self._kv_path, hidden_bytes_per_token=model.hidden_bytes_per_token)
@@ -278,6 +313,9 @@ class _Run:
         wanted = self._floors or dict.fromkeys(self._system.roles, 1)
         for role, count in self._floors.items():
             self._registry.set_floor(Floor(model=self._record.name, instances=count, until_s=FOREVER_S, role=role))
+        if self._frame.placed is not None:
+            self._begin_as(self._frame.placed, self._frame.copies)
+            return
         if self._system.copies == "every-host":
             for worker_id in self._in_turns()[: self._cluster.hosts]:
                 self._host_copies.put(worker_id, self._record, cached=False)
@@ -287,7 +325,15 @@ class _Run:
                 self._host_copies.put(worker_id, self._record, cached=False)
             elif self._system.copies == "kept":
                 self._host_copies.keep(worker_id, self._record)
-            self._workers.begin(worker_id, self._record, role)
+            self._workers.begin(worker_id, self._record, role, self._registry.next_epoch())
+
+    def _begin_as(self, placed: tuple[tuple[int, Role], ...], copies: tuple[tuple[int, bool], ...]) -> None:
+        workers = list(self._fabric.gpus)
+        for number, cached in copies:
+            self._host_copies.put(workers[number], self._record, cached=cached)
+            self._workers.changed(workers[number])
+        for number, role in placed:
+            self._workers.begin(workers[number], self._record, role, self._registry.next_epoch())
 
     def _in_turns(self) -> list[str]:
         """GPUs, one of each host in turn."""
@@ -412,31 +458,51 @@ class _Run:
         clock.run(SETTLE_S)
         self._begin()
         clock.run(2 * SETTLE_S)
-        begin_s = clock.now_s
-        first_s = requests[0].due_s
+        # Times of requests, of the lead-in and of what is imposed count from here.
+        self._zero_s = zero_s = clock.now_s + (self._frame.lead_in_s if self._frame.lead_in else -requests[0].due_s)
+        lead_in = self._frame.lead_in
+        for number, request in enumerate(lead_in):
+            self._arrives(request, zero_s - self._frame.lead_in_s, number - len(lead_in))
         for request in requests:
-            clock.at(
-                begin_s + (request.due_s - first_s),
-                self._gateway.arrive,
-                SimRequest(
-                    request.index, begin_s + (request.due_s - first_s), self._record.name, request.input_tokens,
-                    request.output_tokens,
-                ),
-            )  # fmt: skip
-        last_s = begin_s + (requests[-1].due_s - first_s)
-        clock.run(last_s)
-        while len(self._served) < len(requests) and clock.now_s < last_s + self._setup.patience_s:
+            self._arrives(request, zero_s, request.index)
+        for imposed in self._frame.imposed or ():
+            clock.at(max(clock.now_s, zero_s + imposed.at_s), self._impose, imposed)
+        first_s, last_s = zero_s + requests[0].due_s, zero_s + requests[-1].due_s
+        until_s = last_s if self._frame.counted_s is None else first_s + self._frame.counted_s
+        clock.run(max(last_s, until_s))
+        while len(self._served) < len(lead_in) + len(requests) and clock.now_s < last_s + self._setup.patience_s:
             clock.run(clock.now_s + 1.0)
         self._gateway.check_conserved()
         end_s = clock.now_s
         self._gateway.end()
-        return self._outcome(begin_s, last_s, end_s)
+        return self._outcome(first_s, until_s, end_s)
 
-    def _outcome(self, begin_s: float, last_s: float, end_s: float) -> Outcome:
+    def _arrives(self, request: PlannedRequest, zero_s: float, index: int) -> None:
+        at_s = zero_s + request.due_s
+        arrived = SimRequest(index, at_s, self._record.name, request.input_tokens, request.output_tokens)
+        self._clock.at(at_s, self._gateway.arrive, arrived)
+
+    def _impose(self, imposed: Imposed) -> None:
+        self._planner.on_demand(
+            Demand(
+                publisher="imposed",
+                sequence=self._clock.num_happened,
+                published_at_s=self._clock.now_s,
+                model=self._record.name,
+                role=imposed.role,
+                desired=imposed.desired,
+                observed=self._held[f"{imposed.role}/serving"] // self._setup.model.degree,
+                triggered_at_s=self._clock.now_s,
+                reason="imposed",
+                term=1,
+            )
+        )
+
+    def _outcome(self, begin_s: float, until_s: float, end_s: float) -> Outcome:
         self._log.looks_s += [0.0, end_s]
         self._log.saw_operations(self._planner.all_records())
         self._log.carried.append(CarriedPoint(end_s, self._carried(over_nic=True), self._carried(over_nic=False)))
-        cluster = self._log.sum_up(begin_s, max(last_s, begin_s + 1e-9), started_at_s=0.0)
+        cluster = self._log.sum_up(begin_s, max(until_s, begin_s + 1e-9), started_at_s=0.0)
         if cluster is None:
             raise RuntimeError("no instance was ever there")
         return Outcome(
@@ -444,6 +510,7 @@ class _Run:
             requests=self._requests,
             records=self._records(),
             duration_s=end_s - begin_s,
+            zero_s=self._zero_s,
             cluster=replace(cluster, not_observed_s=0.0),
             num_events=self._clock.num_happened,
         )
@@ -453,7 +520,9 @@ class _Run:
         self._served.sort(key=lambda served: served.request.index, reverse=True)
         records = []
         while self._served:
-            records.append(self._record_of(self._served.pop()))
+            served = self._served.pop()
+            if served.request.index >= 0:
+                records.append(self._record_of(served))
         return tuple(records)
 
     def _record_of(self, served: Served) -> RequestRecord:

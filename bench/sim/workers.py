@@ -116,10 +116,10 @@ class SimWorkers:
         self._workers[worker.worker_id] = worker
         self._report(self._heartbeat(worker))
 
-    def begin(self, worker_id: str, model: ModelRecord, role: Role) -> None:
+    def begin(self, worker_id: str, model: ModelRecord, role: Role, epoch: int) -> None:
         """The worker's instance is there from the start; call it before time runs."""
         worker = self._workers[worker_id]
-        held = worker.held = self._hold(worker, f"first-{worker_id}", model, 1, "", role)
+        held = worker.held = self._hold(worker, f"first-{worker_id}", model, epoch, "", role)
         held.instance.serve()
         self._report(self._heartbeat(worker))
 
