@@ -28,6 +28,7 @@ _NUM_HEADS = 8
 _NUM_KV_HEADS = 4
 _CONTEXT_TOKENS = 4096
 _BOS, _EOS, _START, _END = "<|begin|>", "<|end_of_text|>", "<|role|>", "<|turn|>"
+_SPECIAL = {token: index for index, token in enumerate((_BOS, _EOS, _START, _END))}
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -50,8 +51,8 @@ def ensure_demo_model(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".demo-", dir=folder))
     try:
-        special, printable = _write_tokenizer(made)
-        config = _config(special)
+        printable = _write_tokenizer(made)
+        config = demo_config()
         _write_json(made / "config.json", config)
         _write_weights(made, config, printable)
         made.chmod(0o755)
@@ -71,13 +72,12 @@ def _write_tokenizer(folder: Path) -> tuple[dict[str, int], list[int]]:
     """Gives the special tokens' ids, and those of printable ASCII."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    special = {token: index for index, token in enumerate((_BOS, _EOS, _START, _END))}
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = special | {letter: len(special) + index for index, letter in enumerate(letters)}
+    vocabulary = _SPECIAL | {letter: len(_SPECIAL) + index for index, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -88,11 +88,11 @@ def _write_tokenizer(folder: Path) -> tuple[dict[str, int], list[int]]:
         "clean_up_tokenization_spaces": False,
     }
     _write_json(folder / "tokenizer_config.json", settings)
-    printable = [vocabulary[chr(code)] for code in range(0x21, 0x7F)] + [vocabulary["\u0120"]]
-    return special, printable
+    return [vocabulary[chr(code)] for code in range(0x21, 0x7F)] + [vocabulary["\u0120"]]
 
 
-def _config(special: dict[str, int]) -> dict[str, Any]:
+def demo_config() -> dict[str, Any]:
+    """Its ``config.json``."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -109,8 +109,8 @@ def _config(special: dict[str, int]) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": special[_BOS],
-        "eos_token_id": [special[_END], special[_EOS]],
+        "bos_token_id": _SPECIAL[_BOS],
+        "eos_token_id": [_SPECIAL[_END], _SPECIAL[_EOS]],
         "torch_dtype": "float32",
     }
 

@@ -18,16 +18,18 @@ from bench.evaluate.measure import Evaluation, Outcome, Setting
 from bench.evaluate.models import MODELS, Model, find_model
 from bench.evaluate.result import Summary
 from bench.evaluate.run import CONTEXT_TOKENS, LEAD_IN_S, Bench, nic_rate
+from bench.evaluate.simulated import SimulatedLab
 from bench.evaluate.windows import Window, Windows, beside, choose, count
 from bench.lab import system as lab_system
 from bench.lab.network import Network
 from bench.lab.played import PAPER_NIC_GBPS, Played, make_played
 from bench.replay.options import HtmlFile, Outputs
+from bench.sim.choices import chosen_trace
 from bench.sim.cluster import Cluster, known_cluster
 from bench.systems import ABLATION, SYSTEMS, System, give_back_s, named
-from bench.traces.reader import read_trace
 from bench.traces.request import Trace
 from bench.traces.scaling import scale_rate, spread_seconds
+from bench.traces.synthetic import FIGURES
 from shared.errors import BadRequest
 
 DEFAULT = "blitz,sllm,static-full"
@@ -35,7 +37,13 @@ DEFAULT = "blitz,sllm,static-full"
 
 def command(
     *,
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="In one of the formats of `blitzscale replay`.")],
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="In one of the formats of `blitzscale replay`.")
+    ] = None,
+    synthetic: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"Instead of a trace: a look-alike of {', '.join(FIGURES)}.")
+    ] = None,
+    duration: Annotated[float, typer.Option(metavar="S", help="Of the look-alike.")] = 300.0,
     systems: Annotated[str, typer.Option(metavar="NAME,NAME", help=f"Of {', '.join(SYSTEMS)}.")] = DEFAULT,
     ablation: Annotated[bool, typer.Option("--ablation", help=f"Also {', '.join(ABLATION)}.")] = False,
     model: Annotated[
@@ -52,6 +60,10 @@ def command(
             "--scale-rate", metavar="X|half", help="X times as many requests; half: of what static-full can carry."
         ),
     ] = "1",
+    search: Annotated[
+        Literal["simulated", "lab"],
+        typer.Option(help="Where `half` and the best splits are searched: in the simulator, or by runs in the lab."),
+    ] = "simulated",
     repetitions: Annotated[int, typer.Option(min=1, help="Of each run; medians are reported.")] = 1,
     seed: Annotated[int, typer.Option(help="Of all that is drawn: prompts, scaled traces, the order of systems.")] = 0,
     folder: Annotated[
@@ -73,7 +85,7 @@ def command(
         outputs = Outputs.checked(json_file, None, html_file)
         cluster = known_cluster("lab")
         setting = _setting(
-            trace,
+            chosen_trace(trace, synthetic, seed, duration),
             systems=_systems(systems, ablation=ablation),
             model=model,
             workers=workers,
@@ -83,6 +95,7 @@ def command(
             repetitions=repetitions,
             seed=seed,
             cluster=cluster,
+            search=search,
         )
         for option, path in (("dir", folder), ("record", record)):
             if path is not None and path.exists() and not path.is_dir():
@@ -101,7 +114,8 @@ def command(
         with Network(setting.workers, nic_rate(cluster)) as network:
             state = temporary / "state"
             bench = Bench(network, cluster, made, played.kv_pool_bytes, setting.model.slo, state, say, record)
-            return await Evaluation(setting, bench.run, Runs(folder), say).run()
+            simulated = SimulatedLab.of(setting.model, cluster, workers=setting.workers, seed=setting.seed)
+            return await Evaluation(setting, bench.run, simulated.document, Runs(folder), say).run()
 
     with one_line("evaluate", OSError):
         lab_system.require()
@@ -109,10 +123,11 @@ def command(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             outcome = runner.run(until_signal("evaluate", measure))
     summary = Summary(setting, outcome, played)
-    asked = f"blitzscale bench evaluate {trace.name} --systems {','.join(s.name for s in setting.systems)} " + (
+    given = f"--synthetic {synthetic} --duration {duration:g}" if trace is None else trace.name
+    asked = f"blitzscale bench evaluate {given} --systems {','.join(s.name for s in setting.systems)} " + (
         f"--model {model} --workers {workers} "
         + (f"--windows {windows}" if window is None else f"--window {window}")
-        + f" --scale-rate {scale} --repetitions {repetitions} --seed {seed}"
+        + f" --scale-rate {scale} --search {search} --repetitions {repetitions} --seed {seed}"
     )
     with one_line("evaluate"):
         show(summary.table())
@@ -139,7 +154,7 @@ def _scale(text: str) -> float | Literal["half"]:
 
 
 def _setting(
-    file: Path,
+    source: Trace,
     *,
     systems: tuple[System, ...],
     model: str,
@@ -150,12 +165,12 @@ def _setting(
     repetitions: int,
     seed: int,
     cluster: Cluster,
+    search: Literal["simulated", "lab"],
 ) -> Setting:
     known = find_model(model)
-    source = read_trace(file)
     if source.unsorted_rows:
         raise BadRequest(
-            f"{file}: {source.unsorted_rows} rows arrive before the row above them: sort it", param="trace"
+            f"{source.name}: {source.unsorted_rows} rows arrive before the row above them: sort it", param="trace"
         )
     spread = spread_seconds(source, seed=seed)
     chosen = choose(spread, windows) if window is None else beside(spread, Window.parse(window))
@@ -176,6 +191,7 @@ def _setting(
         nic_gbps=cluster.nic_gbps,
         lead_in_s=LEAD_IN_S,
         give_back_s=give_back_s(load_s(known)),
+        search=search,
     )
 
 

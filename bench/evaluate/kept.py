@@ -17,7 +17,7 @@ from bench.traces.request import Trace
 from shared.errors import BadRequest
 from shared.messages.common import Role
 
-FORMAT: Literal["blitzscale-evaluation.v1"] = "blitzscale-evaluation.v1"
+FORMAT: Literal["blitzscale-evaluation.v2"] = "blitzscale-evaluation.v2"
 _GAP_DIGITS = 5
 """Of a second: tens of microseconds."""
 
@@ -25,7 +25,7 @@ _GAP_DIGITS = 5
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that decides about a run. Two runs of one plan measure the same."""
 
-    format: Literal["blitzscale-evaluation.v1"] = FORMAT
+    format: Literal["blitzscale-evaluation.v2"] = FORMAT
     purpose: Literal["tuning", "measured"]
     trace: str
     digest: str
@@ -63,10 +63,19 @@ def digest(trace: Trace, window: Window, lead_in_s: float) -> str:
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:16]
 
 
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """Where everything was when a replay began; hosts by their numbers."""
+
+    instances: dict[int, Role]
+    copies: dict[int, bool]
+    """In host memory, and whether the worker keeps it for itself (``HostCopy.cached``)."""
+
+
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """A finished run."""
 
     plan: Plan
+    placed: Placed
     document: Document
     """Its reasons for being void are those of the replay and of the machine."""
     gaps_s: tuple[tuple[float, ...], ...]
@@ -76,15 +85,26 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """Of which this is the last: a void run is repeated once."""
 
     @classmethod
-    def of(cls, plan: Plan, document: Document, collector: Collector, conditions: Conditions) -> Kept:
+    def of(cls, plan: Plan, placed: Placed, document: Document, collector: Collector, conditions: Conditions) -> Kept:
         """Add up."""
         gaps = {r.index: tuple(round(gap_s, _GAP_DIGITS) for gap_s in r.gaps_s) for r in collector.records}
         return cls(
             plan=plan,
+            placed=placed,
             document=msgspec.structs.replace(document, void=document.void + conditions.void),
             gaps_s=tuple(gaps[row.index] for row in document.records),
             conditions=conditions,
         )
+
+    @classmethod
+    def read(cls, file: Path) -> Kept:
+        """Raises ``BadRequest`` for a file that is no run."""
+        try:
+            own = msgspec.json.decode(file.read_bytes(), type=_Own)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise BadRequest(f"{file} is no run of an evaluation ({error}): delete it", param="dir") from error
+        document = msgspec.structs.replace(read_document(file), label=own.plan.system)
+        return cls(document=document, **{name: getattr(own, name) for name in _Own.__struct_fields__})
 
     @property
     def mean_instances(self) -> float:
@@ -99,6 +119,7 @@ class _Own(msgspec.Struct, frozen=True, kw_only=True):
     """The keys that a replay's file does not have."""
 
     plan: Plan
+    placed: Placed
     gaps_s: tuple[tuple[float, ...], ...]
     conditions: Conditions
     attempts: int
@@ -120,19 +141,15 @@ class Runs:
         file = self.file(plan)
         if not file.exists():
             return None
-        try:
-            own = msgspec.json.decode(file.read_bytes(), type=_Own)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise BadRequest(f"{file} is no run of an evaluation ({error}): delete it", param="dir") from error
-        if own.plan != plan:
-            return None
-        document = msgspec.structs.replace(read_document(file), label=plan.system)
-        return Kept(document=document, **msgspec.structs.asdict(own))
+        found = Kept.read(file)
+        return found if found.plan == plan else None
 
     def keep(self, run: Kept) -> None:
         """Whole or not at all. Raises ``OSError``."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        own = _Own(plan=run.plan, gaps_s=run.gaps_s, conditions=run.conditions, attempts=run.attempts)
+        own = _Own(
+            plan=run.plan, placed=run.placed, gaps_s=run.gaps_s, conditions=run.conditions, attempts=run.attempts
+        )
         file = self.file(run.plan)
         aside = file.with_name(f".{file.name}.{os.getpid()}")
         try:

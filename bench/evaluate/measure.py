@@ -14,8 +14,10 @@ from bench.evaluate.figures import Judged, relative_slo
 from bench.evaluate.kept import Kept, Plan, Runs, digest
 from bench.evaluate.models import Model
 from bench.evaluate.order import base_of, shuffled
+from bench.evaluate.run import GPU
 from bench.evaluate.windows import Window, Windows
 from bench.lab.errors import LabFailed
+from bench.replay.document import Document
 from bench.replay.objectives import Slo
 from bench.systems import Split, System, find
 from bench.traces.request import Trace
@@ -25,14 +27,13 @@ from shared.profile import Profile
 
 Say = Callable[[str], None]
 Run = Callable[[System, Plan, Trace], Awaitable[Kept]]
+Simulated = Callable[[System, Plan, Trace], Document]
 HOLDS = 0.99
 """Of the requests that can be within the absolute objectives at all: at such rates ``static-full`` holds."""
 HARDER = 1.5
 """Splits are compared at a rate that the first one does not carry: below, they differ little."""
 REFERENCE = "static-full"
 ALONE_SHARE = 0.9
-CHUNK_TOKENS = 512
-"""Of a prompt in one step of a worker (``BLITZ_WORKER_PREFILL_CHUNK``)."""
 MAX_ATTEMPTS = 2
 
 
@@ -53,6 +54,8 @@ class Setting:
     lead_in_s: float
     give_back_s: float
     """For how long all systems keep an instance without need."""
+    search: Literal["simulated", "lab"] = "simulated"
+    """Whether rate and splits are searched in the simulator, or by runs in the lab."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,9 +110,10 @@ class Outcome:
 class Evaluation:
     """``run`` it once."""
 
-    def __init__(self, setting: Setting, run: Run, runs: Runs, say: Say) -> None:
+    def __init__(self, setting: Setting, run: Run, simulated: Simulated, runs: Runs, say: Say) -> None:
         self._setting = setting
         self._run = run
+        self._simulated = simulated
         self._runs = runs
         self._say = say
         self._profile = setting.model.profile()
@@ -206,27 +210,33 @@ class Evaluation:
 
     async def _try(self, split: Split, factor: float) -> Step:
         instances: dict[Role, int] = {"prefill": split.prefill, "decode": split.decode}
-        run = await self._kept(
-            self._plan("tuning", find(REFERENCE), self._setting.windows.tuning, instances, factor, 0), factor
-        )
-        result, slo = run.document.result, self._setting.model.slo
+        plan = self._plan("tuning", find(REFERENCE), self._setting.windows.tuning, instances, factor, 0)
+        document = await self._tried(plan, factor)
+        result, slo = document.result, self._setting.model.slo
         means = [
             (summary.mean if summary is not None else math.inf) / (limit_s or math.inf)
             for summary, limit_s in ((result.ttft_s, slo.ttft_s), (result.tbt_s, slo.tbt_s))
         ]
         step = Step(
             scale_rate=factor,
-            requests_per_s=result.planned / run.plan.window.seconds,
-            system=run.plan.system,
+            requests_per_s=result.planned / plan.window.seconds,
+            system=plan.system,
             instances=instances,
-            attainment=run.document.slo.share if run.document.slo is not None else 0.0,
-            attainable=attainable(self._profile, slo, (row.input_tokens for row in run.document.records)),
+            attainment=document.slo.share if document.slo is not None else 0.0,
+            attainable=attainable(self._profile, slo, (row.input_tokens for row in document.records)),
             cost=sum(means),
-            void=run.document.void,
+            void=document.void,
         )
         if step not in self._steps:
             self._steps.append(step)
         return step
+
+    async def _tried(self, plan: Plan, factor: float) -> Document:
+        if self._setting.search == "lab":
+            return (await self._kept(plan, factor)).document
+        document = self._simulated(find(plan.system), plan, self._trace(factor))
+        self._say(f"simulated: {_line(plan, document)}")
+        return document
 
     def _plan(
         self,
@@ -273,7 +283,7 @@ class Evaluation:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             run = await self._run(find(plan.system), plan, self._trace(factor))
             run = msgspec.structs.replace(run, attempts=attempt)
-            self._say(_line(run))
+            self._say(f"{_line(plan, run.document)}, {run.mean_instances:.2f} instances{_voids(run)}")
             if not run.document.void:
                 break
         self._runs.keep(run)
@@ -295,19 +305,18 @@ def attainable(profile: Profile, slo: Slo, prompts: Iterable[int]) -> float:
 def _alone_s(profile: Profile, num_tokens: int) -> float:
     """In the chunks of a worker."""
     total = 0.0
-    for begin in range(0, num_tokens, CHUNK_TOKENS):
-        size = min(CHUNK_TOKENS, num_tokens - begin)
+    for begin in range(0, num_tokens, GPU.prefill_chunk_tokens):
+        size = min(GPU.prefill_chunk_tokens, num_tokens - begin)
         total += profile.step_s(size, size * begin + size * (size + 1) // 2, 0, 0)
     return total
 
 
-def _line(run: Kept) -> str:
-    result, slo = run.document.result, run.document.slo
+def _line(plan: Plan, document: Document) -> str:
+    result, slo = document.result, document.slo
     ttft = "-" if result.ttft_s is None else f"{result.ttft_s.mean * 1000:.0f}/{result.ttft_s.p99 * 1000:.0f} ms"
     share = 0.0 if slo is None else slo.share
     return (
-        f"{run.plan.name}: {result.completed} of {result.planned}, TTFT {ttft}, {share:.1%} within the absolute "
-        f"objectives, {run.mean_instances:.2f} instances{_voids(run)}"
+        f"{plan.name}: {result.completed} of {result.planned}, TTFT {ttft}, {share:.1%} within the absolute objectives"
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.evaluate import machine
-from bench.evaluate.kept import Kept, Plan
+from bench.evaluate.kept import Kept, Placed, Plan
 from bench.evaluate.windows import count
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
@@ -25,6 +25,7 @@ from bench.replay.plan import Shape, plan_requests, prompt_of
 from bench.replay.record import Collector
 from bench.replay.runner import Bodies, SendOptions, send_all
 from bench.sim.cluster import Cluster
+from bench.sim.run import WorkerSettings
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import ask
 from bench.systems import System
@@ -32,6 +33,8 @@ from bench.traces.request import Trace
 from shared.messages.common import Role
 
 Say = Callable[[str], None]
+GPU = WorkerSettings()
+"""A worker's settings, as simulated: its own defaults are for CPUs."""
 GOODPUT_SHARE = 0.957
 """Of a link's rate that plain TCP gets; a cluster's file says what a transfer gets."""
 SETTLE_S = 10.0
@@ -42,10 +45,10 @@ PATIENCE_S = 60.0
 """Of a stream without a sign of life."""
 READY_S = 60.0
 CONTEXT_TOKENS = 16384
+MIB = 1024 * 1024
 _WARM_PROMPT, _WARM_OUTPUT = 64, 8
 _PREPARE_S = 1.0
 _POLL_S = 0.05
-_MIB = 1024 * 1024
 _TOKEN_IDS = range(10, 250)
 
 
@@ -67,14 +70,26 @@ def environment(cluster: Cluster, model: PlayedModel, plan: Plan) -> dict[str, s
 
 
 def worker_environment(cluster: Cluster, kv_pool_bytes: int) -> dict[str, str]:
-    """What a worker reads of its hardware, with what the cluster's file says."""
+    """What a worker reads of its hardware, with what the cluster's file says; batches and queues are those of GPUs."""
     return {
+        "BLITZ_WORKER_MAX_RUNNING": str(GPU.max_running_requests),
+        "BLITZ_WORKER_MAX_BATCH_TOKENS": str(GPU.max_batch_tokens),
+        "BLITZ_WORKER_PREFILL_CHUNK": str(GPU.prefill_chunk_tokens),
+        "BLITZ_WORKER_MAX_QUEUED": str(GPU.max_queued_requests),
+        "BLITZ_WORKER_MAX_QUEUED_TOKENS": str(GPU.max_queued_tokens),
+        "BLITZ_WORKER_BLOCK_SIZE": str(GPU.block_size),
+        "BLITZ_WORKER_SLO_TBT_MS": f"{GPU.slo_tbt_s * 1000:g}",
         "BLITZ_WORKER_NIC_GBPS": f"{cluster.nic_gbps:g}",
         "BLITZ_WORKER_HOST_LINK_GBPS": f"{cluster.host_link_gbps:g}",
         "BLITZ_WORKER_SSD_GBPS": f"{cluster.ssd_gbps:g}",
         "BLITZ_WORKER_LIMIT_READS": "1",
-        "BLITZ_WORKER_KV_MIB": str(max(1, kv_pool_bytes // _MIB)),
+        "BLITZ_WORKER_KV_MIB": str(kv_mib(kv_pool_bytes)),
     }
+
+
+def kv_mib(kv_pool_bytes: int) -> int:
+    """Of a worker's KV pool."""
+    return max(1, kv_pool_bytes // MIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +145,12 @@ class _Run:
             await self._warm(client)
             await self._serve(wanted)
             await stack.wait_quiet()
+            placed = await self._placed()
             with machine.watching() as watch, machine.undisturbed():
                 measured = await self._replay(client)
         finally:
             client.close()
-        return Kept.of(self._plan, measured.document(self._bench.slo), measured.collector, watch.conditions)
+        return Kept.of(self._plan, placed, measured.document(self._bench.slo), measured.collector, watch.conditions)
 
     async def _serve(self, wanted: dict[Role, int]) -> None:
         deadline_s = time.monotonic() + READY_S
@@ -147,6 +163,19 @@ class _Run:
                 found = [(i.role, i.state) for i in status.instances]
                 raise LabFailed(f"waited {READY_S:.0f} s for {wanted}: {found}; {status.unplanned}")
             await asyncio.sleep(_POLL_S)
+
+    async def _placed(self) -> Placed:
+        stack = self._stack
+        workers = {stack.host_of(worker.worker.worker_id): worker for worker in await stack.workers()}
+        return Placed(
+            instances={host: w.instance.role for host, w in sorted(workers.items()) if w.instance is not None},
+            copies={
+                host: copy.cached
+                for host, w in sorted(workers.items())
+                for copy in w.host_copies
+                if copy.state == "ready"
+            },
+        )
 
     async def _warm(self, client: StreamClient) -> None:
         """Short requests, two at a time for each worker: connections and code are there afterwards."""

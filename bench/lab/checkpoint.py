@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compose.demo_model import ensure_demo_model, tensor_shapes
+from compose.demo_model import demo_config, ensure_demo_model, tensor_shapes
 from shared.errors import BadRequest
 
 NAME = "lab"
@@ -51,7 +51,7 @@ def write_checkpoint(folder: Path, name: str, shape: Mapping[str, object], *, nu
     path.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / file, path / file)
-    config = json.loads((demo / "config.json").read_text(encoding="utf-8")) | dict(shape)
+    config = demo_config() | dict(shape)
     _write_json(path / "config.json", config)
     _write_weights(path, config, num_files)
     return path

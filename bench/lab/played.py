@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 
 from bench.lab.checkpoint import EMBEDDED_TOKENS, write_checkpoint
+from compose.demo_model import demo_config
 from shared.checkpoint import hash_checkpoint, inspect_checkpoint
+from shared.model_spec import ModelSpec, parse_config
 from shared.profile import Profile, program_version, write_profile
 
 PAPER_NIC_GBPS = 100.0
@@ -74,6 +76,10 @@ class Played:
             "max_position_embeddings": context_tokens,
             "torch_dtype": "bfloat16",
         }
+
+    def spec(self, context_tokens: int) -> ModelSpec:
+        """What its checkpoint is, without one."""
+        return parse_config(demo_config() | self.shape(context_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from bench.evaluate.kept import Kept, Plan
+from bench.evaluate.kept import Kept, Placed, Plan
 from bench.evaluate.machine import Conditions
 from bench.evaluate.windows import Window
 from bench.replay.document import Document
@@ -40,6 +40,9 @@ def plan(system: str = "blitz", **changes: Any) -> Plan:
     )
 
 
+PLACED = Placed(instances={0: "prefill", 1: "decode"}, copies={2: False})
+
+
 def conditions(late_s: float = 0.001) -> Conditions:
     return Conditions(
         timer_late_p50_s=0.0, timer_late_p99_s=late_s, timer_late_max_s=late_s, steal_share=0.0, busy_share=0.5
@@ -52,4 +55,5 @@ def run(of: Plan | None = None, *, ttft_s: float = 0.1, late_s: float = 0.001, f
     found = found or document(ttft_s=ttft_s)
     gaps = {row.index: (0.02, 0.03) if row.failure is None else () for row in found.records}
     records = [RequestRecord(index, 0.0, 0.0, 1, 1, None, gaps_s, 0.0) for index, gaps_s in gaps.items()]
-    return Kept.of(of or plan(), found, Collector(planned=len(gaps), records=records), conditions(late_s))
+    collector = Collector(planned=len(gaps), records=records)
+    return Kept.of(of or plan(), PLACED, found, collector, conditions(late_s))

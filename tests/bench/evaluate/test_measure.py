@@ -15,6 +15,7 @@ from bench.evaluate.measure import Evaluation, Outcome, Setting, attainable
 from bench.evaluate.models import find_model
 from bench.evaluate.windows import choose
 from bench.lab.errors import LabFailed
+from bench.replay.document import Document
 from bench.replay.objectives import Attainment, Slo
 from bench.systems import System, find
 from bench.traces.request import Trace
@@ -31,9 +32,17 @@ class Cluster:
         self.carries = carries
         self.void_at = void_at
         self.plans: list[Plan] = []
+        self.simulated_plans: list[Plan] = []
 
     async def run(self, system: System, plan: Plan, trace: Trace) -> Kept:
         self.plans.append(plan)
+        return self._run(system, plan)
+
+    def simulated(self, system: System, plan: Plan, trace: Trace) -> Document:
+        self.simulated_plans.append(plan)
+        return self._run(system, plan).document
+
+    def _run(self, system: System, plan: Plan) -> Kept:
         assert system.name == plan.system
         carried = self.carries * (2.0 - abs(plan.instances.get("prefill", 0) - 6) / 4)
         share = min(1.0, carried / plan.scale_rate)
@@ -74,12 +83,13 @@ def _setting(*systems: str, scale: float | Literal["half"] = 1.0, windows: int =
         nic_gbps=0.25,
         lead_in_s=10.0,
         give_back_s=2.5,
+        search="lab",
     )
 
 
 async def _evaluate(cluster: Cluster, setting: Setting, folder: Path, said: list[str] | None = None) -> Outcome:
     say = (said if said is not None else []).append
-    return await Evaluation(setting, cluster.run, Runs(folder), say).run()
+    return await Evaluation(setting, cluster.run, cluster.simulated, Runs(folder), say).run()
 
 
 async def test_each_system_once_for_each_window_and_repetition(tmp_path: Path) -> None:
@@ -114,6 +124,15 @@ async def test_half_the_highest_rate_in_the_best_split(tmp_path: Path) -> None:
     assert found.splits == {"static-full": {"prefill": 6, "decode": 2}}
     assert {plan.scale_rate for plan in cluster.plans if plan.purpose == "measured"} == {found.scale_rate}
     assert len(found.steps) == len(cluster.asked("tuning")) <= 16
+
+
+async def test_a_simulated_search_needs_no_run_in_the_lab(tmp_path: Path) -> None:
+    cluster = Cluster(carries=0.7)
+    setting = replace(_setting("blitz", "static-full", scale="half", windows=1), search="simulated")
+    found = (await _evaluate(cluster, setting, tmp_path)).found
+    assert found == (await _evaluate(Cluster(carries=0.7), replace(setting, search="lab"), tmp_path / "lab")).found
+    assert cluster.simulated_plans
+    assert not cluster.asked("tuning")
 
 
 async def test_a_search_that_the_machine_ends_says_so(tmp_path: Path) -> None:
