@@ -81,6 +81,12 @@ def evaluate(context: typer.Context) -> None:
     _hand_over(context, "bench.evaluate.cli")
 
 
+@app.command("fidelity", context_settings=_PASS_ON, add_help_option=False)
+def fidelity(context: typer.Context) -> None:
+    """The simulator beside the lab: the runs of an evaluation, simulated."""
+    _hand_over(context, "bench.fidelity.cli")
+
+
 @app.command("fleet", context_settings=_PASS_ON, add_help_option=False)
 def fleet(context: typer.Context) -> None:
     """Many small models on few workers, against a worker for every few models and a worker for each."""

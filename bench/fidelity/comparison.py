@@ -1,0 +1,117 @@
+"""A simulation beside the lab: by window and system, each figure's median over the repetitions. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from bench.fidelity.condensed import Figures
+
+LATENCY_GOAL, SCALING_GOAL = 0.1, 0.05
+"""How far a simulated figure may be from the lab's."""
+
+
+def _ttft(figures: Figures) -> list[float]:
+    return [value for value in figures.ttft_s if value is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _p99(values: Sequence[float]) -> float | None:
+    return float(np.percentile(values, 99)) if values else None
+
+
+FIGURES: Mapping[str, tuple[Callable[[Figures], float | None], float | None]] = {
+    "ttft_mean_s": (lambda one: _mean(_ttft(one)), LATENCY_GOAL),
+    "ttft_p99_s": (lambda one: _p99(_ttft(one)), LATENCY_GOAL),
+    "tbt_mean_s": (lambda one: one.tbt_mean_s, None),
+    "tbt_p99_s": (lambda one: one.tbt_p99_s, None),
+    "gpu_seconds": (lambda one: one.gpu_seconds, SCALING_GOAL),
+    "scale_out_mean_s": (lambda one: _mean(one.scale_out_s), SCALING_GOAL),
+    "scale_outs": (lambda one: float(len(one.scale_out_s)), None),
+}
+"""What is compared, and the goal, where there is one."""
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Of repetitions."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        """At least one."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of one system in one window."""
+
+    window_s: float
+    """Where it begins."""
+    system: str
+    figure: str
+    goal: float | None
+    lab: Range
+    simulated: Range
+    imposed: Range | None
+    """Simulated with the lab's scale events. None: not asked for, or the system has none."""
+
+    @property
+    def off(self) -> float:
+        """By how much the simulation is more than the lab, as a share of that."""
+        return _off(self.simulated.median, self.lab.median)
+
+    @property
+    def imposed_off(self) -> float | None:
+        return None if self.imposed is None else _off(self.imposed.median, self.lab.median)
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether it keeps its goal, or lies within the lab's own range. None: it has no goal."""
+        if self.goal is None:
+            return None
+        return abs(self.off) <= self.goal or self.lab.low <= self.simulated.median <= self.lab.high
+
+
+def _off(simulated: float, lab: float) -> float:
+    if simulated == lab:
+        return 0.0
+    return simulated / lab - 1 if lab else math.inf
+
+
+def rows(
+    window_s: float,
+    system: str,
+    lab: Sequence[Figures],
+    simulated: Sequence[Figures],
+    imposed: Sequence[Figures] = (),
+) -> list[Row]:
+    """Of one system in one window. A figure that a run does not have (a scale-out's duration without one) is left out
+    of its median; one that no run of the lab or no simulated one has makes no row."""
+    found = []
+    for name, (figure, goal) in FIGURES.items():
+        there, here, forced = (
+            [value for value in map(figure, runs) if value is not None] for runs in (lab, simulated, imposed)
+        )
+        if there and here:
+            found.append(
+                Row(
+                    window_s=window_s,
+                    system=system,
+                    figure=name,
+                    goal=goal,
+                    lab=Range.of(there),
+                    simulated=Range.of(here),
+                    imposed=Range.of(forced) if forced else None,
+                )
+            )
+    return found

@@ -1,0 +1,144 @@
+"""What is kept of runs in the lab, to compare a simulation with: no arrivals and no lengths, which are the trace's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from bench.evaluate.kept import Kept, Placed, Plan
+from bench.evaluate.machine import Conditions
+from bench.replay.observations import Operation
+from shared.errors import BadRequest
+
+FORMAT: Literal["blitzscale-fidelity.v1"] = "blitzscale-fidelity.v1"
+_DIGITS = 4
+"""Of a second: tenths of a millisecond."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """A scale operation."""
+
+    at_s: float
+    """From the beginning of the window."""
+    direction: str
+    role: str
+    desired: int
+    took_s: float | None
+    """From the trigger until its instances served; None for those that made none, or did not end."""
+
+    @classmethod
+    def of(cls, operation: Operation, *, zero_s: float = 0.0) -> Event:
+        """``zero_s``: when the window began, in the operation's time."""
+        took_ms = operation.trigger_to_serving_ms
+        return cls(
+            at_s=round(operation.at_s - zero_s, _DIGITS),
+            direction=operation.direction,
+            role=operation.role,
+            desired=operation.desired,
+            took_s=None if took_ms is None else round(took_ms / 1000, _DIGITS),
+        )
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one run, be it of the lab or a simulated one."""
+
+    ttft_s: tuple[float | None, ...]
+    """By request, in the order of arrival; None: it failed."""
+    mean_gap_s: tuple[float | None, ...]
+    """The same; None: it failed, or had one token."""
+    tbt_mean_s: float | None
+    tbt_p99_s: float | None
+    """Over all gaps between tokens."""
+    gpu_seconds: float
+    failed: int
+    events: tuple[Event, ...]
+
+    @property
+    def scale_out_s(self) -> tuple[float, ...]:
+        """Of each operation that made instances."""
+        return tuple(e.took_s for e in self.events if e.direction == "out" and e.took_s is not None)
+
+
+class Condensed(msgspec.Struct, frozen=True, kw_only=True):
+    """One run in the lab."""
+
+    plan: Plan
+    placed: Placed
+    conditions: Conditions
+    void: tuple[str, ...]
+    figures: Figures
+
+    @classmethod
+    def of(cls, run: Kept) -> Condensed:
+        """Raises ``BadRequest`` if the cluster was not observed."""
+        document, cluster = run.document, run.document.cluster
+        if cluster is None:
+            raise BadRequest(f"{run.plan.name}: the cluster was not observed")
+        rows = sorted(document.records, key=lambda row: row.index)
+        tbt = document.result.tbt_s
+        return cls(
+            plan=run.plan,
+            placed=run.placed,
+            conditions=run.conditions,
+            void=document.void,
+            figures=Figures(
+                ttft_s=tuple(None if row.failure else _rounded(row.ttft_s) for row in rows),
+                mean_gap_s=tuple(None if row.failure else _rounded(row.mean_gap_s) for row in rows),
+                tbt_mean_s=None if tbt is None else tbt.mean,
+                tbt_p99_s=None if tbt is None else tbt.p99,
+                gpu_seconds=cluster.gpu_seconds,
+                failed=document.result.failed + document.result.unfinished,
+                events=tuple(Event.of(operation) for operation in cluster.operations),
+            ),
+        )
+
+
+class File(msgspec.Struct, frozen=True, kw_only=True):
+    """As it is kept."""
+
+    format: Literal["blitzscale-fidelity.v1"] = FORMAT
+    runs: tuple[Condensed, ...]
+
+    def write(self, path: Path) -> None:
+        """Raises ``OSError``."""
+        path.write_bytes(msgspec.json.encode(self) + b"\n")
+
+
+def read(path: Path) -> tuple[Condensed, ...]:
+    """A file, or the finished runs of an evaluation's directory; those that were measured, not those of a search.
+
+    Raises ``BadRequest`` for what is neither, and where there is none.
+    """
+    runs = _read_folder(path) if path.is_dir() else _read_file(path)
+    if not runs:
+        raise BadRequest(f"{path} has no finished run", param="runs")
+    return runs
+
+
+def _read_folder(folder: Path) -> tuple[Condensed, ...]:
+    kept = (Kept.read(file) for file in sorted(folder.glob("*.json")))
+    return tuple(Condensed.of(run) for run in kept if run.plan.purpose == "measured")
+
+
+def _read_file(file: Path) -> tuple[Condensed, ...]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=File).runs
+    except OSError as error:
+        raise BadRequest(f"{file} cannot be read: {error.strerror}", param="runs") from error
+    except msgspec.MsgspecError as error:
+        raise BadRequest(f"{file} has no runs to compare with: {error}", param="runs") from error
+
+
+def groups(runs: Iterable[Condensed]) -> dict[tuple[float, str], list[Condensed]]:
+    """By the beginning of the window and the system, repetitions in order."""
+    found: dict[tuple[float, str], list[Condensed]] = {}
+    for run in sorted(runs, key=lambda run: (run.plan.window.start_s, run.plan.system, run.plan.repetition)):
+        found.setdefault((run.plan.window.start_s, run.plan.system), []).append(run)
+    return found
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, _DIGITS)

@@ -1,0 +1,84 @@
+"""The runs of a lab once more in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from bench.evaluate.kept import Plan, digest
+from bench.evaluate.models import find_model
+from bench.evaluate.run import LEAD_IN_S
+from bench.evaluate.simulated import SimulatedLab
+from bench.fidelity.condensed import Condensed, Event, Figures
+from bench.sim.cluster import known_cluster
+from bench.sim.monitor import INTERVAL_S
+from bench.sim.outcome import Outcome, all_gaps
+from bench.sim.run import Imposed
+from bench.systems import find
+from bench.traces.request import Trace
+from bench.traces.scaling import scale_rate, spread_seconds
+from shared.errors import BadRequest
+
+
+class Simulation:
+    """Of runs on one trace, as it was published."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._scaled = cache(self._scale)
+        self._lab = cache(_lab)
+
+    def _scale(self, factor: float, seed: int) -> Trace:
+        return scale_rate(spread_seconds(self._trace, seed=seed), factor, seed=seed)
+
+    def check(self, plan: Plan) -> None:
+        """Raises ``BadRequest`` if the plan is not of this trace."""
+        scaled = self._scaled(plan.scale_rate, plan.seed)
+        if digest(scaled, plan.window, LEAD_IN_S) != plan.digest:
+            raise BadRequest(f"{plan.name} is a run of other requests than those of {self._trace.name}", param="trace")
+
+    def figures(self, run: Condensed, *, phase: float, imposed: bool = False) -> Figures:
+        """What a run comes to. ``phase``: 0 to 1, how far the monitor is between two looks when the run begins, which
+        in the lab is by chance. ``imposed``: the planner is asked for what it was asked for in the lab, then."""
+        plan = run.plan
+        events = [e for e in run.figures.events if e.direction in ("out", "in", "mutate")]
+        outcome = self._lab(plan.model, plan.workers, plan.seed).run(
+            find(plan.system),
+            plan,
+            self._scaled(plan.scale_rate, plan.seed),
+            placed=run.placed,
+            looks_after_s=phase * INTERVAL_S,
+            imposed=[Imposed(e.at_s, e.role, e.desired) for e in events] if imposed else None,
+        )
+        return _figures(outcome)
+
+    def repeated(self, runs: Sequence[Condensed]) -> list[Figures]:
+        """As often as in the lab, with phases that are evenly spread."""
+        return [self.figures(run, phase=number / len(runs)) for number, run in enumerate(runs)]
+
+    def imposed(self, runs: Sequence[Condensed]) -> list[Figures]:
+        """Each with its own scale events. Of systems that do not scale there are none."""
+        if not find(runs[0].plan.system).scales:
+            return []
+        return [self.figures(run, phase=0.0, imposed=True) for run in runs]
+
+
+def _lab(model: str, workers: int, seed: int) -> SimulatedLab:
+    return SimulatedLab.of(find_model(model), known_cluster("lab"), workers=workers, seed=seed)
+
+
+def _figures(outcome: Outcome) -> Figures:
+    by_index = {record.index: record for record in outcome.records if record.failure is None}
+    found = [by_index.get(request.index) for request in outcome.requests]
+    gaps = all_gaps(list(by_index.values()))
+    return Figures(
+        ttft_s=tuple(None if record is None else record.ttft_s for record in found),
+        mean_gap_s=tuple(None if record is None else record.mean_gap_s for record in found),
+        tbt_mean_s=float(gaps.mean()) if len(gaps) else None,
+        tbt_p99_s=float(np.percentile(gaps, 99)) if len(gaps) else None,
+        gpu_seconds=outcome.cluster.gpu_seconds,
+        failed=len(found) - len(by_index),
+        events=tuple(Event.of(operation, zero_s=outcome.zero_s) for operation in outcome.cluster.operations),
+    )

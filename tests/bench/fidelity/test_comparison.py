@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from bench.fidelity.comparison import rows
+from bench.fidelity.condensed import Event, Figures
+
+
+def figures(ttft_s: tuple[float | None, ...], *, gpu_seconds: float = 100.0, took_s: float | None = 1.0) -> Figures:
+    event = Event(at_s=1.0, direction="out", role="prefill", desired=2, took_s=took_s)
+    return Figures(
+        ttft_s=ttft_s,
+        mean_gap_s=(None,) * len(ttft_s),
+        tbt_mean_s=0.02,
+        tbt_p99_s=0.03,
+        gpu_seconds=gpu_seconds,
+        failed=0,
+        events=(event,),
+    )
+
+
+LAB = [figures((0.1, 0.3, None)), figures((0.2, 0.4, None)), figures((0.3, 0.5, None))]
+
+
+def test_medians_over_repetitions_beside_each_other() -> None:
+    found = {row.figure: row for row in rows(10.0, "blitz", LAB, [figures((0.31, 0.35))])}
+    mean = found["ttft_mean_s"]
+    assert (mean.lab.median, mean.lab.low, mean.lab.high) == pytest.approx((0.3, 0.2, 0.4))
+    assert mean.off == pytest.approx(0.1)
+    assert mean.holds
+    assert found["gpu_seconds"].off == 0.0
+    assert found["tbt_mean_s"].holds is None
+
+
+@pytest.mark.parametrize(
+    ("gpu_seconds", "holds"), [(104.9, True), (105.1, False), (95.1, True), (94.0, False), (0.0, False)]
+)
+def test_what_is_outside_of_goal_and_range_does_not_hold(gpu_seconds: float, holds: bool) -> None:
+    found = {row.figure: row for row in rows(10.0, "blitz", LAB, [figures((0.3,), gpu_seconds=gpu_seconds)])}
+    assert found["gpu_seconds"].holds is holds
+
+
+def test_what_lies_in_the_labs_own_range_holds() -> None:
+    lab = [figures((0.3,), gpu_seconds=value) for value in (80.0, 100.0, 130.0)]
+    found = {row.figure: row for row in rows(10.0, "blitz", lab, [figures((0.3,), gpu_seconds=125.0)])}
+    assert found["gpu_seconds"].off == pytest.approx(0.25)
+    assert found["gpu_seconds"].holds
+
+
+def test_a_figure_that_one_side_does_not_have_makes_no_row() -> None:
+    found = {row.figure for row in rows(10.0, "static-full", LAB, [figures((0.3,), took_s=None)])}
+    assert "scale_out_mean_s" not in found
+    assert "scale_outs" in found
+
+
+def test_with_imposed_events_beside_it() -> None:
+    (row, *_) = rows(10.0, "blitz", LAB, [figures((0.3,))], [figures((0.33,))])
+    assert row.imposed_off == pytest.approx(0.1)

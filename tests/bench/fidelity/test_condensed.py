@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.evaluate.kept import Runs
+from bench.fidelity.condensed import Condensed, File, groups, read
+from shared.errors import BadRequest
+from tests.bench.evaluate.runs import plan, run
+
+
+def test_the_figures_of_a_run_without_what_the_trace_says() -> None:
+    found = Condensed.of(run(ttft_s=0.1))
+    assert found.figures.ttft_s == (0.1, 0.2, 0.3, None)
+    assert found.figures.failed == 1
+    assert [(event.at_s, event.direction, event.desired) for event in found.figures.events] == [(0.9, "out", 2)]
+    assert found.figures.scale_out_s == ()
+    kept = str(found)
+    assert "due_s" not in kept
+    assert "input_tokens" not in kept
+
+
+def test_a_folder_of_runs_and_the_file_made_of_it_are_the_same(tmp_path: Path) -> None:
+    runs = Runs(tmp_path / "runs")
+    for repetition in range(2):
+        runs.keep(run(plan(repetition=repetition)))
+    runs.keep(run(plan(purpose="tuning")))
+    found = read(tmp_path / "runs")
+    assert [one.plan.repetition for one in found] == [0, 1]
+    File(runs=found).write(tmp_path / "kept.json")
+    assert read(tmp_path / "kept.json") == found
+
+
+def test_runs_of_a_system_in_a_window_belong_together() -> None:
+    runs = [Condensed.of(run(plan(system, repetition=r))) for r in (1, 0) for system in ("sllm", "blitz")]
+    found = groups(runs)
+    assert list(found) == [(10.0, "blitz"), (10.0, "sllm")]
+    assert [one.plan.repetition for one in found[10.0, "sllm"]] == [0, 1]
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"format": "other", "runs": []}', b'{"runs": []}'])
+def test_what_has_no_runs_is_named(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "kept.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(BadRequest, match="kept"):
+        read(file)
+
+
+def test_an_empty_folder_has_no_runs(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="no finished run"):
+        read(tmp_path)
