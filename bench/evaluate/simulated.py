@@ -25,8 +25,8 @@ from bench.systems import Split, System
 from bench.traces.request import Trace
 
 LATENCIES = Latencies(submit_s=0.004)
-"""Of messages, and of the steps of a load, in the lab. From a client to an engine a request takes 3 to 5 ms there: HTTP,
-tokens of the prompt as JSON, NATS, eight workers on two cores."""
+"""Of messages, and of the steps of a load, in the lab. From a client to an engine a request takes 3 to 5 ms there:
+HTTP, a prompt's tokens as JSON, NATS, eight workers on two cores."""
 STEP_OVERHEAD_S = 0.0004
 """Of a step in the lab, beside its layers: the engine's loop, and timers. Both are what idle instances took in the
 tuning windows."""
