@@ -68,8 +68,8 @@ def _write_json(file: Path, value: object) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(folder: Path) -> tuple[dict[str, int], list[int]]:
-    """Gives the special tokens' ids, and those of printable ASCII."""
+def _write_tokenizer(folder: Path) -> list[int]:
+    """Gives the ids of printable ASCII."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

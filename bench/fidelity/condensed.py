@@ -12,6 +12,7 @@ from bench.evaluate.kept import Kept, Placed, Plan
 from bench.evaluate.machine import Conditions
 from bench.replay.observations import Operation
 from shared.errors import BadRequest
+from shared.messages.common import Role
 
 FORMAT: Literal["blitzscale-fidelity.v1"] = "blitzscale-fidelity.v1"
 _DIGITS = 4
@@ -24,7 +25,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     """From the beginning of the window."""
     direction: str
-    role: str
+    role: Role
     desired: int
     took_s: float | None
     """From the trigger until its instances served; None for those that made none, or did not end."""

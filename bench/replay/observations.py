@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import get_args
 
 from shared.messages.admin import PoolStatus, Status, TrafficStatus
+from shared.messages.common import Role
 from shared.messages.operations import ScaleRecord
 from shared.messages.traffic import Purpose, Way
 
@@ -54,7 +55,7 @@ class Operation:
     at_s: float
     plan_id: str
     direction: str
-    role: str
+    role: Role
     desired: int
     reason: str
     status: str
