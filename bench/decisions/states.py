@@ -151,10 +151,14 @@ class States:
     # --- what they share ---------------------------------------------------------------------
 
     def _all_report(self, queued: int = 0) -> None:
+        self.stopwatch.state = ""
         for worker_id in self._there.instances:
             self._plane.load(self._there.load(worker_id, self._plane.now_s, queued=queued))
         for gateway_id in (OURS, OTHER):
             self._plane.queues(self._there.queues(gateway_id, self._plane.now_s, queued=queued))
+        # Whoever comes next would pay for all these reports: between two real requests there are only a few.
+        for name in self._models:
+            self._plane.request(name)
 
     def _ask(self, more: dict[str, int]) -> list[Operation]:
         counts = self._there.counts()
