@@ -8,12 +8,12 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from bench import machine
-from bench.command_line import JsonFile, check_folder, one_line, say, usage, write, writing
+from bench.command_line import JsonFile, check_folder, one_line, say, show, usage, write, writing
 from bench.fidelity.comparison import Row, rows
 from bench.fidelity.condensed import File, groups, read
 from bench.fidelity.simulation import Simulation
@@ -59,7 +59,7 @@ def command(
             simulation.imposed(repetitions) if imposed else (),
         )
         say(f"{system}, window at {window_s:g} s: {len(repetitions)} runs")
-    Console().print(_table(compared))
+    show(_table(compared))
     goals = [row for row in compared if row.holds is not None]
     say(f"{sum(bool(row.holds) for row in goals)} of {len(goals)} figures with a goal keep it")
     with one_line("fidelity"):
@@ -72,19 +72,23 @@ def _json(row: Row) -> dict[str, object]:
 
 
 def _table(compared: Sequence[Row]) -> Table:
-    table = Table(title=Text("Simulator beside lab", style="table.title"), title_justify="left")
-    for head in ("window, system", "figure"):
-        table.add_column(head, no_wrap=True)
-    for head in ("lab", "its range", "simulated", "off", "imposed"):
-        table.add_column(head, justify="right")
+    title = Text("Simulator beside lab", style="table.title")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table.add_column("", no_wrap=True)
+    for head in ("lab", "range", "simulated", "off", "imposed"):
+        table.add_column(head, justify="right", no_wrap=True)
+    before = None
     for row in compared:
+        if (row.window_s, row.system) != before:
+            before = row.window_s, row.system
+            table.add_section()
+            table.add_row(f"{row.system}, {row.window_s:g} s")
         imposed = row.imposed_off
         table.add_row(
-            f"{row.window_s:g} s {row.system}",
-            row.figure,
-            f"{row.lab.median:.3f}",
-            f"{row.lab.low:.3f}-{row.lab.high:.3f}",
-            f"{row.simulated.median:.3f}",
+            f"  {row.figure}",
+            f"{row.lab.median:.4g}",
+            f"{row.lab.low:.4g}-{row.lab.high:.4g}",
+            f"{row.simulated.median:.4g}",
             f"{row.off:+.1%}{'' if row.holds in (None, True) else ' !'}",
             "-" if imposed is None else f"{imposed:+.1%}",
         )

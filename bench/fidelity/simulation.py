@@ -21,6 +21,8 @@ from bench.traces.request import Trace
 from bench.traces.scaling import scale_rate, spread_seconds
 from shared.errors import BadRequest
 
+LEAST_PHASES = 5
+
 
 class Simulation:
     """Of runs on one trace, as it was published."""
@@ -55,8 +57,9 @@ class Simulation:
         return _figures(outcome)
 
     def repeated(self, runs: Sequence[Condensed]) -> list[Figures]:
-        """As often as in the lab, with phases that are evenly spread."""
-        return [self.figures(run, phase=number / len(runs)) for number, run in enumerate(runs)]
+        """As often as in the lab, five times at least, with phases that are evenly spread."""
+        number = max(LEAST_PHASES, len(runs))
+        return [self.figures(runs[i % len(runs)], phase=i / number) for i in range(number)]
 
     def imposed(self, runs: Sequence[Condensed]) -> list[Figures]:
         """Each with its own scale events. Of systems that do not scale there are none."""
@@ -73,6 +76,7 @@ def _figures(outcome: Outcome) -> Figures:
     by_index = {record.index: record for record in outcome.records if record.failure is None}
     found = [by_index.get(request.index) for request in outcome.requests]
     gaps = all_gaps(list(by_index.values()))
+    events = [Event.of(operation, zero_s=outcome.zero_s) for operation in outcome.cluster.operations]
     return Figures(
         ttft_s=tuple(None if record is None else record.ttft_s for record in found),
         mean_gap_s=tuple(None if record is None else record.mean_gap_s for record in found),
@@ -80,5 +84,6 @@ def _figures(outcome: Outcome) -> Figures:
         tbt_p99_s=float(np.percentile(gaps, 99)) if len(gaps) else None,
         gpu_seconds=outcome.cluster.gpu_seconds,
         failed=len(found) - len(by_index),
-        events=tuple(Event.of(operation, zero_s=outcome.zero_s) for operation in outcome.cluster.operations),
+        # As of the lab, those of the window.
+        events=tuple(event for event in events if event.at_s >= 0),
     )

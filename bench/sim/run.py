@@ -7,6 +7,7 @@ by chance but what the seed says, and nothing looks at the machine.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,7 @@ KV_SHARE = 0.9
 """Of the memory that weights leave, that KV may take."""
 GIB = 1 << 30
 FOREVER_S = 1e9
+IMPOSED_EVERY_S = 0.5
 SETTLE_S = 1.0
 """Before the first instances are there, and again before the first request: what they report is known by then."""
 
@@ -136,7 +138,8 @@ class Frame:
     looks_after_s: float = 0.0
     """The monitor looks for the first time so long after the clock begins, and at intervals from then on."""
     imposed: tuple[Imposed, ...] | None = None
-    """What the planner is asked for, instead of what the monitor would ask for; in the order of time."""
+    """What the planner is asked for after the lead-in, instead of what the monitor would ask for; in the order of
+    time."""
 
 
 def simulate(
@@ -173,7 +176,9 @@ class _Run:
         self._compute = Compute(model.profile, scale=setup.compute_scale, overhead_s=setup.step_overhead_s)
         self._config = self._scheduler_config()
         self._served: list[Served] = []
-        self._zero_s = 0.0
+        self._zero_s = math.inf
+        self._imposed: dict[Role, Imposed] = {}
+        """What was imposed last."""
         self._log = ClusterLog(model.name, weights_bytes=model.record.weights_bytes)
         self._held: Counter[str] = Counter()
         """GPUs by role and state."""
@@ -231,7 +236,7 @@ class _Run:
             clock,
             self._registry.view,
             lambda _model, _engine, _device: model.profile,
-            self._planner.on_demand if frame.imposed is None else lambda _demand: None,
+            self._on_demand,
             policy=DemandPolicy(down_window_s=give_back_s(self._network_load_s)),
             first_look_s=frame.looks_after_s,
             latencies=latencies,
@@ -386,6 +391,11 @@ class _Run:
 
     # --- messages ----------------------------------------------------------------------------
 
+    def _on_demand(self, demand: Demand) -> None:
+        # What is imposed is known from the end of the lead-in on.
+        if self._frame.imposed is None or self._clock.now_s < self._zero_s:
+            self._planner.on_demand(demand)
+
     def _on_progress(self, said: ScaleProgress) -> None:
         self._planner.on_progress(said)
 
@@ -483,6 +493,15 @@ class _Run:
         self._clock.at(at_s, self._gateway.arrive, arrived)
 
     def _impose(self, imposed: Imposed) -> None:
+        """Now, and again and again as a monitor does, until something else is imposed: what still loads cannot go."""
+        self._imposed[imposed.role] = imposed
+        self._ask_again(imposed)
+
+    def _ask_again(self, imposed: Imposed) -> None:
+        if self._imposed.get(imposed.role) is not imposed:
+            return
+        self._clock.after(IMPOSED_EVERY_S, self._ask_again, imposed)
+        observed = self._held[f"{imposed.role}/serving"] // self._setup.model.degree
         self._planner.on_demand(
             Demand(
                 publisher="imposed",
@@ -491,7 +510,7 @@ class _Run:
                 model=self._record.name,
                 role=imposed.role,
                 desired=imposed.desired,
-                observed=self._held[f"{imposed.role}/serving"] // self._setup.model.degree,
+                observed=observed,
                 triggered_at_s=self._clock.now_s,
                 reason="imposed",
                 term=1,
