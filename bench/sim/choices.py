@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.sim.cluster import Cluster, known_cluster, known_clusters, read_cluster
+from bench.sim.faults import check_every
 from bench.sim.run import GIB, Setup
 from bench.systems import ABLATION, System, named
 from bench.traces.reader import read_trace
@@ -67,6 +68,7 @@ def check(setup: Setup, systems: Sequence[System]) -> None:
     """Whether the cluster can hold the systems' instances of the model."""
     if not 0 < setup.compute_scale < float("inf"):
         raise BadRequest(f"--compute is a positive number, not {setup.compute_scale!r}", param="compute")
+    check_every(setup.kill_every_s)
     cluster, model = setup.cluster, setup.model
     cluster.joined(model.degree)
     weights, memory = model.record.weights_bytes / GIB, model.degree * cluster.gpu_memory_gib
@@ -84,6 +86,8 @@ def check(setup: Setup, systems: Sequence[System]) -> None:
             param="host_memory_gib",
         )
     for system in systems:
+        if system.pipelines and setup.kill_every_s is not None:
+            raise BadRequest(f"{system.name} is simulated without workers that die: leave one out", param="kill-every")
         if setup.num_workers < system.least_instances:
             raise BadRequest(
                 f"{system.name} needs {system.least_instances} instances of {model.degree} GPU"

@@ -104,6 +104,10 @@ def simulate(
     start_at: Annotated[float, typer.Option(metavar="S", help="Skip this much of the trace.")] = 0.0,
     window: Annotated[float | None, typer.Option(metavar="S", help="Only this much trace time.")] = None,
     max_requests: Annotated[int | None, typer.Option(metavar="N", help="Stop after N requests.")] = None,
+    kill_every: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="A worker with an instance dies every S seconds on average, by the seed."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
     json_file: JsonFile = None,
     png_file: PngFile = None,
@@ -118,7 +122,7 @@ def simulate(
         chosen = chosen_systems(systems, ablation=ablation)
         found = chosen_cluster(cluster)
         sim_model = _with_objectives(known_model(model, found.gpu, degree=degree, profile=profile), slo_ttft, slo_tbt)
-        setup = Setup(cluster=found, model=sim_model, compute_scale=compute, seed=seed)
+        setup = Setup(cluster=found, model=sim_model, compute_scale=compute, seed=seed, kill_every_s=kill_every)
         check(setup, chosen)
         terms = Terms(slo_attainment, pay_for, gpu_hour_price)
         settings = Grid.of(what_if, found).settings(found, chosen, sim_model.degree) if what_if else ()

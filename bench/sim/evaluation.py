@@ -155,8 +155,10 @@ class Evaluator:
                     )
                 rows[system.name] = figures(outcome, relative, self.absolute(), split)
                 finished(outcome, relative)
+                died = f", {outcome.num_died} workers died" if outcome.num_died else ""
                 self.say(
                     f"{system.name}: {len(outcome.records)} of {len(requests)} requests, {outcome.num_events} events"
+                    f"{died}"
                 )
         except KeyboardInterrupt:
             if not rows:

@@ -181,6 +181,11 @@ class Network:
         self._settle_early()
         return flow.rate_gbps
 
+    def running(self) -> Counter[str]:
+        """How many flows are under way, by purpose."""
+        flows = {flow.sequence: flow for use in self._uses.values() for flow in use.flows.values()}
+        return Counter([flow.purpose for flow in flows.values()])
+
     def used_gbps(self, resource: Resource) -> float:
         """By all its flows, from now on, until something changes."""
         self._settle_early()

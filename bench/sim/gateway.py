@@ -2,7 +2,7 @@
 
 Where a request goes, how long it waits, what a refusal or a failure leads to and what is said of queues is
 ``services.gateway.core``'s. What is left out: asking workers whether they live (who loses a worker says so), asking
-for streams that have begun and are silent, cancelled requests, and other gateways.
+for streams that have begun and are silent, cancelled requests, requests that are computed alone, and other gateways.
 
 Whatever happens elsewhere is told when it happens; it is known here a message's latency later. Tokens are the
 exception: they are kept at once, with the times at which they get here, so that the steps of a batch in which nothing
@@ -21,6 +21,7 @@ import msgspec
 from bench.sim.clock import Clock, Event
 from bench.sim.latencies import LOCAL_NATS, Latencies
 from bench.sim.requests import Failure, Served, SimRequest
+from bench.sim.streams import Key
 from services.gateway.core import failover
 from services.gateway.core.queue_reports import LEAST_REPORT_S, QUEUE_REPORT_EVERY_S, Arrivals, QueueReports
 from services.gateway.core.router import TICK_S, Assignment, Router
@@ -70,14 +71,14 @@ class SimGateway:
         on_served: Callable[[Served], None],
         *,
         on_queues: Callable[[QueueReport], None] = lambda _report: None,
-        cancel: Callable[[str, str], None] = lambda _worker_id, _request_id: None,
+        cancel: Callable[[str, Key], None] = lambda _worker_id, _key: None,
         settings: GatewaySettings = GatewaySettings(),
         latencies: Latencies = LOCAL_NATS,
     ) -> None:
         """``submit``: called when a request reaches its instance's worker; raises what that would answer, as
         ``Overloaded`` or ``Conflict``. ``on_served``: called once per request. ``on_queues``: called when a report is
-        sent. ``cancel(worker_id, request_id)``: called when a request that waits at an instance for too long is taken
-        from it; nothing may be told of that attempt afterwards."""
+        sent. ``cancel(worker_id, key)``: called when a request that waits at an instance for too long is taken from it,
+        or when it tells of an attempt that was given up."""
         self._clock = clock
         self._submit_to = submit
         self._on_served = on_served
@@ -151,45 +152,48 @@ class SimGateway:
         if load.refusals or load.slots_taken or self.router.queued(report.model)[0]:
             self._clock.after(self._latencies.load_s, self._hear_load, report)
 
-    def on_tokens(
-        self, request_ids: Sequence[str], ends_s: Sequence[float], *, worker_id: str, instance_id: str
-    ) -> None:
-        """Each of these requests got one token at each of these times, in rising order and not after the present one.
+    def on_tokens(self, keys: Sequence[Key], ends_s: Sequence[float], *, worker_id: str, instance_id: str) -> None:
+        """Each of these attempts got one token at each of these times, in rising order and not after the present one.
 
-        Tell it before anything else happens to any of them. Raises ``ValueError`` for a request without an attempt
-        there.
+        Tell it before anything else happens to any of them. Raises ``ValueError`` for an attempt that never was.
         """
         latency_s = self._latencies.tokens_s
         times_s = array("d", [end_s + latency_s for end_s in ends_s])
         tokens = _TOKENS[: len(ends_s)] if len(ends_s) <= len(_TOKENS) else (0,) * len(ends_s)
-        for request_id in request_ids:
-            it = self._requests[request_id]
+        for key in keys:
+            it = self._current(key, worker_id)
+            if it is None:
+                continue
             was, part = it.stream.phase, self._part(it.stream, tokens)
             verdict = self._accept(it, part, worker_id, instance_id)
             if verdict is not Verdict.NEW or len(it.stream.output_token_ids) > it.request.output_tokens:
-                raise ValueError(f"{len(ends_s)} tokens of {request_id} from {worker_id}: {verdict.value}, {it.stream}")
+                raise ValueError(f"{len(ends_s)} tokens of {key[0]} from {worker_id}: {verdict.value}, {it.stream}")
             it.times_s.extend(times_s)
             if was is Phase.SUBMITTED:
                 self._wait_no_more(it)
                 self._clock.after(latency_s, self._started, it, it.stream.attempt)
 
-    def on_taken_over(self, request_id: str, *, worker_id: str, instance_id: str) -> None:
+    def on_taken_over(self, key: Key, *, worker_id: str, instance_id: str) -> None:
         """Another instance has the request now, before it has a token to show for it."""
-        it = self._requests[request_id]
-        self._accept(it, self._part(it.stream, ()), worker_id, instance_id)
+        it = self._current(key, worker_id)
+        if it is not None:
+            self._accept(it, self._part(it.stream, ()), worker_id, instance_id)
 
-    def on_end(self, request_id: str) -> None:
+    def on_end(self, key: Key) -> None:
         """It has got all of its tokens. Raises ``ValueError`` if they were not told."""
-        it = self._requests[request_id]
+        it = self._current(key)
+        if it is None:
+            return
         if it.stream.ended() is None:
-            raise ValueError(f"{request_id} cannot end: {it.stream}")
-        self._clock.after(self._latencies.tokens_s, self._end, it, None)
+            raise ValueError(f"{key[0]} cannot end: {it.stream}")
+        self._clock.after(self._latencies.tokens_s, self._said_ended, it, key[1])
 
-    def on_failed(self, request_id: str, error: BlitzError) -> None:
-        """Its attempt is over, as its instance says: sent back, or refused after all. It continues behind its last
-        token."""
-        it = self._requests[request_id]
-        self._clock.after(self._latencies.tokens_s, self._said_failed, it, it.stream.attempt, error)
+    def on_failed(self, key: Key, error: BlitzError) -> None:
+        """The attempt is over, as its instance says: sent back, or refused after all. The request continues behind its
+        last token."""
+        it = self._current(key)
+        if it is not None:
+            self._clock.after(self._latencies.tokens_s, self._said_failed, it, key[1], error)
 
     def on_worker_lost(self, worker_id: str) -> None:
         """A worker is gone, with all that it had."""
@@ -284,7 +288,7 @@ class SimGateway:
 
     def _waited(self, it: _Request) -> None:
         """For as long as a request may wait at an instance."""
-        self._cancel(it.stream.worker_id, it.stream.request_id)
+        self._cancel(it.stream.worker_id, (it.stream.request_id, it.stream.attempt))
         error = DeadlineExceeded(f"no token for {self._settings.queue_timeout_s:g} s")
         self._attempt_failed(it, it.stream.attempt, error)
 
@@ -294,6 +298,19 @@ class SimGateway:
             it.patience = None
 
     # --- attempts ----------------------------------------------------------------------------
+
+    def _current(self, key: Key, worker_id: str = "") -> _Request | None:
+        """The request of an attempt under way. None for one that was given up: that worker, if there is one, is told to
+        drop it. Raises ``ValueError`` for an attempt that never was."""
+        request_id, attempt = key
+        it = self._requests.get(request_id)
+        if it is not None and self._is_at(it, attempt):
+            return it
+        if attempt < 1 or (it is not None and attempt > it.stream.attempt):
+            raise ValueError(f"there was no attempt {attempt} of {request_id}: {it and it.stream}")
+        if worker_id:
+            self._clock.after(self._latencies.submit_s, self._cancel, worker_id, key)
+        return None
 
     def _is_at(self, it: _Request, attempt: int) -> bool:
         """Whether that attempt is under way."""
@@ -324,6 +341,10 @@ class SimGateway:
         if self._is_at(it, attempt):
             self.router.bookings.moved(it.stream.request_id, instance_id)
             self._pump(it.stream.model)
+
+    def _said_ended(self, it: _Request, attempt: int) -> None:
+        if self._is_at(it, attempt):
+            self._end(it, None)
 
     def _said_failed(self, it: _Request, attempt: int, error: BlitzError) -> None:
         """Its instance says so: as with the real one, in a part, which may be the attempt's first."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from bench.sim.clock import Clock
 from bench.sim.fabric import Fabric, Path
-from bench.sim.flows import Network
+from bench.sim.flows import Flow, Network
 from bench.sim.latencies import Latencies
 from services.pool.core.cluster import Cluster
 from services.pool.core.copies_policy import CopiesPolicy, copy_rules
@@ -22,6 +23,15 @@ from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 
 LOOK_S = 0.5
 """As ``services.pool.copy_placer``."""
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A copy on its way."""
+
+    flow: Flow
+    sources: list[CopySource]
+    """The first is read, the others would be; the disk if there are none."""
 
 
 class HostCopies:
@@ -46,6 +56,10 @@ class HostCopies:
         self._gpu_of = gpu_of
         self._held: dict[str, dict[str, HostCopy]] = {}
         """By worker and the hash of the model."""
+        self._coming: dict[tuple[str, str], _Coming] = {}
+        """The same, of those that load."""
+        self._down: set[str] = set()
+        """Workers that have died and are not back."""
         self._cluster = Cluster((), LoadLimits())
         self._rules = copy_rules(policy, self._cluster, keep_copies_s)
         self._serial = 0
@@ -68,6 +82,10 @@ class HostCopies:
     def put_report(self, report: WorkerHeartbeat) -> None:
         """A worker says how it is."""
         self._cluster.put_report(report, self._clock.now_s)
+
+    def forget(self, worker_id: str) -> None:
+        """A worker's lease has run out."""
+        self._cluster.forget(worker_id)
 
     def may_drop_gpu(self, worker_id: str, model: ModelRecord) -> bool:
         """Whether the pool lets an instance's copy go: there is another, or it stays on disk, and no host takes one."""
@@ -113,6 +131,34 @@ class HostCopies:
             self.put(worker_id, model, cached=True)
             self.on_change(worker_id)
 
+    def has(self, worker_id: str, model_hash: str) -> bool:
+        """Whether a whole copy can be read there."""
+        copy = self._held.get(worker_id, {}).get(model_hash)
+        return copy is not None and copy.state == "ready"
+
+    def die(self, worker_id: str) -> None:
+        """With all copies that the worker has. Who reads one, or its GPU, goes on elsewhere once that is noticed."""
+        self._down.add(worker_id)
+        self.num_bytes -= sum([copy.num_bytes for copy in self._held.pop(worker_id, {}).values()])
+        for (receiver, model_hash), coming in list(self._coming.items()):
+            if receiver == worker_id:
+                self._network.abort(coming.flow)
+                del self._coming[receiver, model_hash]
+            elif coming.sources and coming.sources[0].worker_id == worker_id:
+                self._network.limit(coming.flow, 0.0)
+                self._clock.after(self._latencies.silent_s, self._read_elsewhere, receiver, coming)
+
+    def come_back(self, worker_id: str) -> None:
+        """The worker is there again, without copies."""
+        self._down.discard(worker_id)
+
+    def _read_elsewhere(self, receiver: str, coming: _Coming) -> None:
+        if coming.flow.state != "running":
+            return
+        coming.sources = [source for source in coming.sources[1:] if source.worker_id not in self._down]
+        self._network.reroute(coming.flow, self._path(receiver, coming.sources[0] if coming.sources else None))
+        self._network.limit(coming.flow, math.inf)
+
     def _copy(
         self, model: ModelRecord, state: Literal["loading", "ready"], *, cached: bool = False, source: str = ""
     ) -> HostCopy:
@@ -130,23 +176,27 @@ class HostCopies:
 
     def _hold(self, step: Hold) -> None:
         model, worker_id = step.record, step.worker_id
+        if worker_id in self._down:
+            return
         known = self._held.get(worker_id, {}).get(model.model_hash)
         if known is not None:
             self._set(worker_id, msgspec.structs.replace(known, cached=False))
             self.on_change(worker_id)
             return
-        first = step.sources[0] if step.sources else None
+        sources = [source for source in step.sources if source.worker_id not in self._down]
+        first = sources[0] if sources else None
         away = first is not None and first.worker_id != worker_id
         copy = self._copy(model, "loading", source=first.worker_id if first is not None and away else "")
         self._set(worker_id, copy)
         self.on_change(worker_id)
-        self._network.start(
+        flow = self._network.start(
             self._path(worker_id, first),
             model.weights_bytes,
             cap_gbps=step.cap_gbps or math.inf,
             on_end=lambda _flow: self._arrived(worker_id, copy),
             purpose="weights",
         )
+        self._coming[worker_id, model.model_hash] = _Coming(flow, sources)
 
     def _path(self, worker_id: str, source: CopySource | None) -> Path:
         fabric, gpu = self._fabric, self._gpu_of(worker_id)
@@ -161,6 +211,7 @@ class HostCopies:
         return fabric.host_to_host(other, host) if other != host else (fabric.host_links[gpu].out,)
 
     def _arrived(self, worker_id: str, copy: HostCopy) -> None:
+        del self._coming[worker_id, copy.model_hash]
         held = self._held.get(worker_id, {}).get(copy.model_hash)
         if held is not None and held.serial == copy.serial:
             self._set(worker_id, msgspec.structs.replace(held, state="ready", source=""))

@@ -15,7 +15,8 @@ from bench.sim.compute import Compute
 from bench.sim.engine import TOKEN, BatchTimes, PartialSteps, SimEngine
 from bench.sim.kv import Answer, Departures, KvPaths, KvTransfer, Reservation
 from bench.sim.load_reports import REPORT_EVERY_S, LoadReports
-from bench.sim.streams import Listener, Stream, sequence_of
+from bench.sim.streams import Key, Listener, Stream, sequence_of
+from bench.sim.told import Told
 from services.worker.core.kv_transfer import room
 from services.worker.core.kv_transfer.staging import Staging
 from services.worker.core.lifecycle import InstanceLifecycle
@@ -55,7 +56,6 @@ class SimInstance:
         ``report_every_s`` and only while something changes. ``on_idle``: told whenever nothing is left of an instance
         that drains."""
         self._clock = clock
-        self._listener = listener
         self.instance_id = instance_id
         self.worker_id = worker_id
         self.model = model
@@ -75,8 +75,7 @@ class SimInstance:
         self._asking: dict[tuple[str, int], KvTransfer] = {}
         """Who waits for an answer to a question for room."""
         self._arriving: dict[tuple[str, int], Reservation] = {}
-        self._told: dict[str, Request] = {}
-        """By request id, the latest attempts of which this instance tells, or will."""
+        self._told = Told(clock, listener, worker_id, instance_id)
         self._engine = SimEngine(clock, self.scheduler, compute, self)
         self._on_report, self._on_idle = on_report, on_idle
         self._reports = LoadReports(clock, report_every_s, self._report, lambda: self._engine.is_busy)
@@ -131,14 +130,26 @@ class SimInstance:
         begun = [] if self._departures is None else self._departures.kill()
         for reservation in self._arriving.values():
             reservation.transfer.departures.lost(reservation.transfer)
-            self.unhost(reservation.sequence)
+            self._told.remove(reservation.sequence)
         for transfer in self._asking.values():
             transfer.departures.lost(transfer)
         self._arriving.clear()
         self._asking.clear()
-        gone = [request_id for request_id in self._told if request_id not in begun]
-        self._told.clear()
-        return gone
+        return [request_id for request_id in self._told.clear() if request_id not in begun]
+
+    def check_empty(self) -> None:
+        """Raises ``AssertionError`` unless nothing of any request is left here."""
+        self.scheduler.check()
+        held = {
+            "requests": self.num_requests,
+            "told of": len(self._told),
+            "asking": len(self._asking),
+            "leaving": 0 if self._departures is None else len(self._departures.transfers),
+            "blocks": self.scheduler.pool.num_used,
+            "bytes on their way": self._staging.used_bytes,
+        }
+        if any(held.values()):
+            raise AssertionError(f"{self.instance_id}, which is {self.state}, still has {held}")
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -148,33 +159,25 @@ class SimInstance:
         if self.state == "draining":
             raise SentBack(f"instance {self.instance_id} drains")
         self._check_admits()
-        older = self._told.get(stream.request_id)
-        if older is None and not may_wait:
+        older = [key for n in range(stream.attempt) if self._told.of(key := (stream.request_id, n)) is not None]
+        if not older and not may_wait:
             check_slot(self.instance_id, self.num_requests, self.scheduler.config.max_num_sequences)
-        if older is not None and older.attempt < stream.attempt:
-            self.cancel(stream.request_id)
+        for key in older:
+            self.cancel(key)
         sequence = sequence_of(stream, decode_at)
         self.scheduler.add(sequence, self._clock.now_s)
-        self.host(sequence)
+        self._told.add(sequence)
         self._began(TAKES_PROMPTS)
         if self.partial is not None:
             self.partial.accepted()
         self._engine.wake()
 
-    def host(self, sequence: Request) -> None:
-        """What becomes of a request is told by this instance from now on."""
-        self._told[sequence.request_id] = sequence
-
-    def unhost(self, sequence: Request) -> None:
-        """It is another instance's."""
-        if self._told.get(sequence.request_id) is sequence:
-            del self._told[sequence.request_id]
-
-    def cancel(self, request_id: str) -> None:
-        """Nobody wants it any more. Nothing is told of it."""
-        sequence = self._told.pop(request_id, None)
+    def cancel(self, key: Key) -> None:
+        """Nobody wants this attempt any more. Nothing is told of it."""
+        sequence = self._told.of(key)
         if sequence is None:
             return
+        self._told.remove(sequence)
         arriving = self._arriving.get(sequence.key)
         if arriving is not None:
             self.release(arriving)
@@ -229,7 +232,7 @@ class SimInstance:
                 answer(transfer, Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now"))
                 return
             self._arriving[sequence.key] = reservation
-            self.host(sequence)
+            self._told.add(sequence)
             self._began(DECODES_FOR_OTHERS)
             self.changed()
             answer(transfer, reservation)
@@ -246,9 +249,9 @@ class SimInstance:
             del self._arriving[sequence.key]
             reservation.transfer.begun = True
             self.scheduler.reservations.adopt(sequence, TOKEN, self._clock.now_s, computed_here=False)
-            self._listener.on_taken_over(sequence.request_id, worker_id=self.worker_id, instance_id=self.instance_id)
+            self._told.take_over(sequence)
             if sequence.finished:
-                self._ended(sequence.key)
+                self._told.ended(sequence.key)
             acknowledge()
 
         self.call(adopt, between_layers=True)
@@ -258,17 +261,22 @@ class SimInstance:
         sequence = reservation.sequence
         # What another sender has taken over stays.
         if self._arriving.get(sequence.key) is not reservation:
-            if self._told.get(sequence.request_id) is sequence:
-                self.cancel(sequence.request_id)
+            if sequence in self._told:
+                self.cancel(sequence.key)
             return
         del self._arriving[sequence.key]
         reservation.window.close()
-        self.unhost(sequence)
+        self._told.remove(sequence)
         self.call(lambda: self.scheduler.reservations.release([sequence]), between_layers=True)
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Who was to send the request is gone. If all of it is here, it stays."""
+        if self._arriving.get(reservation.sequence.key) is reservation:
+            self.release(reservation)
 
     def left(self, sequence: Request) -> None:
         """Another instance decodes it."""
-        self.unhost(sequence)
+        self._told.remove(sequence)
 
         def leave() -> None:
             reservations = self.scheduler.reservations
@@ -284,13 +292,12 @@ class SimInstance:
     def took(self, sequences: Iterable[Request]) -> None:
         """Another instance's requests are this one's from now on."""
         for sequence in sequences:
-            self.host(sequence)
-            self._listener.on_taken_over(sequence.request_id, worker_id=self.worker_id, instance_id=self.instance_id)
+            self._told.take_over(sequence)
 
     def gave(self, sequences: Iterable[Request]) -> None:
         """These are another instance's from now on."""
         for sequence in sequences:
-            self.unhost(sequence)
+            self._told.remove(sequence)
 
     def ran_layers(self, sequence: Request, first_layer: int, num_layers: int) -> None:
         """Layers ``first_layer <= i < num_layers`` of a whole context have run here, outside of steps. If another
@@ -374,35 +381,11 @@ class SimInstance:
 
     def tell(self, outputs: Iterable[StreamPart]) -> None:
         """Of requests that are here, what they got now."""
-        wanted = [output for output in outputs if self._is_told(output.request_id, output.attempt)]
-        request_ids = [output.request_id for output in wanted if output.token_ids]
-        if request_ids:
-            here = {"worker_id": self.worker_id, "instance_id": self.instance_id}
-            self._listener.on_tokens(request_ids, (self._clock.now_s,), **here)
-        for output in wanted:
-            if output.error is not None:
-                del self._told[output.request_id]
-                self._listener.on_failed(output.request_id, output.error.as_error())
-            elif output.finish_reason is not None:
-                self._ended((output.request_id, output.attempt))
+        self._told.tell(outputs)
 
     def tell_run(self, requests: Iterable[Request], ends_s: Sequence[float], ended: Iterable[Request]) -> None:
         """Of decode steps that ended at these times; some requests ended with the last."""
-        told = self._told
-        request_ids = [s.request_id for s in requests if told.get(s.request_id) is s]
-        if request_ids:
-            self._listener.on_tokens(request_ids, ends_s, worker_id=self.worker_id, instance_id=self.instance_id)
-        for sequence in ended:
-            self._ended(sequence.key)
-
-    def _is_told(self, request_id: str, attempt: int) -> bool:
-        latest = self._told.get(request_id)
-        return latest is not None and latest.attempt == attempt
-
-    def _ended(self, key: tuple[str, int]) -> None:
-        if self._is_told(*key):
-            del self._told[key[0]]
-            self._listener.on_end(key[0])
+        self._told.tell_run(requests, ends_s, ended)
 
     def _began(self, roles: frozenset[Role]) -> None:
         if self.on_first_work is not None and self.role in roles:

@@ -41,6 +41,7 @@ class Member(Protocol):
     def reserve(self, transfer: KvTransfer, answer: Answer) -> None: ...
     def begin(self, reservation: Reservation, acknowledge: Callable[[], object]) -> None: ...
     def release(self, reservation: Reservation) -> None: ...
+    def abandon(self, reservation: Reservation) -> None: ...
     def left(self, sequence: Sequence) -> None: ...
 
 
@@ -54,6 +55,8 @@ class KvPaths:
     """The instance there, if there is one."""
     message_s: float = 0.0003
     """A question between workers, or its answer."""
+    notice_s: float = 0.0
+    """Until one learns that the other has died."""
     seed: int = 0
     """Of the pauses between two questions for room."""
 
@@ -218,8 +221,14 @@ class Departures:
             self._release(transfer)
 
     def lost(self, transfer: KvTransfer) -> None:
-        """The decode instance is gone: the request is decoded here."""
-        self._keep(transfer)
+        """The decode instance has died: the request is decoded here, once that is noticed."""
+        self._stop(transfer)
+        transfer.reservation = None
+        self._clock.after(self._paths.notice_s, self._keep_lost, transfer)
+
+    def _keep_lost(self, transfer: KvTransfer) -> None:
+        if not (transfer.over or transfer.kept):
+            self._keep(transfer)
 
     def kill(self) -> list[str]:
         """This instance is gone, with all that was to leave it. Returns the requests that others have begun."""
@@ -227,8 +236,8 @@ class Departures:
         for transfer in list(self.transfers.values()):
             rest = transfer.rest
             self._forget(transfer.sequence)
-            if not transfer.begun:
-                self._release(transfer)
+            if transfer.reservation is not None and rest is None:
+                self._clock.after(self._paths.notice_s, transfer.decoder.abandon, transfer.reservation)
             if rest is not None and not (rest.over or rest.begun or rest.is_there):
                 rest.departures.lost_before(rest)
         return begun

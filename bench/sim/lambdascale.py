@@ -126,6 +126,13 @@ class LambdaPipe:
             self._is_sending(worker_id) or self.pipelines.needs(worker_id) or self._otherwise.is_read(worker_id, loads)
         )
 
+    def abort(self, load: Load) -> None:
+        """See ``Transfers``, as the next."""
+        raise RuntimeError(f"a worker that loads dies: {load.worker_id}; blocks are never sent anew")
+
+    def lost(self, worker_id: str) -> None:
+        raise RuntimeError(f"{worker_id} dies: pipelines are never formed anew")
+
     def _sources(self, copies: Sequence[str]) -> list[str]:
         """Of these: idle ones, and those whose links KV leaves by, only where there are no others."""
         idle = [one for one in copies if not self._is_sending(one)] or list(copies)

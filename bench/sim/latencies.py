@@ -41,6 +41,12 @@ class Latencies(NamedTuple):
     """That the planner takes to split a pair's batches."""
     serve_s: float = 0.01
     """From a copy's last byte to an instance that serves: the last unit is verified, and the engine starts."""
+    departed_s: float = 0.002
+    """That a worker has died, from NATS, which sees its connection closed, to the gateway, which asks for it."""
+    silent_s: float = 0.2
+    """To workers that it exchanges weights, KV and layers with: they ask for one that is silent for so long."""
+    lease_s: float = 2.0
+    """To the pool: its lease runs out."""
 
 
 LOCAL_NATS = Latencies()

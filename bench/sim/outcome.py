@@ -31,6 +31,8 @@ class Outcome:
     """Of the simulation."""
     zero_s: float = 0.0
     """That requests' due times count from, in the time of records and operations."""
+    num_died: int = 0
+    """Workers, each time that one died."""
 
     @property
     def mean_instances(self) -> float:
@@ -81,6 +83,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     mean_gpus: float
     split: tuple[int, int] | None = None
     """Prefill and decode instances of a system that does not scale."""
+    died: int = 0
+    """Workers, each time that one died."""
 
 
 def figures(outcome: Outcome, relative: Slo, absolute: Slo, split: tuple[int, int] | None = None) -> Figures:
@@ -114,6 +118,7 @@ def figures(outcome: Outcome, relative: Slo, absolute: Slo, split: tuple[int, in
         scale_out_max_s=max(outs, default=None),
         mean_gpus=outcome.mean_instances,
         split=split,
+        died=outcome.num_died,
     )
 
 

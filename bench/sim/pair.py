@@ -137,25 +137,31 @@ class SimPair:
         """A split reaches the target."""
         self.target.set_gates(gates)
 
-    def source_gone(self, reason: str) -> None:
-        """The source has died: nobody reports. What the target does not own is dropped there."""
+    def source_gone(self, reason: str, notice_s: float = 0.0) -> None:
+        """The source has died: nobody reports. What the target does not own is dropped there, ``notice_s`` later."""
         failed = self._fail(reason)
         self._stop(self._processes)
+        self._clock.after(notice_s, self._drop_at_target, failed)
+
+    def _drop_at_target(self, failed: bool) -> None:
         if failed:
             self.target.close()
         else:  # what the target kept is its own
             self.target.drop_all_but(())
 
-    def target_gone(self, reason: str, *, last_word: bool = False) -> None:
-        """The target has died, or its load is given up. ``last_word``: it said what it owns before."""
+    def target_gone(self, reason: str, notice_s: float = 0.0) -> None:
+        """The target has died. The source goes on alone, ``notice_s`` later."""
         if self.report is not None:
             return
         self._fail(reason)
         self._stop([*self._processes, *self._target_processes])
         self.target.died()
+        self._start(self._go_on_alone(notice_s, in_doubt=self._source_knows and not self._knows_shares))
+
+    def _go_on_alone(self, notice_s: float, *, in_doubt: bool) -> Steps:
+        yield notice_s
         self._lose_kv()
-        in_doubt = self._source_knows and not self._knows_shares and not last_word
-        self._start(self._take_back(in_doubt=in_doubt))
+        yield from self._take_back(in_doubt=in_doubt)
 
     @property
     def is_over(self) -> bool:

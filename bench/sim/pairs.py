@@ -32,6 +32,7 @@ class SimPairs:
         self._workers = workers
         self._planner = planner
         self._paths = paths
+        self._notice_s = latencies.silent_s
         self._by_target: dict[str, SimPair] = {}
         """By the instance id of the target, until its pair is over and it has all layers."""
         self._by_source: dict[str, SimPair] = {}
@@ -108,6 +109,24 @@ class SimPairs:
         pair = self._by_target.pop(instance_id, None)
         if pair is not None:
             pair.layers_ready(pair.source.compute.num_layers, complete=True)
+
+    def worker_died(self, worker_id: str) -> None:
+        """Its instance was in these pairs, and is gone; the other members do not know yet."""
+        reason = f"worker {worker_id} died"
+        for pair in self.under_way():
+            if pair.source.worker_id == worker_id:
+                pair.source_gone(reason, self._notice_s)
+                self._by_source.pop(pair.source.instance_id, None)
+                self._newest.pop(pair.assignment.pair_id, None)
+            elif pair.target.instance.worker_id == worker_id:
+                pair.target_gone(reason, self._notice_s)
+            else:
+                continue
+            self._by_target.pop(pair.target.instance.instance_id, None)
+
+    def under_way(self) -> list[SimPair]:
+        """Pairs that are not over, or whose targets have not everything."""
+        return list(dict.fromkeys([*self._by_source.values(), *self._by_target.values()]))
 
     def _ended(self, pair: SimPair) -> None:
         self._by_source.pop(pair.source.instance_id, None)

@@ -1,6 +1,7 @@
 """The pool's registry in virtual time: what services.pool.core remembers, without Redis.
 
-Workers report at every change; no lease of a worker ever runs out here, since no process dies silently.
+Workers report at every change, and their leases never run out by themselves: who lets one die says when its lease
+does.
 """
 
 from __future__ import annotations
@@ -57,6 +58,15 @@ class SimRegistry:
         taken = self.registry.take(heartbeat, self._clock.now_s, FOREVER_S)
         self._publish_routes()
         return taken.accepted
+
+    def forget(self, worker_id: str, incarnation: str) -> bool:
+        """The lease of a worker's process has run out. False if another one has reported since."""
+        report = self.registry.report(worker_id)
+        if report is None or report.worker.incarnation != incarnation:
+            return False
+        self.registry.forget([worker_id])
+        self._publish_routes()
+        return True
 
     def view(self) -> RegistryView:
         """The registry now."""

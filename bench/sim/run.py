@@ -8,21 +8,17 @@ by chance but what the seed says, and nothing looks at the machine.
 from __future__ import annotations
 
 import math
-from array import array
-from collections import Counter
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, get_args
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from bench.replay.observations import BytesPoint, CarriedPoint, ClusterLog, InstancePoint
 from bench.replay.plan import PlannedRequest
-from bench.replay.record import Failure, RequestRecord
 from bench.sim.clock import Clock
 from bench.sim.cluster import Cluster
 from bench.sim.compute import Compute
 from bench.sim.fabric import Fabric, Path
+from bench.sim.faults import Fault, Faults, drawn
 from bench.sim.flows import BYTES_PER_GBIT, Network
 from bench.sim.gateway import GatewaySettings, SimGateway
 from bench.sim.host_copies import HostCopies
@@ -30,7 +26,7 @@ from bench.sim.instance import SimInstance
 from bench.sim.kv import KvPaths, Member
 from bench.sim.lambdascale import LambdaPipe
 from bench.sim.latencies import LOCAL_NATS, Latencies
-from bench.sim.loading import Loads, Transfers
+from bench.sim.loading import Load, Loads, Transfers
 from bench.sim.models import SimModel
 from bench.sim.monitor import SimMonitor
 from bench.sim.outcome import Outcome
@@ -38,7 +34,9 @@ from bench.sim.pair_tensors import PairPaths
 from bench.sim.pairs import SimPairs
 from bench.sim.planner import SimPlanner
 from bench.sim.registry import SimRegistry
-from bench.sim.requests import Served, SimRequest
+from bench.sim.requests import SimRequest
+from bench.sim.seen import Seen
+from bench.sim.streams import Key
 from bench.sim.workers import Held, Limits, SimWorker, SimWorkers
 from bench.systems import Split, System, give_back_s
 from services.gateway.core.router import Assignment
@@ -46,7 +44,8 @@ from services.gateway.core.stream import StreamState
 from services.monitor.core.policy import DemandPolicy
 from services.planner.core.rounds.settings import LiveSettings, PlanSettings
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from shared.errors import Conflict
+from services.worker.core.upstreams import Upstream
+from shared.errors import Conflict, NoResponder
 from shared.messages.common import Role
 from shared.messages.generation import DecodePlace
 from shared.messages.live import ZigzagAssignment
@@ -54,7 +53,6 @@ from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import Floor, ModelRecord, Route, WorkerHeartbeat, WorkerInfo
-from shared.messages.traffic import Purpose
 from shared.profile import Profile
 
 KV_SHARE = 0.9
@@ -62,6 +60,8 @@ KV_SHARE = 0.9
 GIB = 1 << 30
 FOREVER_S = 1e9
 IMPOSED_EVERY_S = 0.5
+WIND_UP_S = 600.0
+"""In which instances load, on whatever network."""
 SETTLE_S = 1.0
 """Before the first instances are there, and again before the first request: what they report is known by then."""
 
@@ -97,6 +97,8 @@ class Setup:
     latencies: Latencies = LOCAL_NATS
     patience_s: float = 120.0
     """After the last arrival: what has not ended by then is unfinished."""
+    kill_every_s: float | None = None
+    """So often, on average, a worker with an instance dies between the first arrival and the last; by the seed."""
 
     @property
     def num_workers(self) -> int:
@@ -140,6 +142,8 @@ class Frame:
     imposed: tuple[Imposed, ...] | None = None
     """What the planner is asked for after the lead-in, instead of what the monitor would ask for; in the order of
     time."""
+    faults: tuple[Fault, ...] = ()
+    """Workers that die, beside those that ``Setup.kill_every_s`` has die."""
 
 
 def simulate(
@@ -152,10 +156,12 @@ def simulate(
     frame: Frame = Frame(),
 ) -> Outcome:
     """Run a system. ``split``, or the number of ``colocated`` ones: the instances of one that does not scale."""
-    return _Run(setup, system, requests, split=split, colocated=colocated, frame=frame).run()
+    return Simulation(setup, system, requests, split=split, colocated=colocated, frame=frame).run()
 
 
-class _Run:
+class Simulation:
+    """One run; see ``simulate``."""
+
     def __init__(
         self,
         setup: Setup,
@@ -164,7 +170,7 @@ class _Run:
         *,
         split: Split | None,
         colocated: int | None,
-        frame: Frame,
+        frame: Frame = Frame(),
     ) -> None:
         self._setup, self._system, self._requests, self._frame = setup, system, requests, frame
         model, latencies = setup.model, setup.latencies
@@ -175,20 +181,14 @@ class _Run:
         self._fabric = fabric = Fabric(self._cluster)
         self._compute = Compute(model.profile, scale=setup.compute_scale, overhead_s=setup.step_overhead_s)
         self._config = self._scheduler_config()
-        self._served: list[Served] = []
         self._zero_s = math.inf
         self._imposed: dict[Role, Imposed] = {}
         """What was imposed last."""
-        self._log = ClusterLog(model.name, weights_bytes=model.record.weights_bytes)
-        self._held: Counter[str] = Counter()
-        """GPUs by role and state."""
-        self._held_as: dict[str, str] = {}
-        """By worker."""
-
+        self._seen = Seen(clock, network, fabric, model)
         self._gateway = SimGateway(
             clock,
             self._submit,
-            self._served.append,
+            self._seen.served.append,
             on_queues=self._on_queues,
             cancel=self._cancel,
             settings=setup.gateway,
@@ -243,14 +243,42 @@ class _Run:
         )
         paths = PairPaths(network=network, path=self._kv_path, hidden_bytes_per_token=model.hidden_bytes_per_token)
         self._pairs = SimPairs(clock, latencies, self._workers, self._planner, paths)
-        self._kv = KvPaths(network=network, path=self._kv_path, find=self._find_instance, seed=setup.seed)
+        self._kv = KvPaths(
+            network=network,
+            path=self._kv_path,
+            find=self._find_instance,
+            notice_s=latencies.silent_s,
+            seed=setup.seed,
+        )
+        self._faults = Faults(
+            clock,
+            latencies,
+            self._workers,
+            self._host_copies,
+            self._pairs,
+            seed=setup.seed,
+            on_departed=self._gateway.on_worker_lost,
+            on_lease_over=self._on_lease_over,
+        )
 
     def _transfers(self) -> Transfers:
-        loads = Loads(self._network, self._fabric, lambda worker_id: worker_id)
+        loads = Loads(
+            self._clock,
+            self._network,
+            self._fabric,
+            lambda worker_id: worker_id,
+            is_there=self._is_there,
+            notice_s=self._setup.latencies.silent_s,
+        )
         if not self._system.pipelines:
             return loads
         model, latencies = self._setup.model, self._setup.latencies
         return LambdaPipe(self._clock, self._network, self._fabric, latencies, model, loads, lambda: self._workers)
+
+    def _is_there(self, upstream: Upstream, load: Load) -> bool:
+        if upstream.kind == "gpu":
+            return self._workers.has_instance(upstream.worker_id, upstream.instance_id)
+        return self._host_copies.has(upstream.worker_id, load.plan.model.model_hash)
 
     # --- what there is -----------------------------------------------------------------------
 
@@ -379,15 +407,18 @@ class _Run:
     # --- requests ----------------------------------------------------------------------------
 
     def _submit(self, assignment: Assignment, stream: StreamState) -> None:
-        held = self._workers[assignment.route.worker_id].held
+        worker = self._workers[assignment.route.worker_id]
+        held = worker.held
+        if not worker.is_up:
+            raise NoResponder(f"nobody answers for {worker.worker_id}")
         if held is None or held.instance_id != assignment.route.instance_id:
             raise Conflict(f"instance {assignment.route.instance_id} is not here")
         held.instance.submit(stream, decode_at=stream.decode_at, may_wait=assignment.may_wait)
 
-    def _cancel(self, worker_id: str, request_id: str) -> None:
+    def _cancel(self, worker_id: str, key: Key) -> None:
         held = self._workers[worker_id].held
         if held is not None:
-            held.instance.cancel(request_id)
+            held.instance.cancel(key)
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -409,12 +440,21 @@ class _Run:
         self._planner.on_queue(report)
 
     def _on_report(self, heartbeat: WorkerHeartbeat) -> None:
-        had_instance = heartbeat.worker.worker_id in self._held_as
+        had_instance = self._seen.holds(heartbeat.worker.worker_id)
         if not self._registry.report(heartbeat):
             return
         self._host_copies.put_report(heartbeat)
-        self._count(heartbeat)
+        self._seen.report(heartbeat, self._host_copies.num_bytes)
         if had_instance and heartbeat.instance is None:
+            self._planner.on_instances_gone()
+
+    def _on_lease_over(self, worker_id: str, incarnation: str) -> None:
+        had_instance = self._seen.holds(worker_id)
+        if not self._registry.forget(worker_id, incarnation):
+            return
+        self._host_copies.forget(worker_id)
+        self._seen.gone(worker_id, self._host_copies.num_bytes)
+        if had_instance:
             self._planner.on_instances_gone()
 
     def _on_routes(self, model: str, routes: tuple[Route, ...]) -> None:
@@ -430,35 +470,14 @@ class _Run:
             self._workers.on_mutate_plan(plan)
 
     def _on_assignment(self, assignment: ZigzagAssignment) -> None:
-        self._pairs.begin(assignment)
+        if self._workers[assignment.source.worker_id].is_up:
+            self._pairs.begin(assignment)
 
     def _on_layers(self, held: Held, num_layers: int) -> None:
         self._pairs.layers_ready(held.instance_id, num_layers)
 
     def _on_move(self, plan: MigratePlan) -> None:
         """Migration to make room."""
-
-    # --- what is seen ------------------------------------------------------------------------
-
-    def _count(self, heartbeat: WorkerHeartbeat) -> None:
-        worker_id, instance = heartbeat.worker.worker_id, heartbeat.instance
-        before = self._held_as.pop(worker_id, None)
-        now = f"{instance.role}/{heartbeat.state}" if instance is not None else None
-        if now is not None:
-            self._held_as[worker_id] = now
-        if before != now:
-            degree = self._setup.model.degree
-            if before is not None:
-                self._held[before] -= degree
-            if now is not None:
-                self._held[now] += degree
-            found = {key: count for key, count in sorted(self._held.items()) if count}
-            if self._log.instances and self._log.instances[-1].at_s == self._clock.now_s:
-                self._log.instances.pop()
-            self._log.instances.append(InstancePoint(self._clock.now_s, found))
-        num_bytes = self._host_copies.num_bytes
-        if not self._log.host_cache or self._log.host_cache[-1].num_bytes != num_bytes:
-            self._log.host_cache.append(BytesPoint(self._clock.now_s, num_bytes))
 
     # --- all of it ---------------------------------------------------------------------------
 
@@ -477,15 +496,41 @@ class _Run:
             self._arrives(request, zero_s, request.index)
         for imposed in self._frame.imposed or ():
             clock.at(max(clock.now_s, zero_s + imposed.at_s), self._impose, imposed)
+        faults = self._frame.faults
+        if self._setup.kill_every_s is not None:
+            every_s = self._setup.kill_every_s
+            faults += drawn(every_s, requests[0].due_s, requests[-1].due_s, self._setup.seed)
+        self._faults.schedule(faults, zero_s)
         first_s, last_s = zero_s + requests[0].due_s, zero_s + requests[-1].due_s
         until_s = last_s if self._frame.counted_s is None else first_s + self._frame.counted_s
         clock.run(max(last_s, until_s))
-        while len(self._served) < len(lead_in) + len(requests) and clock.now_s < last_s + self._setup.patience_s:
+        while len(self._seen.served) < len(lead_in) + len(requests) and clock.now_s < last_s + self._setup.patience_s:
             clock.run(clock.now_s + 1.0)
         self._gateway.check_conserved()
         end_s = clock.now_s
         self._gateway.end()
         return self._outcome(first_s, until_s, end_s)
+
+    def check_nothing_held(self) -> None:
+        """Raises ``AssertionError`` where something is left of requests. Call it after ``run`` ended them all; it lets
+        what is under way come to its end."""
+        clock, end_s = self._clock, self._clock.now_s + WIND_UP_S
+        clock.run(clock.now_s + SETTLE_S)
+        while self._pairs.under_way() and clock.now_s < end_s:
+            clock.run(clock.now_s + SETTLE_S)
+        self._gateway.check_conserved()
+        instances = [worker.held.instance for worker in self._workers if worker.held is not None]
+        for instance in instances:
+            instance.check_empty()
+        bookings = self._gateway.router.bookings
+        held = {
+            "requests": self._gateway.num_active,
+            "booked": sum([bookings.load_of(instance.instance_id).inflight_requests for instance in instances]),
+            "pairs": len(self._pairs.under_way()),
+            "flows": sum([n for purpose, n in self._network.running().items() if purpose != "weights"]),
+        }
+        if any(held.values()):
+            raise AssertionError(f"{held} at {clock.now_s:g} s")
 
     def _arrives(self, request: PlannedRequest, zero_s: float, index: int) -> None:
         at_s = zero_s + request.due_s
@@ -501,7 +546,6 @@ class _Run:
         if self._imposed.get(imposed.role) is not imposed:
             return
         self._clock.after(IMPOSED_EVERY_S, self._ask_again, imposed)
-        observed = self._held[f"{imposed.role}/serving"] // self._setup.model.degree
         self._planner.on_demand(
             Demand(
                 publisher="imposed",
@@ -510,7 +554,7 @@ class _Run:
                 model=self._record.name,
                 role=imposed.role,
                 desired=imposed.desired,
-                observed=observed,
+                observed=self._seen.num_serving(imposed.role),
                 triggered_at_s=self._clock.now_s,
                 reason="imposed",
                 term=1,
@@ -518,52 +562,13 @@ class _Run:
         )
 
     def _outcome(self, begin_s: float, until_s: float, end_s: float) -> Outcome:
-        self._log.looks_s += [0.0, end_s]
-        self._log.saw_operations(self._planner.all_records())
-        self._log.carried.append(CarriedPoint(end_s, self._carried(over_nic=True), self._carried(over_nic=False)))
-        cluster = self._log.sum_up(begin_s, max(until_s, begin_s + 1e-9), started_at_s=0.0)
-        if cluster is None:
-            raise RuntimeError("no instance was ever there")
         return Outcome(
             system=self._system.name,
             requests=self._requests,
-            records=self._records(),
+            records=self._seen.records(),
             duration_s=end_s - begin_s,
             zero_s=self._zero_s,
-            cluster=replace(cluster, not_observed_s=0.0),
+            cluster=self._seen.cluster(begin_s, until_s, self._planner.all_records()),
             num_events=self._clock.num_happened,
+            num_died=self._faults.num_died,
         )
-
-    def _records(self) -> tuple[RequestRecord, ...]:
-        """In the order of the trace. Times of tokens go as gaps between them come: of long traces, they fill memory."""
-        self._served.sort(key=lambda served: served.request.index, reverse=True)
-        records = []
-        while self._served:
-            served = self._served.pop()
-            if served.request.index >= 0:
-                records.append(self._record_of(served))
-        return tuple(records)
-
-    def _record_of(self, served: Served) -> RequestRecord:
-        request, failure = served.request, served.failure
-        return RequestRecord(
-            index=request.index,
-            due_s=request.at_s,
-            lag_s=0.0,
-            input_tokens=request.prompt_tokens,
-            output_tokens=len(served.times_s),
-            ttft_s=served.ttft_s,
-            gaps_s=array("d", np.diff(np.array(served.times_s)).tobytes()),
-            e2e_s=served.e2e_s,
-            failure=Failure(failure, "") if failure is not None else None,
-        )
-
-    def _carried(self, *, over_nic: bool) -> dict[Purpose, int]:
-        """What has been sent: over NICs, or within hosts. Reads from disk are neither."""
-        nics = {link.out.name for link in self._fabric.nic_links.values()}
-        disks = {disk.name for disk in self._fabric.ssds.values()}
-        sent: dict[Purpose, int] = dict.fromkeys(get_args(Purpose), 0)
-        for (purpose, first), num_bytes in self._network.carried.items():
-            if purpose in sent and first.name not in disks and (first.name in nics) is over_nic:
-                sent[purpose] += num_bytes
-        return sent

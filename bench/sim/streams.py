@@ -25,22 +25,24 @@ class Stream(Protocol):
     def output_token_ids(self) -> Sequence[int]: ...
 
 
-class Listener(Protocol):
-    """Who is told of requests (``bench.sim.gateway.SimGateway``). Of an attempt that was given up nothing is told."""
+Key = tuple[str, int]
+"""An attempt of a request: its id, and the attempt's number."""
 
-    def on_tokens(
-        self, request_ids: Sequence[str], ends_s: Sequence[float], *, worker_id: str, instance_id: str
-    ) -> None:
+
+class Listener(Protocol):
+    """Who is told of attempts (``bench.sim.gateway.SimGateway``); also of those that it has given up."""
+
+    def on_tokens(self, keys: Sequence[Key], ends_s: Sequence[float], *, worker_id: str, instance_id: str) -> None:
         """Each of these got a token at each of these times."""
 
-    def on_taken_over(self, request_id: str, *, worker_id: str, instance_id: str) -> None:
+    def on_taken_over(self, key: Key, *, worker_id: str, instance_id: str) -> None:
         """Another instance decodes it from here on."""
 
-    def on_end(self, request_id: str) -> None:
+    def on_end(self, key: Key) -> None:
         """It has all its tokens."""
 
-    def on_failed(self, request_id: str, error: BlitzError) -> None:
-        """Its attempt has ended without its tokens."""
+    def on_failed(self, key: Key, error: BlitzError) -> None:
+        """It has ended without its tokens."""
 
 
 def sequence_of(stream: Stream, decode_at: DecodePlace | None) -> Request:

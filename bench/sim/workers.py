@@ -1,7 +1,8 @@
 """Workers in virtual time: they carry plans out, and report each change to the registry.
 
 What a plan, a drain or a mutation means is the worker's protocol (``services/worker/scaling.py``, ``mutation.py``),
-told here without messages: a plan reaches all of its targets at once, and nobody dies.
+told here without messages: a plan reaches all of its targets at once. A worker that dies tells nobody; when it is back
+it is a new process, which has nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from bench.sim.clock import Clock
 from bench.sim.host_copies import HostCopies
@@ -60,6 +63,7 @@ class SimWorker:
     gpu_id: str
     held: Held | None = None
     sequence: int = 0
+    is_up: bool = True
 
     @property
     def worker_id(self) -> str:
@@ -123,10 +127,37 @@ class SimWorkers:
         held.instance.serve()
         self._report(self._heartbeat(worker))
 
+    # --- death -------------------------------------------------------------------------------
+
+    def die(self, worker_id: str) -> None:
+        """With what it has; it is up. Who else has to know is told by who calls this."""
+        worker = self._workers[worker_id]
+        held, worker.held, worker.is_up = worker.held, None, False
+        if held is not None:
+            held.instance.kill()
+            if held.load is not None:
+                self._loads.abort(held.load)
+        self._loads.lost(worker_id)
+
+    def come_back(self, worker_id: str) -> None:
+        """A new process under the same id registers."""
+        worker = self._workers[worker_id]
+        incarnation = str(int(worker.info.incarnation) + 1)
+        worker.info = msgspec.structs.replace(worker.info, incarnation=incarnation)
+        worker.sequence, worker.is_up = 0, True
+        self.changed(worker_id)
+
+    def has_instance(self, worker_id: str, instance_id: str) -> bool:
+        """Whether the worker has this one, in whatever state."""
+        held = self._workers[worker_id].held
+        return held is not None and held.instance_id == instance_id
+
     # --- what is told to others --------------------------------------------------------------
 
     def changed(self, worker_id: str) -> None:
         """The registry is to know how a worker is now."""
+        if not self._workers[worker_id].is_up:
+            return
         self._clock.after(self._latencies.heartbeat_s, self._report, self._heartbeat(self._workers[worker_id]))
 
     def _heartbeat(self, worker: SimWorker) -> WorkerHeartbeat:
@@ -185,7 +216,7 @@ class SimWorkers:
 
     def _accept(self, plan: ScalePlan, member: ChainMember) -> Load | None:
         worker, part = self._workers[member.worker_id], part_of(plan, member.worker_id)
-        if part is None or worker.held is not None:
+        if part is None or worker.held is not None or not worker.is_up:
             return None
         held = worker.held = self._hold(worker, member.instance_id, plan.model, member.epoch, plan.plan_id, plan.role)
         self.changed(worker.worker_id)
@@ -215,17 +246,19 @@ class SimWorkers:
         return Held(instance_id, model, epoch, plan_id, made, self._clock.now_s)
 
     def _start(self, loads: dict[str, Load], chunk_bytes: int) -> None:
-        self._loads.start(loads, chunk_bytes)
-        for worker_id, load in loads.items():
-            held = self._workers[worker_id].held
-            if held is not None:
-                self._tell(load.plan.plan_id, self._workers[worker_id], held, "first_byte")
+        held = {worker_id: self._workers[worker_id].held for worker_id in loads}
+        here = {name: one for name, one in held.items() if one is not None and one.load is loads[name]}
+        self._loads.start({worker_id: loads[worker_id] for worker_id in here}, chunk_bytes)
+        for worker_id, one in here.items():
+            self._tell(one.plan_id, self._workers[worker_id], one, "first_byte")
 
     def _loaded(self, worker: SimWorker, held: Held) -> None:
         self._tell(held.plan_id, worker, held, "loaded")
         self._clock.after(self._latencies.serve_s, self._serve, worker, held)
 
     def _serve(self, worker: SimWorker, held: Held) -> None:
+        if worker.held is not held:
+            return  # it has died
         load_s = self._clock.now_s - held.accepted_s
         if held.instance.state in ("loading", "live"):
             held.instance.serve(load_s)
@@ -314,6 +347,8 @@ class SimWorkers:
         for target in plan.targets:
             worker = self._workers[target.worker_id]
             held = worker.held
+            if not worker.is_up:
+                continue
             if held is None or held.instance_id != target.instance_id or held.instance.state != "serving":
                 self._refuse(plan, target.worker_id, target.instance_id)
                 continue

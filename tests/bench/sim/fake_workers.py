@@ -58,12 +58,13 @@ class FakeWorker:
         if self.running.get(stream.request_id) is not stream or stream.attempt != attempt:
             return  # killed, or sent back, in the meantime
         gateway, request_id = self.rig.gateway, stream.request_id
-        gateway.on_tokens([request_id], ends_s, worker_id=self.route.worker_id, instance_id=self.route.instance_id)
+        key = request_id, attempt
+        gateway.on_tokens([key], ends_s, worker_id=self.route.worker_id, instance_id=self.route.instance_id)
         if stream.ended() is None:
             self._later(stream)
             return
         del self.running[request_id]
-        gateway.on_end(request_id)
+        gateway.on_end(key)
         if self.waiting:
             self._begin(self.waiting.popleft())
         self.report()
@@ -75,11 +76,11 @@ class FakeWorker:
 
     def send_back(self) -> None:
         """All that it has."""
-        had = [*self.running, *(stream.request_id for stream in self.waiting)]
+        had = [*self.running.values(), *self.waiting]
         self.running.clear()
         self.waiting.clear()
-        for request_id in had:
-            self.rig.gateway.on_failed(request_id, SentBack("goes"))
+        for stream in had:
+            self.rig.gateway.on_failed((stream.request_id, stream.attempt), SentBack("goes"))
 
     def cancel(self, request_id: str) -> None:
         self.running.pop(request_id, None)
@@ -106,7 +107,7 @@ class Rig:
             self._submit,
             self.served.append,
             on_queues=lambda said: self.reports.append((self.clock.now_s, said)),
-            cancel=lambda worker_id, request_id: self.workers[worker_id].cancel(request_id),
+            cancel=lambda worker_id, key: self.workers[worker_id].cancel(key[0]),
             settings=self.settings,
         )
 
@@ -144,8 +145,8 @@ class Rig:
         self.clock.at(due_s, self.gateway.arrive, request)
         return f"r{request.index}"
 
-    def fail(self, request_id: str, error: BlitzError) -> None:
-        self.gateway.on_failed(request_id, error)
+    def fail(self, request_id: str, error: BlitzError, attempt: int = 1) -> None:
+        self.gateway.on_failed((request_id, attempt), error)
 
     def run(self, for_s: float) -> None:
         self.clock.run(self.clock.now_s + for_s)

@@ -13,6 +13,7 @@ from bench.sim.instance import SimInstance
 from bench.sim.kv import KvPaths
 from bench.sim.make_profiles import PROFILES as FOLDER
 from bench.sim.sharing import Resource
+from bench.sim.streams import Key
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import Sequence
 from shared.errors import BlitzError
@@ -63,10 +64,10 @@ class Heard:
         self.ended: dict[str, float] = {}
         self.failed: dict[str, BlitzError] = {}
 
-    def on_tokens(self, request_ids: Rows[str], ends_s: Rows[float], *, worker_id: str, instance_id: str) -> None:
+    def on_tokens(self, keys: Rows[Key], ends_s: Rows[float], *, worker_id: str, instance_id: str) -> None:
         assert list(ends_s) == sorted(ends_s)
         assert ends_s[-1] <= self._clock.now_s
-        for request_id in request_ids:
+        for request_id, _ in keys:
             assert request_id not in self.ended
             times_s = self.times_s[request_id]
             assert not times_s or times_s[-1] < ends_s[0]
@@ -74,15 +75,15 @@ class Heard:
             if instance_id not in self.where[request_id]:
                 self.where[request_id].append(instance_id)
 
-    def on_taken_over(self, request_id: str, *, worker_id: str, instance_id: str) -> None:
-        self.taken_over[request_id] = self._clock.now_s
+    def on_taken_over(self, key: Key, *, worker_id: str, instance_id: str) -> None:
+        self.taken_over[key[0]] = self._clock.now_s
 
-    def on_end(self, request_id: str) -> None:
-        assert request_id not in self.ended
-        self.ended[request_id] = self._clock.now_s
+    def on_end(self, key: Key) -> None:
+        assert key[0] not in self.ended
+        self.ended[key[0]] = self._clock.now_s
 
-    def on_failed(self, request_id: str, error: BlitzError) -> None:
-        self.failed[request_id] = error
+    def on_failed(self, key: Key, error: BlitzError) -> None:
+        self.failed[key[0]] = error
 
 
 class World:

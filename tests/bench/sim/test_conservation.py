@@ -1,20 +1,29 @@
-"""Every request that comes ends once, whatever comes, wherever, in whichever system."""
+"""Every request that comes ends once, whatever comes, wherever, in whichever system, and whoever dies.
+
+``BLITZ_TEST_EXAMPLES`` says how many runs of each kind are drawn.
+"""
 
 from __future__ import annotations
+
+import math
+import os
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.replay.plan import Shape, plan_requests
+from bench.replay.plan import PlannedRequest, Shape, plan_requests
+from bench.replay.record import RequestRecord
 from bench.sim.cluster import Cluster, known_cluster
+from bench.sim.faults import Fault
 from bench.sim.models import known_model
-from bench.sim.run import Setup, WorkerSettings, simulate
+from bench.sim.run import Frame, Setup, Simulation, WorkerSettings
 from bench.systems import SYSTEMS, Split
 from bench.traces.request import Trace, TraceRequest
 
 NAMES = sorted(name for name, system in SYSTEMS.items() if not system.simulated_only)
+EXAMPLES = int(os.environ.get("BLITZ_TEST_EXAMPLES", "8"))
 
 
 @st.composite
@@ -49,23 +58,69 @@ def clusters(draw: st.DrawFn) -> Cluster:
     )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(trace=traces(), cluster=clusters(), name=st.sampled_from(NAMES), kv_blocks=st.sampled_from([600, 2000, 100_000]))
-def test_every_request_ends_once(trace: Trace, cluster: Cluster, name: str, kv_blocks: int) -> None:
+@st.composite
+def faults(draw: st.DrawFn) -> tuple[Fault, ...]:
+    """Some workers, together and one after another; some are soon back, some never."""
+    at_s, found = 0.0, []
+    for _ in range(draw(st.integers(1, 5))):
+        at_s += draw(st.sampled_from([0.0, 0.0007, 0.02, 0.11, 0.5, 2.5]))
+        number = draw(st.sampled_from([None, None, None, 0, 1]))
+        found.append(Fault(at_s, number, draw(st.sampled_from([0.1, 0.7, 3.0, 30.0, math.inf]))))
+    return tuple(found)
+
+
+def run(
+    trace: Trace, cluster: Cluster, name: str, kv_blocks: int, struck: tuple[Fault, ...] = ()
+) -> tuple[RequestRecord, ...]:
+    """What became of the requests; nothing of them is left."""
     model, system = known_model("llama3-8b", "a100"), SYSTEMS[name]
     worker = WorkerSettings(kv_bytes=16 * kv_blocks * model.kv_bytes_per_token)
     setup = Setup(cluster=cluster, model=model, worker=worker, patience_s=300.0)
     requests = plan_requests(trace, Shape(context_tokens=8192))
     half = setup.num_workers // 2
-    if system.scales:
-        outcome = simulate(setup, system, requests)
-    elif system.serving == "colocated":
-        outcome = simulate(setup, system, requests, colocated=half)
-    else:
-        outcome = simulate(setup, system, requests, split=Split(half, setup.num_workers - half))
-    assert [record.index for record in outcome.records] == list(range(len(requests)))
-    wanted = {request.index: request.output_tokens for request in requests}
-    for record in outcome.records:
-        assert record.failure is not None or record.output_tokens == wanted[record.index]
+    split = colocated = None
+    if not system.scales and system.serving == "colocated":
+        colocated = half
+    elif not system.scales:
+        split = Split(half, setup.num_workers - half)
+    simulation = Simulation(
+        setup, system, requests, split=split, colocated=colocated, frame=Frame(faults=struck)
+    )
+    records = simulation.run().records
+    check_ended_once(records, requests)
+    if not any(record.failure is not None and record.failure.kind == "unfinished" for record in records):
+        simulation.check_nothing_held()
+    return records
+
+
+def check_ended_once(records: tuple[RequestRecord, ...], requests: tuple[PlannedRequest, ...]) -> None:
+    assert [record.index for record in records] == list(range(len(requests)))
+    for record, request in zip(records, requests, strict=True):
+        assert record.output_tokens <= request.output_tokens
+        assert record.failure is not None or record.output_tokens == request.output_tokens
         assert list(record.gaps_s) == pytest.approx([abs(gap) for gap in record.gaps_s])
-    assert not [record.failure for record in outcome.records if record.failure is not None]
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(trace=traces(), cluster=clusters(), name=st.sampled_from(NAMES), kv_blocks=st.sampled_from([600, 2000, 100_000]))
+def test_every_request_ends_once(trace: Trace, cluster: Cluster, name: str, kv_blocks: int) -> None:
+    records = run(trace, cluster, name, kv_blocks)
+    assert not [record.failure for record in records if record.failure is not None]
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    trace=traces(),
+    cluster=clusters(),
+    name=st.sampled_from(NAMES),
+    kv_blocks=st.sampled_from([600, 2000, 100_000]),
+    struck=faults(),
+)
+def test_every_request_ends_once_whoever_dies(
+    trace: Trace, cluster: Cluster, name: str, kv_blocks: int, struck: tuple[Fault, ...]
+) -> None:
+    records = run(trace, cluster, name, kv_blocks, struck)
+    failed = {record.failure.kind for record in records if record.failure is not None}
+    if cluster.nic_gbps >= 100 and all(fault.back_s <= 3.0 for fault in struck):
+        assert not failed  # there are workers soon, and they load soon
+    assert failed <= {"timeout", "gave_up", "unfinished"}

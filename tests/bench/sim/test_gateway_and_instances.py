@@ -14,7 +14,7 @@ from bench.sim.instance import SimInstance
 from bench.sim.kv import KvPaths
 from bench.sim.requests import Served, SimRequest
 from bench.sim.sharing import Resource
-from services.gateway.core.failover import WorkerLost
+from bench.sim.streams import Key
 from services.gateway.core.router import Assignment
 from services.gateway.core.stream import StreamState
 from services.worker.core.scheduling.schedule import SchedulerConfig
@@ -76,12 +76,12 @@ class Cluster:
         instance = self.instances[assignment.route.instance_id]
         instance.submit(stream, decode_at=stream.decode_at, may_wait=assignment.may_wait)
 
-    def cancel(self, worker_id: str, request_id: str) -> None:
-        self.instances[worker_id].cancel(request_id)
+    def cancel(self, worker_id: str, key: Key) -> None:
+        self.instances[worker_id].cancel(key)
 
     def kill(self, name: str) -> None:
-        for request_id in self.instances[name].kill():
-            self.gateway.on_failed(request_id, WorkerLost("killed", reason="silent"))
+        self.instances[name].kill()
+        self.gateway.on_worker_lost(name)
         self.tell()
 
     def drain(self, name: str) -> None:

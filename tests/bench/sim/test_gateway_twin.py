@@ -178,13 +178,14 @@ class Simulated(Twin):
 
     async def tokens(self, held: Held, count: int) -> None:
         times_s = [self.now_s] * count
-        self.gateway.on_tokens([held.request_id], times_s, worker_id=held.worker_id, instance_id=held.instance_id)
+        key = held.request_id, held.attempt
+        self.gateway.on_tokens([key], times_s, worker_id=held.worker_id, instance_id=held.instance_id)
         if held.tokens == held.max_tokens:
-            self.gateway.on_end(held.request_id)
+            self.gateway.on_end(key)
         await self.pass_time(self.now_s)
 
     async def fail(self, held: Held, error: BlitzError) -> None:
-        self.gateway.on_failed(held.request_id, error)
+        self.gateway.on_failed((held.request_id, held.attempt), error)
         await self.pass_time(self.now_s)
 
     def queued(self) -> tuple[int, int, int]:

@@ -212,7 +212,7 @@ def test_a_pair_hears_of_requests_that_come_and_go() -> None:
     instance, layers = world.instance("i"), Layers(0)
     instance.partial = layers
     instance.submit(Asked("r", 50, 200))
-    instance.cancel("r")
+    instance.cancel(("r", 0))
     world.clock.run()
     assert layers.heard == ["accepted", "stepped", "cancelled r"]
     assert not world.heard.times_s

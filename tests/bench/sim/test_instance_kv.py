@@ -118,8 +118,8 @@ def test_nothing_is_left_of_what_ends_in_any_phase(what: str, at_s: float) -> No
     world.clock.run(at_s)
     gone: list[str] = []
     if what == "cancel":
-        world.instances["p"].cancel("r")
-        world.instances["d"].cancel("r")
+        world.instances["p"].cancel(("r", 0))
+        world.instances["d"].cancel(("r", 0))
     else:
         gone = world.instances[what[-1]].kill()
     world.clock.run()

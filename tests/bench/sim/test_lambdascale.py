@@ -63,7 +63,7 @@ class Scaled:
 
             self.instances[target.worker_id] = self.instance(target.worker_id, "prefill")
             self.loads[target.worker_id] = Load(self.plan, part, MODEL.weights, target.worker_id, None, whole)
-        loads = Loads(self.network, self.fabric, lambda worker_id: worker_id)
+        loads = Loads(self.clock, self.network, self.fabric, lambda worker_id: worker_id)
         self.pipe = LambdaPipe(clock, self.network, self.fabric, LOCAL_NATS, MODEL, loads, lambda: self)
         self.pipe.start(self.loads, 1 << 20)
 

@@ -47,7 +47,7 @@ def simulated(
 
         loads[target.worker_id] = Load(plan, part, model.weights, target.worker_id, layer, end)
     chunk_bytes = max(chain.chunk_bytes for chain in plan.chains)
-    Loads(Network(clock), fabric, lambda worker_id: worker_id).start(loads, chunk_bytes)
+    Loads(clock, Network(clock), fabric, lambda worker_id: worker_id).start(loads, chunk_bytes)
     clock.run()
     return ended, planned, layers
 
@@ -107,7 +107,7 @@ class Staggered:
         self.clock, fabric = Clock(), Fabric(cluster)
         self.model = model
         self.records = {r.worker.worker_id: r for r in records(cluster, fabric, model, serving)}
-        self.loads = Loads(Network(self.clock), fabric, lambda worker_id: worker_id)
+        self.loads = Loads(self.clock, Network(self.clock), fabric, lambda worker_id: worker_id)
         self.operations = Operations()
         self.predicted: dict[str, float] = {}
         self.ended: dict[str, float] = {}

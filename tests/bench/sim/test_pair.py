@@ -314,7 +314,7 @@ def test_cancelled_requests_leave_both_members(at_s: float) -> None:
     rig.clock.run(at_s)
     gone = [request_id for request_id in ("r1", "r3", "r4") if request_id not in rig.heard.ended]
     for request_id in gone:
-        rig.source.cancel(request_id)
+        rig.source.cancel((request_id, 0))
     rig.clock.run()
     rig.clean()
     assert sorted([*gone, *rig.heard.ended]) == [f"r{index}" for index in range(5)]
