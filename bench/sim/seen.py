@@ -48,9 +48,7 @@ class Seen:
     def report(self, heartbeat: WorkerHeartbeat, host_bytes: int) -> None:
         """A worker says how it is. ``host_bytes``: of all copies in host memory now."""
         instance = heartbeat.instance
-        self._count(
-            heartbeat.worker.worker_id, f"{instance.role}/{heartbeat.state}" if instance is not None else None
-        )
+        self._count(heartbeat.worker.worker_id, f"{instance.role}/{heartbeat.state}" if instance is not None else None)
         self._host_bytes(host_bytes)
 
     def gone(self, worker_id: str, host_bytes: int) -> None:

@@ -59,14 +59,24 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 
 @st.composite
-def faults(draw: st.DrawFn) -> tuple[Fault, ...]:
-    """Some workers, together and one after another; some are soon back, some never."""
-    at_s, found = 0.0, []
+def bursts(draw: st.DrawFn) -> tuple[Trace, tuple[Fault, ...]]:
+    """Long prompts close upon each other, and workers that die soon after one has come, together and one after another.
+    All are soon back, or some late and some never."""
+    count = draw(st.integers(10, 40))
+    gaps = draw(st.lists(st.sampled_from([0.0, 0.001, 0.05, 0.2]), min_size=count, max_size=count))
+    prompts = draw(st.lists(st.sampled_from([16, 700, 3000, 8000]), min_size=count, max_size=count))
+    outputs = draw(st.lists(st.sampled_from([2, 33, 400]), min_size=count, max_size=count))
+    at_s, requests = 0.0, []
+    for gap, prompt, output in zip(gaps, prompts, outputs, strict=True):
+        at_s += gap
+        requests.append(TraceRequest(at_s, prompt, output))
+    backs = draw(st.sampled_from([(0.1, 0.7, 3.0), (0.1, 0.7, 3.0, 30.0, math.inf)]))
+    found = []
     for _ in range(draw(st.integers(1, 5))):
-        at_s += draw(st.sampled_from([0.0, 0.0007, 0.02, 0.11, 0.5, 2.5]))
+        after_s = draw(st.sampled_from([0.0007, 0.02, 0.11, 0.26, 0.5, 1.3, 2.5]))
         number = draw(st.sampled_from([None, None, None, 0, 1]))
-        found.append(Fault(at_s, number, draw(st.sampled_from([0.1, 0.7, 3.0, 30.0, math.inf]))))
-    return tuple(found)
+        found.append(Fault(draw(st.sampled_from(requests)).arrival_s + after_s, number, draw(st.sampled_from(backs))))
+    return Trace("drawn", tuple(requests)), tuple(found)
 
 
 def run(
@@ -83,9 +93,7 @@ def run(
         colocated = half
     elif not system.scales:
         split = Split(half, setup.num_workers - half)
-    simulation = Simulation(
-        setup, system, requests, split=split, colocated=colocated, frame=Frame(faults=struck)
-    )
+    simulation = Simulation(setup, system, requests, split=split, colocated=colocated, frame=Frame(faults=struck))
     records = simulation.run().records
     check_ended_once(records, requests)
     if not any(record.failure is not None and record.failure.kind == "unfinished" for record in records):
@@ -110,15 +118,15 @@ def test_every_request_ends_once(trace: Trace, cluster: Cluster, name: str, kv_b
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    trace=traces(),
+    drawn=bursts(),
     cluster=clusters(),
     name=st.sampled_from(NAMES),
     kv_blocks=st.sampled_from([600, 2000, 100_000]),
-    struck=faults(),
 )
 def test_every_request_ends_once_whoever_dies(
-    trace: Trace, cluster: Cluster, name: str, kv_blocks: int, struck: tuple[Fault, ...]
+    drawn: tuple[Trace, tuple[Fault, ...]], cluster: Cluster, name: str, kv_blocks: int
 ) -> None:
+    trace, struck = drawn
     records = run(trace, cluster, name, kv_blocks, struck)
     failed = {record.failure.kind for record in records if record.failure is not None}
     if cluster.nic_gbps >= 100 and all(fault.back_s <= 3.0 for fault in struck):

@@ -128,5 +128,3 @@ def test_targets_climb_past_a_source_that_dies() -> None:
     assert readers <= late | {first}
     assert max(ended.values()) < 2 * last_s + NOTICE_S, "what had arrived is kept"
     assert not network.running()
-
-
