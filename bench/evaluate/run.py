@@ -25,7 +25,7 @@ from bench.replay.plan import Shape, plan_requests, prompt_of
 from bench.replay.record import Collector
 from bench.replay.runner import Bodies, SendOptions, send_all
 from bench.sim.cluster import Cluster
-from bench.sim.run import WorkerSettings
+from bench.sim.setup import WorkerSettings
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import ask
 from bench.systems import System

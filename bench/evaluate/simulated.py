@@ -20,7 +20,8 @@ from bench.sim.gateway import GatewaySettings
 from bench.sim.latencies import Latencies
 from bench.sim.models import sim_model
 from bench.sim.outcome import Outcome
-from bench.sim.run import Frame, Imposed, Setup, simulate
+from bench.sim.run import simulate
+from bench.sim.setup import Frame, Imposed, Setup
 from bench.systems import Split, System
 from bench.traces.request import Trace
 

@@ -15,7 +15,7 @@ from bench.fidelity.condensed import Condensed, Event, Figures
 from bench.sim.cluster import known_cluster
 from bench.sim.monitor import INTERVAL_S
 from bench.sim.outcome import Outcome, all_gaps
-from bench.sim.run import Imposed
+from bench.sim.setup import Imposed
 from bench.systems import find
 from bench.traces.request import Trace
 from bench.traces.scaling import scale_rate, spread_seconds

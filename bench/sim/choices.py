@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.sim.cluster import Cluster, known_cluster, known_clusters, read_cluster
 from bench.sim.faults import check_every
-from bench.sim.run import GIB, Setup
+from bench.sim.setup import GIB, Setup
 from bench.systems import ABLATION, System, named
 from bench.traces.reader import read_trace
 from bench.traces.request import Trace

@@ -21,8 +21,8 @@ from bench.sim.evaluation import Evaluation, Evaluator
 from bench.sim.frontier_panels import frontier_panels
 from bench.sim.models import MODELS, SimModel, known_model
 from bench.sim.outcome import Outcome
-from bench.sim.run import Setup
 from bench.sim.search import ATTAINED
+from bench.sim.setup import Setup
 from bench.sim.sweep import PayFor, Terms, WhatIf, sweep
 from bench.sim.tables import points_table, systems_table
 from bench.sim.what_if import Grid

@@ -12,8 +12,9 @@ from bench.replay.objectives import FACTOR, Slo
 from bench.replay.plan import PlannedRequest, Shape, plan_requests
 from bench.sim.compute import Compute
 from bench.sim.outcome import Figures, Outcome, figures, means
-from bench.sim.run import Setup, simulate
+from bench.sim.run import simulate
 from bench.sim.search import ATTAINED, best_split, highest_factor
+from bench.sim.setup import Setup
 from bench.systems import SYSTEMS, Split, System
 from bench.traces.request import Trace
 from bench.traces.scaling import scale_rate

@@ -8,26 +8,21 @@ by chance but what the seed says, and nothing looks at the machine.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
 from bench.replay.plan import PlannedRequest
 from bench.sim.clock import Clock
-from bench.sim.cluster import Cluster
 from bench.sim.compute import Compute
 from bench.sim.fabric import Fabric, Path
-from bench.sim.faults import Fault, Faults, drawn
+from bench.sim.faults import Faults, drawn
 from bench.sim.flows import BYTES_PER_GBIT, Network
-from bench.sim.gateway import GatewaySettings, SimGateway
+from bench.sim.gateway import SimGateway
 from bench.sim.host_copies import HostCopies
 from bench.sim.instance import SimInstance
 from bench.sim.kv import KvPaths, Member
 from bench.sim.lambdascale import LambdaPipe
-from bench.sim.latencies import LOCAL_NATS, Latencies
 from bench.sim.loading import Load, Loads, Transfers
-from bench.sim.models import SimModel
 from bench.sim.monitor import SimMonitor
 from bench.sim.outcome import Outcome
 from bench.sim.pair_tensors import PairPaths
@@ -36,6 +31,7 @@ from bench.sim.planner import SimPlanner
 from bench.sim.registry import SimRegistry
 from bench.sim.requests import SimRequest
 from bench.sim.seen import Seen
+from bench.sim.setup import GIB, Frame, Imposed, Setup
 from bench.sim.streams import Key
 from bench.sim.workers import Held, Limits, SimWorker, SimWorkers
 from bench.systems import Split, System, give_back_s
@@ -55,95 +51,12 @@ from shared.messages.progress import ScaleProgress
 from shared.messages.registry import Floor, ModelRecord, Route, WorkerHeartbeat, WorkerInfo
 from shared.profile import Profile
 
-KV_SHARE = 0.9
-"""Of the memory that weights leave, that KV may take."""
-GIB = 1 << 30
 FOREVER_S = 1e9
 IMPOSED_EVERY_S = 0.5
 WIND_UP_S = 600.0
 """In which instances load, on whatever network."""
 SETTLE_S = 1.0
 """Before the first instances are there, and again before the first request: what they report is known by then."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """Of a worker, those that matter here. Batches and queues are those of GPUs; a worker's defaults are for CPUs."""
-
-    block_size: int = 16
-    max_running_requests: int = 256
-    max_batch_tokens: int = 8192
-    prefill_chunk_tokens: int = 2048
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 32768
-    slo_tbt_s: float = 0.1
-    kv_bytes: int | None = None
-    """None: what the GPU's memory leaves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What is the same for all systems."""
-
-    cluster: Cluster
-    """Of single GPUs."""
-    model: SimModel
-    seed: int = 0
-    compute_scale: float = 1.0
-    step_overhead_s: float = 0.0
-    """What a step takes beside its layers, whatever the scale."""
-    worker: WorkerSettings = field(default_factory=WorkerSettings)
-    gateway: GatewaySettings = field(default_factory=lambda: GatewaySettings(max_queued_requests=1_000_000))
-    latencies: Latencies = LOCAL_NATS
-    patience_s: float = 120.0
-    """After the last arrival: what has not ended by then is unfinished."""
-    kill_every_s: float | None = None
-    """So often, on average, a worker with an instance dies between the first arrival and the last; by the seed."""
-
-    @property
-    def num_workers(self) -> int:
-        """That the cluster has for instances of the model."""
-        return self.cluster.num_gpus // self.model.degree
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of an instance; none is left where this is not positive."""
-        if self.worker.kv_bytes is not None:
-            return self.worker.kv_bytes
-        memory = self.model.degree * self.cluster.gpu_memory_gib * GIB
-        return int(KV_SHARE * (memory - self.model.record.weights_bytes))
-
-
-class Imposed(NamedTuple):
-    """Something that is asked for at a time, whatever the load says."""
-
-    at_s: float
-    """As requests are due."""
-    role: Role
-    desired: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """What is around the requests that count, in a run that is to be like another one."""
-
-    lead_in: tuple[PlannedRequest, ...] = ()
-    """Requests before those that count; due so many seconds after the lead-in begins."""
-    lead_in_s: float = 0.0
-    """From there to where times are counted from."""
-    counted_s: float | None = None
-    """For how long after the first arrival GPU seconds count. None: up to the last one."""
-    placed: tuple[tuple[int, Role], ...] | None = None
-    """Which workers have instances at the beginning, by their numbers. None: one of each host in turn."""
-    copies: tuple[tuple[int, bool], ...] = ()
-    """With ``placed``: which workers have copies in their hosts' memory, and whether they keep them for themselves."""
-    looks_after_s: float = 0.0
-    """The monitor looks for the first time so long after the clock begins, and at intervals from then on."""
-    imposed: tuple[Imposed, ...] | None = None
-    """What the planner is asked for after the lead-in, instead of what the monitor would ask for; in the order of
-    time."""
-    faults: tuple[Fault, ...] = ()
-    """Workers that die, beside those that ``Setup.kill_every_s`` has die."""
 
 
 def simulate(

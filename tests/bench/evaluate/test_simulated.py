@@ -12,7 +12,7 @@ from bench.evaluate.run import SETTLE_S
 from bench.evaluate.simulated import SimulatedLab
 from bench.evaluate.windows import Window
 from bench.sim.cluster import known_cluster
-from bench.sim.run import Imposed
+from bench.sim.setup import Imposed
 from bench.systems import find
 from bench.traces.request import Trace, TraceRequest
 from tests.bench.evaluate.runs import plan

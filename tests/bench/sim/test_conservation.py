@@ -18,7 +18,8 @@ from bench.replay.record import RequestRecord
 from bench.sim.cluster import Cluster, known_cluster
 from bench.sim.faults import Fault
 from bench.sim.models import known_model
-from bench.sim.run import Frame, Setup, Simulation, WorkerSettings
+from bench.sim.run import Simulation
+from bench.sim.setup import Frame, Setup, WorkerSettings
 from bench.systems import SYSTEMS, Split
 from bench.traces.request import Trace, TraceRequest
 

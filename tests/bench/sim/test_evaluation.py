@@ -7,7 +7,8 @@ from bench.sim.cluster import known_cluster
 from bench.sim.evaluation import Evaluator
 from bench.sim.latencies import LOCAL_NATS
 from bench.sim.models import known_model
-from bench.sim.run import Setup, simulate
+from bench.sim.run import simulate
+from bench.sim.setup import Setup
 from bench.systems import SYSTEMS, Split
 from bench.traces.request import Trace, TraceRequest
 

@@ -17,7 +17,8 @@ from bench.sim.flows import Network
 from bench.sim.loading import Load, Loads
 from bench.sim.models import known_model
 from bench.sim.outcome import Outcome
-from bench.sim.run import Frame, Setup, simulate
+from bench.sim.run import simulate
+from bench.sim.setup import Frame, Setup
 from bench.systems import SYSTEMS
 from bench.traces.request import Trace, TraceRequest
 from services.worker.core.upstreams import Upstream, part_of

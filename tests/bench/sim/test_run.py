@@ -18,7 +18,8 @@ from bench.sim.cluster import known_cluster
 from bench.sim.gateway import SimGateway
 from bench.sim.models import known_model
 from bench.sim.outcome import Outcome, figures
-from bench.sim.run import Setup, simulate
+from bench.sim.run import simulate
+from bench.sim.setup import Setup
 from bench.systems import SYSTEMS, Split
 from bench.traces.request import Trace, TraceRequest
 from bench.traces.synthetic import synthesise
