@@ -12,6 +12,7 @@ import msgspec
 from bench.evaluate.machine import Conditions
 from bench.evaluate.windows import Window
 from bench.replay.document import Document, read_document
+from bench.replay.observations import gpu_seconds_by_role
 from bench.replay.record import Collector
 from bench.traces.request import Trace
 from shared.errors import BadRequest
@@ -108,11 +109,16 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_instances(self) -> float:
-        """Over the time for which GPU seconds are counted. Raises ``BadRequest`` if the cluster was not observed."""
+        """From the first arrival to the last, as in a simulation: what stays idle after it is of nobody's load.
+        Raises ``BadRequest`` if the cluster was not observed."""
         cluster = self.document.cluster
         if cluster is None:
             raise BadRequest(f"{self.plan.name}: the cluster was not observed")
-        return cluster.gpu_seconds / (cluster.end_s - cluster.begin_s)
+        last_s = max(row.due_s for row in self.document.records)
+        if last_s <= cluster.begin_s:
+            return cluster.gpu_seconds / (cluster.end_s - cluster.begin_s)
+        held = gpu_seconds_by_role(cluster.instances, cluster.begin_s, last_s)
+        return sum(held.values()) / (last_s - cluster.begin_s)
 
 
 class _Own(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -234,7 +235,7 @@ class Evaluation:
     async def _tried(self, plan: Plan, factor: float) -> Document:
         if self._setting.search == "lab":
             return (await self._kept(plan, factor)).document
-        document = self._simulated(find(plan.system), plan, self._trace(factor))
+        document = await asyncio.to_thread(self._simulated, find(plan.system), plan, self._trace(factor))
         self._say(f"simulated: {_line(plan, document)}")
         return document
 

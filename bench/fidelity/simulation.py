@@ -36,7 +36,9 @@ class Simulation:
         return scale_rate(spread_seconds(self._trace, seed=seed), factor, seed=seed)
 
     def check(self, plan: Plan) -> None:
-        """Raises ``BadRequest`` if the plan is not of this trace."""
+        """Raises ``BadRequest`` if the plan is not of this trace, or of a system or a model that is not known."""
+        find(plan.system)
+        find_model(plan.model)
         scaled = self._scaled(plan.scale_rate, plan.seed)
         if digest(scaled, plan.window, LEAD_IN_S) != plan.digest:
             raise BadRequest(f"{plan.name} is a run of other requests than those of {self._trace.name}", param="trace")

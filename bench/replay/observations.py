@@ -91,6 +91,16 @@ class Cluster:
     operations: tuple[Operation, ...]
 
 
+def gpu_seconds_by_role(points: Sequence[InstancePoint], begin_s: float, end_s: float) -> dict[str, float]:
+    """Of GPUs that held an instance in that time, in whatever state."""
+    by_role: defaultdict[str, float] = defaultdict(float)
+    for point, next_s in zip(points, [*(p.at_s for p in points[1:]), end_s], strict=True):
+        held_s = max(0.0, min(next_s, end_s) - max(point.at_s, begin_s))
+        for key, count in point.instances.items():
+            by_role[key.partition("/")[0]] += count * held_s
+    return by_role
+
+
 @dataclass(slots=True)
 class ClusterLog:
     """Grows while a replay runs."""
@@ -155,11 +165,7 @@ class ClusterLog:
             return None
         looks_s = [*self.looks_s, max(end_s, self.looks_s[-1])]
         end_s = max(begin_s, min(end_s, self.looks_s[-1]))
-        by_role: defaultdict[str, float] = defaultdict(float)
-        for point, next_s in zip(self.instances, [*(p.at_s for p in self.instances[1:]), end_s], strict=True):
-            held_s = max(0.0, min(next_s, end_s) - max(point.at_s, begin_s))
-            for key, count in point.instances.items():
-                by_role[key.partition("/")[0]] += count * held_s
+        by_role = gpu_seconds_by_role(self.instances, begin_s, end_s)
         return Cluster(
             begin_s=begin_s,
             end_s=end_s,

@@ -45,6 +45,11 @@ def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:
         runs.find(plan())
 
 
+def test_instances_count_up_to_the_last_arrival() -> None:
+    # One until 1 s, then two; the last request is due after 2.4 s, and the cluster is looked at for 3 s.
+    assert run().mean_instances == pytest.approx((1.0 + 2 * 1.4) / 2.4)
+
+
 def test_late_timers_make_a_run_void() -> None:
     assert not run().document.void
     (reason,) = run(late_s=0.006).document.void

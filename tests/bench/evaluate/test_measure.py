@@ -17,6 +17,7 @@ from bench.evaluate.windows import choose
 from bench.lab.errors import LabFailed
 from bench.replay.document import Document
 from bench.replay.objectives import Attainment, Slo
+from bench.replay.observations import InstancePoint
 from bench.systems import System, find
 from bench.traces.request import Trace
 from bench.traces.synthetic import synthesise
@@ -48,12 +49,11 @@ class Cluster:
         share = min(1.0, carried / plan.scale_rate)
         base = document()
         assert base.cluster is not None
-        seconds = base.cluster.end_s - base.cluster.begin_s
+        # The last request is due after 2.4 s, and 30 % of them.
+        instances = (InstancePoint(0.0, {"prefill/serving": 5}), InstancePoint(0.7 * 2.4, {"prefill/serving": 6}))
         changes: dict[str, Any] = {
             "slo": Attainment(0.45, 0.15, 1, share, 1.0, 1.0, 1.0),
-            "cluster": msgspec.convert(
-                msgspec.to_builtins(base.cluster) | {"gpu_seconds": 5.3 * seconds}, type(base.cluster)
-            ),
+            "cluster": replace(base.cluster, instances=instances),
         }
         if plan.scale_rate >= self.void_at:
             changes["void"] = ("late",)
