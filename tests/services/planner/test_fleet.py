@@ -426,6 +426,31 @@ async def test_one_that_takes_prompts_goes_once_nothing_else_is_left(disaggregat
     assert [t.worker_id for t in (await drain_of(rig, 1)).targets] == ["w0"]
 
 
+@pytest.mark.parametrize("who", ["pd", "waits"])
+async def test_the_only_one_that_serves_does_not_go_while_others_of_its_role_load(disaggregated: Rig, who: str) -> None:
+    rig = disaggregated
+    pd = model("pd", min_instances=1, serving="disaggregated")
+    rig.pool.models = (pd, rig.pool.models[1])
+    both = (worker_record("w0", pd, "serving", role="prefill"), worker_record("w1", pd, "serving", role="decode"))
+
+    async def ask() -> None:
+        await say(rig, "pd", 1, 1, idle=1, role="decode", idle_since_s=time.time() - 60.0)
+        if who == "pd":
+            await say(rig, "pd", 2, 1, role="prefill", deficit=1.0)
+        else:
+            await say(rig, "waits", 1, 0)
+
+    rig.pool.workers = (*both, worker_record("w2", pd, "loading", role="decode"))
+    await ask()
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    assert rig.plans() == []
+    # Once another one serves, one can go: for another model, or as another role.
+    rig.pool.workers = (*both, worker_record("w2", pd, "serving", role="decode", epoch=9))
+    await ask()
+    await eventually(lambda: len(rig.plans()) == 1)
+    assert [target.worker_id for target in rig.plans()[0].targets] == ["w2"]
+
+
 async def test_roles_that_were_asked_for_by_hand_make_no_room(disaggregated: Rig) -> None:
     rig = disaggregated
     by_hand = model("pd", min_instances=0)

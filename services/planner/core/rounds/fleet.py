@@ -167,6 +167,8 @@ class Fleet:
         given = {record.worker.worker_id for record in drained}
         givers = {counted_as(record, view.models) for record in drained}
         counted: Counter[About] = Counter()
+        up: Counter[About] = Counter()
+        """Of those, the ones that serve."""
         serving: dict[About, list[tuple[WorkerRecord, InstanceInfo]]] = {}
         freeing: list[Room] = []
         for record in at.clusters.records:
@@ -181,6 +183,7 @@ class Fleet:
             if about is None or about in givers or not is_scaled_by_load(view.models[about[0]].serving, about[1]):
                 continue
             counted[about] += 1
+            up[about] += record.state == "serving"
             if worker.worker_id in mutated:
                 continue
             if record.state == "serving" and instance is not None and instance.instance_id not in in_pairs:
@@ -189,10 +192,11 @@ class Fleet:
         for (name, role), found in serving.items():
             if self._advises(view.models[name]):
                 continue
-            spendable = counted[name, role] - bounded(0, view.models[name], view.floors.get((name, role)), role)
+            # What still loads replaces nothing: as many as are to stay serve now.
+            spendable = up[name, role] - bounded(0, view.models[name], view.floors.get((name, role)), role)
             if role in TAKES_PROMPTS and counted[name, "decode"]:
                 # Not the last that takes prompts: what only decodes is of no use without it, and goes first.
-                spendable = min(spendable, sum(counted[name, takes] for takes in TAKES_PROMPTS) - 1)
+                spendable = min(spendable, sum(up[name, takes] for takes in TAKES_PROMPTS) - 1)
             if spendable > 0:
                 holdings.append(self._holding(view.models[name], role, found, spendable, at.moment.monotonic_s))
         taken: dict[About, list[Taking]] = {}

@@ -214,7 +214,8 @@ class Mutations:
             if spare:
                 needed.append(said.observed - spare)
                 why = why or f"{said.idle} of {there} {role} instances have been idle for {idle_s:.1f} s"
-        surplus = surplus_of(there, least, needed)
+        # What still loads replaces nothing: as many as are to stay serve now.
+        surplus = min(surplus_of(there, least, needed), max(0, asked.serving(role) - least))
         return Offer(role, surplus, why, self._movable(asked.by_role[role], kept, asked.at.moment))
 
 
