@@ -134,7 +134,9 @@ class Router:
         queue.takers.keep([route.instance_id for route in queue.routes.values() if takes_new(route)])
         queue.decoders.keep([route.instance_id for route in queue.routes.values() if _decodes(route)])
         # What is known of the others holds: instances come and go one by one, and there may be thousands.
-        queue.changed.update([name for name, route in queue.routes.items() if before.get(name) != route])
+        changed = [name for name, route in queue.routes.items() if before.get(name) != route]
+        # Nobody looks at an idle model: those that are gone must not pile up.
+        queue.changed = (queue.changed & queue.routes.keys()).union(changed)
         taking = [_context(route) for route in queue.routes.values() if takes_new(route)]
         drained = [_context(r) for r in queue.routes.values() if r.state == "draining" and r.role in TAKES_PROMPTS]
         queue.holds_tokens = max(taking, default=0.0)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from services.gateway.core.bookings import InstanceLoad
@@ -341,3 +344,17 @@ def test_an_instance_that_comes_or_goes_makes_no_other_one_be_looked_at_again(mo
     harness.add(stream("second"))
     assert harness.placed() == [("i002", None)]
     assert looked_at == {"i000", "i002", "new"}
+
+
+def test_nothing_is_kept_of_an_instance_that_came_and_went_while_no_request_did() -> None:
+    class Name(str):
+        __slots__ = ("__weakref__",)
+
+    harness = Harness(route("a"))
+    name = Name("b")
+    known = weakref.ref(name)
+    harness.router.set_routes("m", [route("a"), route(name)])
+    del name
+    harness.router.set_routes("m", [route("a")])
+    gc.collect()
+    assert known() is None
