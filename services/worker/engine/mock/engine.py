@@ -36,8 +36,8 @@ from shared.profile import Profile
 from shared.transport.base import Buffer
 
 LAUNCHED_AHEAD_S = 5e-3
-"""A layer that begins so long after the one before it was to end is not late: a GPU has the kernels of a batch's next
-layers in its queue, and does not wait for a host that is busy."""
+"""A layer of a step that begins so long after the one before it was to end is not late: a GPU has the kernels of the
+step's next layers in its queue, and does not wait for a host that is busy."""
 BYTE_TOKENS = 256
 """Tokens 0..255 are bytes; special tokens follow."""
 
@@ -207,6 +207,8 @@ class MockEngine:
         at = {"next_layer": activation.layers_done, "next_token": activation.next_token}
         check_part(layer, begin, end, **at, num_layers=self.num_layers, num_tokens=num_tokens)
         started = time.perf_counter()
+        # Whoever runs parts looks after each one which batch's is next, and whether it may begin: none is in the queue.
+        activation.due = None
         layer_s = self._layer_s(activation.batch.part(begin, end))
         self._run(activation, self._place(activation)[begin:end], layer, layer + 1, layer_s, started)
         activation.next_token = end

@@ -152,6 +152,31 @@ def test_layers_of_a_batch_wait_for_no_host_that_is_a_little_late(lag_s, makes_u
     assert clock.now - lag_s == pytest.approx(0.04 + late_s, abs=1e-4)
 
 
+def test_parts_of_two_batches_in_turns_take_as_long_as_both(monkeypatch):
+    clock = LateClock(0.0)
+    monkeypatch.setattr(sleeping, "time", clock)
+    monkeypatch.setattr(engine_module, "time", clock)
+    engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=3e-3))
+    slices = [Slice(n, [1, 2, 3], 0, [2 * n, 2 * n + 1], True) for n in range(2)]
+    activations = [engine.embed(Batch((piece,))) for piece in slices]
+    for layer in range(4):
+        for activation in activations:
+            engine.run_part(activation, layer, 0, 3)
+    assert clock.now == pytest.approx(8 * 3e-3, abs=1e-4)
+
+
+def test_a_part_that_waited_for_its_weights_takes_its_whole_time(monkeypatch):
+    clock = LateClock(0.0)
+    monkeypatch.setattr(sleeping, "time", clock)
+    monkeypatch.setattr(engine_module, "time", clock)
+    engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=3e-3))
+    activation = engine.embed(Batch((Slice(0, [1, 2, 3], 0, [0, 1], True),)))
+    for layer in range(4):
+        clock.now += 4e-3
+        engine.run_part(activation, layer, 0, 3)
+    assert clock.now == pytest.approx(4 * (4e-3 + 3e-3), abs=1e-4)
+
+
 def test_a_profiled_instances_steps_take_as_long_as_they_did():
     slept = []
     played = profile()
