@@ -33,6 +33,11 @@ _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?bit)")
 
 
+QUEUE = "5ms"
+"""What may wait in front of a link. There is one queue for all, while a NIC has one for each connection: connections,
+hidden states and answers wait behind weights as long as this. Plain TCP gets as much with it as with ten times that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rate:
     """Of a link, per direction."""
@@ -138,7 +143,7 @@ def create_commands(lab: tuple[Host, ...], rate: Rate) -> list[tuple[str, ...]]:
 
 def rate_commands(host: Host, rate: Rate, verb: Literal["add", "change"]) -> list[tuple[str, ...]]:
     """The command lines that rate both directions of a host's data link."""
-    bucket = ("root", "tbf", "rate", str(rate), "burst", f"{rate.burst_bytes}b", "latency", "50ms")
+    bucket = ("root", "tbf", "rate", str(rate), "burst", f"{rate.burst_bytes}b", "latency", QUEUE)
     return [
         ("tc", "-n", host.namespace, "qdisc", verb, "dev", DATA_DEVICE, *bucket),
         ("tc", "qdisc", verb, "dev", host.data_port, *bucket),
