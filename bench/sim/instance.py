@@ -1,7 +1,6 @@
 """An instance in virtual time: its states, the requests that it takes, those that it decodes for others, and its load.
 
-Its scheduler is the worker's own; ``engine`` runs it. Of an instance that drains, requests that run finish where they
-are; requests that have not begun, too.
+Its scheduler is the worker's own; ``engine`` runs it. What becomes of the requests of one that drains is ``migration``.
 """
 
 from __future__ import annotations
@@ -9,26 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from bench.sim.arrivals import Arrivals
 from bench.sim.block_counts import BlockCounts
 from bench.sim.clock import Clock
 from bench.sim.compute import Compute
-from bench.sim.engine import TOKEN, BatchTimes, PartialSteps, SimEngine
-from bench.sim.kv import Answer, Departures, KvPaths, KvTransfer, Reservation
+from bench.sim.engine import BatchTimes, PartialSteps, SimEngine
+from bench.sim.kv import Departures, KvPaths
 from bench.sim.load_reports import REPORT_EVERY_S, LoadReports
+from bench.sim.migration import Migrator
 from bench.sim.streams import Key, Listener, Stream, sequence_of
 from bench.sim.told import Told
-from services.worker.core.kv_transfer import room
-from services.worker.core.kv_transfer.staging import Staging
 from services.worker.core.lifecycle import InstanceLifecycle
 from services.worker.core.load import load_report
 from services.worker.core.scheduling.request_checks import check_slot
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import Sequence as Request
-from shared.errors import BlitzError, Conflict, Overloaded, SentBack
-from shared.messages.common import DECODES_FOR_OTHERS, TAKES_PROMPTS, InstanceState, Role
+from shared.errors import Conflict, SentBack
+from shared.messages.common import TAKES_PROMPTS, InstanceState, Role
+from shared.messages.destinations import Destination, SendBack
 from shared.messages.generation import DecodePlace, StreamPart
 from shared.messages.load import LoadReport
+from shared.messages.plans import MigratePlan
 
 
 class SimInstance:
@@ -71,11 +72,11 @@ class SimInstance:
         """Called once, when something is accepted for the role that it has by then."""
         self._life = InstanceLifecycle("loading")
         self._departures = None if kv is None else Departures(clock, self, kv)
-        self._staging = Staging()
-        self._asking: dict[tuple[str, int], KvTransfer] = {}
-        """Who waits for an answer to a question for room."""
-        self._arriving: dict[tuple[str, int], Reservation] = {}
+        self._migrator = None
+        if kv is not None and self._departures is not None:
+            self._migrator = Migrator(clock, self, kv, self._departures)
         self._told = Told(clock, listener, worker_id, instance_id)
+        self.arrivals = Arrivals(clock, self, self._told)
         self._engine = SimEngine(clock, self.scheduler, compute, self)
         self._on_report, self._on_idle = on_report, on_idle
         self._reports = LoadReports(clock, report_every_s, self._report, lambda: self._engine.is_busy)
@@ -90,7 +91,7 @@ class SimInstance:
     def num_requests(self) -> int:
         """That have not ended here, those included whose KV is on its way here."""
         shared = 0 if self.partial is None else self.partial.num_requests
-        return self.scheduler.num_requests + len(self._arriving) + shared
+        return self.scheduler.num_requests + len(self.arrivals) + shared
 
     def serve(self, load_s: float = 0.0) -> None:
         """All weights are here: take requests. Raises the life cycle's error."""
@@ -110,6 +111,16 @@ class SimInstance:
         self.changed()
         self.rests()
 
+    def leave(self, destinations: Sequence[Destination], send_back: SendBack) -> None:
+        """It drains: see its requests off. What nobody takes ends here."""
+        if self._migrator is not None:
+            self._migrator.leave(destinations, send_back)
+
+    def on_migrate_plan(self, plan: MigratePlan) -> None:
+        """Move some requests, and serve on."""
+        if self._migrator is not None:
+            self._migrator.on_migrate_plan(plan)
+
     def revive(self) -> None:
         """Take requests again. Raises the life cycle's error."""
         self._life.move_to("serving")
@@ -128,13 +139,8 @@ class SimInstance:
         self._reports.stop()
         self._engine.stop()
         begun = [] if self._departures is None else self._departures.kill()
-        for reservation in self._arriving.values():
-            reservation.transfer.departures.lost(reservation.transfer)
-            self._told.remove(reservation.sequence)
-        for transfer in self._asking.values():
-            transfer.departures.lost(transfer)
-        self._arriving.clear()
-        self._asking.clear()
+        begun += [] if self._migrator is None else self._migrator.kill()
+        self.arrivals.kill()
         return [request_id for request_id in self._told.clear() if request_id not in begun]
 
     def check_empty(self) -> None:
@@ -143,10 +149,10 @@ class SimInstance:
         held = {
             "requests": self.num_requests,
             "told of": len(self._told),
-            "asking": len(self._asking),
             "leaving": 0 if self._departures is None else len(self._departures.transfers),
+            "moving": 0 if self._migrator is None else len(self._migrator),
             "blocks": self.scheduler.pool.num_used,
-            "bytes on their way": self._staging.used_bytes,
+            **self.arrivals.held,
         }
         if any(held.values()):
             raise AssertionError(f"{self.instance_id}, which is {self.state}, still has {held}")
@@ -158,7 +164,7 @@ class SimInstance:
         does."""
         if self.state == "draining":
             raise SentBack(f"instance {self.instance_id} drains")
-        self._check_admits()
+        self.check_admits()
         older = [key for n in range(stream.attempt) if self._told.of(key := (stream.request_id, n)) is not None]
         if not older and not may_wait:
             check_slot(self.instance_id, self.num_requests, self.scheduler.config.max_num_sequences)
@@ -167,7 +173,7 @@ class SimInstance:
         sequence = sequence_of(stream, decode_at)
         self.scheduler.add(sequence, self._clock.now_s)
         self._told.add(sequence)
-        self._began(TAKES_PROMPTS)
+        self.began(TAKES_PROMPTS)
         if self.partial is not None:
             self.partial.accepted()
         self._engine.wake()
@@ -178,9 +184,9 @@ class SimInstance:
         if sequence is None:
             return
         self._told.remove(sequence)
-        arriving = self._arriving.get(sequence.key)
+        arriving = self.arrivals.of(sequence)
         if arriving is not None:
-            self.release(arriving)
+            self.arrivals.release(arriving)
             return
 
         def cancel() -> None:
@@ -189,94 +195,26 @@ class SimInstance:
                 self.partial.cancelled(sequence)
             if self._departures is not None:
                 self._departures.ended(sequence)
+            if self._migrator is not None:
+                self._migrator.ended(sequence)
 
         self.call(cancel)
 
-    # --- for prefill instances ---------------------------------------------------------------
+    def began(self, roles: frozenset[Role]) -> None:
+        """It has accepted something for these roles."""
+        if self.on_first_work is not None and self.role in roles:
+            first, self.on_first_work = self.on_first_work, None
+            first()
 
-    def reserve(self, transfer: KvTransfer, answer: Answer) -> None:
-        """Keep a slot and blocks for a request that is to be decoded here. Answered once that is known."""
-        theirs, config = transfer.sequence, self.scheduler.config
-        try:
-            self._check_admits()
-            room.check_fits(transfer.num_tokens, 0, config.limit_tokens)
-            layer_bytes = self.compute.kv_bytes_per_token // self.compute.num_layers
-            num_tokens = min(transfer.num_tokens, transfer.chunk_tokens or transfer.num_tokens)
-            window = self._staging.window(max(1, num_tokens * layer_bytes), self.compute.num_layers)
-            if window is None:
-                raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
-        except BlitzError as error:
-            answer(transfer, error)
-            return
-        sequence = Request(
-            request_id=theirs.request_id,
-            attempt=theirs.attempt,
-            gateway_id=theirs.gateway_id,
-            prompt=theirs.prompt,
-            params=theirs.params,
-            output=theirs.output[: transfer.num_tokens - len(theirs.prompt)],
-        )
-        reservation = Reservation(sequence, transfer, window)
-
-        self._asking[sequence.key] = transfer
-
-        def reserve() -> None:
-            # A source and a target of a pair may ask for the same request.
-            if self._asking.get(sequence.key) is transfer:
-                del self._asking[sequence.key]
-            older = self._arriving.get(sequence.key)
-            if older is not None:  # another instance computes it from the beginning
-                self.release(older)
-            if not self.scheduler.reservations.reserve([sequence], behind_waiting=True):
-                window.close()
-                answer(transfer, Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now"))
-                return
-            self._arriving[sequence.key] = reservation
-            self._told.add(sequence)
-            self._began(DECODES_FOR_OTHERS)
-            self.changed()
-            answer(transfer, reservation)
-
-        self.call(reserve, between_layers=True)
-
-    def begin(self, reservation: Reservation, acknowledge: Callable[[], object]) -> None:
-        """All KV of a reserved request is here: it is decoded here from now on."""
-        sequence = reservation.sequence
-
-        def adopt() -> None:
-            if self._arriving.get(sequence.key) is not reservation:
-                return
-            del self._arriving[sequence.key]
-            reservation.transfer.begun = True
-            self.scheduler.reservations.adopt(sequence, TOKEN, self._clock.now_s, computed_here=False)
-            self._told.take_over(sequence)
-            if sequence.finished:
-                self._told.ended(sequence.key)
-            acknowledge()
-
-        self.call(adopt, between_layers=True)
-
-    def release(self, reservation: Reservation) -> None:
-        """The request does not come, or is not wanted any more if it has."""
-        sequence = reservation.sequence
-        # What another sender has taken over stays.
-        if self._arriving.get(sequence.key) is not reservation:
-            if sequence in self._told:
-                self.cancel(sequence.key)
-            return
-        del self._arriving[sequence.key]
-        reservation.window.close()
-        self._told.remove(sequence)
-        self.call(lambda: self.scheduler.reservations.release([sequence]), between_layers=True)
-
-    def abandon(self, reservation: Reservation) -> None:
-        """Who was to send the request is gone. If all of it is here, it stays."""
-        if self._arriving.get(reservation.sequence.key) is reservation:
-            self.release(reservation)
+    def check_admits(self) -> None:
+        """Raises ``Conflict`` if it takes no requests."""
+        if self.state != "serving":
+            raise Conflict(f"{self.instance_id} takes no requests: it is {self.state}")
 
     def left(self, sequence: Request) -> None:
         """Another instance decodes it."""
         self._told.remove(sequence)
+        self.arrivals.left(sequence.key)
 
         def leave() -> None:
             reservations = self.scheduler.reservations
@@ -386,15 +324,6 @@ class SimInstance:
     def tell_run(self, requests: Iterable[Request], ends_s: Sequence[float], ended: Iterable[Request]) -> None:
         """Of decode steps that ended at these times; some requests ended with the last."""
         self._told.tell_run(requests, ends_s, ended)
-
-    def _began(self, roles: frozenset[Role]) -> None:
-        if self.on_first_work is not None and self.role in roles:
-            first, self.on_first_work = self.on_first_work, None
-            first()
-
-    def _check_admits(self) -> None:
-        if self.state != "serving":
-            raise Conflict(f"{self.instance_id} takes no requests: it is {self.state}")
 
     # --- load --------------------------------------------------------------------------------
 

@@ -7,18 +7,19 @@ the worker's ``kv_transfer``. Questions take a time each way, and wait for the e
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from bench.sim.arrivals import Arrivals, Reservation
 from bench.sim.clock import Clock, Event
 from bench.sim.compute import Compute
 from bench.sim.flows import BYTES_PER_GBIT, Flow, Network
 from bench.sim.sharing import Resource
 from services.worker.core.kv_transfer import room
-from services.worker.core.kv_transfer.staging import Window
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import Sequence
 from shared.errors import BlitzError, Overloaded
@@ -36,12 +37,10 @@ class Member(Protocol):
     def scheduler(self) -> Scheduler: ...
     @property
     def compute(self) -> Compute: ...
+    @property
+    def arrivals(self) -> Arrivals: ...
 
     def call(self, function: Callable[[], object], *, between_layers: bool = False) -> None: ...
-    def reserve(self, transfer: KvTransfer, answer: Answer) -> None: ...
-    def begin(self, reservation: Reservation, acknowledge: Callable[[], object]) -> None: ...
-    def release(self, reservation: Reservation) -> None: ...
-    def abandon(self, reservation: Reservation) -> None: ...
     def left(self, sequence: Sequence) -> None: ...
 
 
@@ -61,18 +60,6 @@ class KvPaths:
     """Of the pauses between two questions for room."""
 
 
-class Reservation:
-    """A slot and blocks that a decode instance keeps for a request whose KV comes in."""
-
-    __slots__ = ("sequence", "transfer", "window")
-
-    def __init__(self, sequence: Sequence, transfer: KvTransfer, window: Window) -> None:
-        self.sequence = sequence
-        """The decode instance's own."""
-        self.transfer = transfer
-        self.window = window
-
-
 @dataclass(slots=True, eq=False)
 class KvTransfer:
     """Of one request; a prefill instance's."""
@@ -85,6 +72,8 @@ class KvTransfer:
     chunk_tokens: int
     """0: its KV leaves in one."""
     pauses: Iterator[float]
+    context_tokens: int = 0
+    """Not said."""
     known_tokens: int = 0
     """KV of so many is there, or is being computed since its first layer has run."""
     chunk_ends_s: float = 0.0
@@ -120,9 +109,9 @@ class KvTransfer:
         both = before is None or (before.flow is None and before.layers_sent == before.layers_ready)
         return both and self.sent_tokens == self.num_tokens
 
-
-Answer = Callable[[KvTransfer, Reservation | BlitzError], object]
-"""To the question for room."""
+    def lost(self) -> None:
+        """The decode instance has died."""
+        self.departures.lost(self)
 
 
 class Departures:
@@ -237,7 +226,7 @@ class Departures:
             rest = transfer.rest
             self._forget(transfer.sequence)
             if transfer.reservation is not None and rest is None:
-                self._clock.after(self._paths.notice_s, transfer.decoder.abandon, transfer.reservation)
+                self._clock.after(self._paths.notice_s, transfer.decoder.arrivals.abandon, transfer.reservation)
             if rest is not None and not (rest.over or rest.begun or rest.is_there):
                 rest.departures.lost_before(rest)
         return begun
@@ -266,16 +255,14 @@ class Departures:
 
     def _ask(self, transfer: KvTransfer) -> None:
         transfer.asking = None
-        self._tell(transfer.decoder.reserve, transfer, self._answered)
-
-    def _answered(self, transfer: KvTransfer, answer: Reservation | BlitzError) -> None:
-        """Called there, at once."""
-        self._tell(self._hear, transfer, answer)
+        # Called there, at once.
+        answered = functools.partial(self._tell, self._hear, transfer)
+        self._tell(transfer.decoder.arrivals.reserve, transfer, answered)
 
     def _hear(self, transfer: KvTransfer, answer: Reservation | BlitzError) -> None:
         if transfer.over or transfer.kept:
             if isinstance(answer, Reservation):
-                self._tell(transfer.decoder.release, answer)
+                self._tell(transfer.decoder.arrivals.release, answer)
         elif isinstance(answer, Reservation):
             transfer.reservation = answer
             self._send(transfer)
@@ -303,7 +290,7 @@ class Departures:
     def _release(self, transfer: KvTransfer) -> None:
         """Room is not needed. Who sends the rest decides on it."""
         if transfer.reservation is not None and transfer.rest is None:
-            self._tell(transfer.decoder.release, transfer.reservation)
+            self._tell(transfer.decoder.arrivals.release, transfer.reservation)
 
     # --- bytes -------------------------------------------------------------------------------
 
@@ -360,11 +347,11 @@ class Departures:
 
     def _begin(self, transfer: KvTransfer) -> None:
         if not transfer.over and transfer.reservation is not None:
-            transfer.decoder.begin(transfer.reservation, lambda: self._tell(self._left, transfer))
+            transfer.decoder.arrivals.begin(transfer.reservation, lambda begun: self._tell(self._left, transfer, begun))
 
-    def _left(self, transfer: KvTransfer) -> None:
+    def _left(self, transfer: KvTransfer, begun: bool) -> None:
         """The decode instance has it."""
-        if transfer.over:  # nobody wants it any more
+        if transfer.over or not begun:  # nobody wants it any more
             return
         self._forget(transfer.sequence)
         self._instance.left(transfer.sequence)

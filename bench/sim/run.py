@@ -46,7 +46,7 @@ from shared.messages.common import Role
 from shared.messages.generation import DecodePlace
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import Demand, LoadReport, QueueReport
-from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
+from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import Floor, ModelRecord, Route, WorkerHeartbeat, WorkerInfo
 from shared.profile import Profile
@@ -143,7 +143,7 @@ class Simulation:
             self._find_profile,
             on_plan=self._on_plan,
             on_assignment=self._on_assignment,
-            on_move=self._on_move,
+            on_move=self._workers.on_migrate_plan,
         )
         self._monitor = SimMonitor(
             clock,
@@ -388,9 +388,6 @@ class Simulation:
 
     def _on_layers(self, held: Held, num_layers: int) -> None:
         self._pairs.layers_ready(held.instance_id, num_layers)
-
-    def _on_move(self, plan: MigratePlan) -> None:
-        """Migration to make room."""
 
     # --- all of it ---------------------------------------------------------------------------
 

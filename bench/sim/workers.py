@@ -21,7 +21,7 @@ from bench.sim.loading import Load, Transfers, Weights
 from services.worker.core.scheduling.scheduler import LENT_QUEUE_FACTOR
 from services.worker.core.upstreams import part_of
 from shared.messages.common import InstanceState, Role
-from shared.messages.plans import ChainMember, DrainPlan, MutatePlan, ScalePlan
+from shared.messages.plans import ChainMember, DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from shared.messages.progress import ProgressEvent, ScaleProgress
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo
 
@@ -306,6 +306,7 @@ class SimWorkers:
                 self._revive(plan, worker, held)
             elif held.instance.state == "serving":
                 self._drain(plan, worker, held)
+                held.instance.leave(target.destinations, target.send_back)
 
     def _revive(self, plan: DrainPlan, worker: SimWorker, held: Held) -> None:
         if held.instance.state != "draining":
@@ -318,6 +319,12 @@ class SimWorkers:
         held.drain_plan_id = plan.plan_id
         held.instance.drain()
         self.changed(worker.worker_id)
+
+    def on_migrate_plan(self, plan: MigratePlan) -> None:
+        """An instance gives requests away, and stays."""
+        held = self._workers[plan.worker_id].held
+        if held is not None and held.instance_id == plan.instance_id:
+            held.instance.on_migrate_plan(plan)
 
     def idle(self, worker_id: str) -> None:
         """The worker's instance drains and has nothing left."""

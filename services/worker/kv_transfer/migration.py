@@ -15,15 +15,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
-from services.worker.core.scheduling.leaving import (
-    KvPath,
-    Moving,
-    Takers,
-    to_hand_back,
-    to_make_room,
-    to_move,
-    to_send_back,
-)
+from services.worker.core.kv_transfer.move_history import LOOK_S, MORE_TOKENS, MOVING_AT_ONCE, Key, MoveHistory
+from services.worker.core.scheduling.leaving import KvPath, Moving, Takers, see_off, to_make_room
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
@@ -41,21 +34,8 @@ from shared.messages.plans import MigratePlan
 
 log = logging.getLogger(__name__)
 
-MOVING_AT_ONCE = 4
-"""More requests on their way at the same time would only make each of them take longer."""
-LOOK_S = 0.1
-"""How often an instance that goes looks for requests that can leave."""
-AGAIN_S = 5.0
-"""A request moves, or tries to, no more often."""
 ASK_S = 1.0
 """How long a worker that is being stopped waits for the planner's word on its requests."""
-ASSUMED_BYTES_PER_S = 1e9
-"""Of KV, until some has moved."""
-MORE_TOKENS = 4096
-"""Most that a request may be decoded by while its KV travels."""
-
-Key = tuple[str, int]
-"""(request id, attempt)."""
 
 
 class Move(KvTransfer):
@@ -91,8 +71,7 @@ class Migrator:
         self._departures = departures
         self._instance = instance
         self._arrived_at_s = arrived_at_s
-        self._bytes_per_s = ASSUMED_BYTES_PER_S
-        self._tried_at_s: dict[Key, float] = {}
+        self._history = MoveHistory()
         self._ended = Wakeup()
         self._tasks = OwnedTasks()
 
@@ -164,25 +143,19 @@ class Migrator:
 
     async def _look(self, instance: Instance, send_back: SendBack) -> list[Moving]:
         """Send back what is to go that way; what is worth moving. Raises ``Unavailable`` if the engine has stopped."""
-        path = KvPath(self._kv_bytes_per_token(instance), self._bytes_per_s)
+        path = KvPath(self._kv_bytes_per_token(instance), self._history.bytes_per_s)
         goes = ErrorInfo.of(SentBack(f"instance {instance.instance_id} goes", retry_after_s=0.0))
 
         def look(loop: EngineLoop) -> list[Moving]:
-            scheduler, speed = loop.scheduler, loop.scheduler.budgets.speed.speed
-            if send_back != "none":
-                back = to_send_back(scheduler, speed) if send_back == "waiting" else to_hand_back(scheduler)
-                scheduler.abort(back, goes)
-            return [Moving(s, s.num_computed, s.block_table) for s in to_move(scheduler, speed, path)]
+            return see_off(loop.scheduler, path, send_back, goes)
 
         return await asyncio.wrap_future(instance.engine.call(look))
 
     def _may_try(self, moving: Moving) -> bool:
         """Whether it is not on its way, and has neither come nor tried to leave a short while ago."""
-        key, now_s = moving.sequence.key, time.monotonic()
-        self._tried_at_s = {k: at_s for k, at_s in self._tried_at_s.items() if now_s - at_s < AGAIN_S}
-        arrived_at_s = self._arrived_at_s(key)
-        rests = arrived_at_s is not None and now_s - arrived_at_s < AGAIN_S
-        return not rests and key not in self._tried_at_s and key not in self._departures.transfers
+        key = moving.sequence.key
+        may_try = self._history.may_try(key, self._arrived_at_s(key), time.monotonic())
+        return may_try and key not in self._departures.transfers
 
     @staticmethod
     def _kv_bytes_per_token(instance: Instance) -> int:
@@ -194,7 +167,7 @@ class Migrator:
     def _start(self, instance: Instance, moving: Moving, taker: Destination, takers: Takers) -> asyncio.Task[None]:
         place = DecodePlace(worker_id=taker.worker_id, instance_id=taker.instance_id)
         move = Move(moving, place, instance)
-        self._tried_at_s[moving.sequence.key] = time.monotonic()
+        self._history.tried(moving.sequence.key, time.monotonic())
 
         async def keep(_: KvTransfer) -> str:
             takers.refused(taker, time.monotonic())
@@ -238,6 +211,5 @@ class Migrator:
         return token
 
     def _measured(self, move: KvTransfer, seconds: float) -> None:
-        """So much took the KV of a whole context. Half of the estimate is the last one."""
-        num_bytes = move.num_tokens * self._kv_bytes_per_token(move.instance)
-        self._bytes_per_s = (self._bytes_per_s + num_bytes / max(seconds, 1e-6)) / 2
+        """So much took the KV of a whole context."""
+        self._history.measured(move.num_tokens * self._kv_bytes_per_token(move.instance), seconds)

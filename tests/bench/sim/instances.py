@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -89,11 +90,12 @@ class Heard:
 class World:
     """A clock, a network of one NIC each, and instances on it."""
 
-    def __init__(self, gbps: float = 100.0, message_s: float = 0.001) -> None:
+    def __init__(self, gbps: float = 100.0, message_s: float = 0.001, notice_s: float = 0.0) -> None:
         self.clock = Clock()
         self.heard = Heard(self.clock)
         self.reports: list[LoadReport] = []
         self.idle: list[SimInstance] = []
+        self.on_idle: Callable[[SimInstance], object] = self.idle.append
         self.network = Network(self.clock)
         self.instances: dict[str, SimInstance] = {}
         self._out = {}  # type: dict[str, Resource]
@@ -104,6 +106,7 @@ class World:
             path=lambda a, b: (self._out[a.instance_id], self._into[b.instance_id]),
             find=lambda place: self.instances.get(place.instance_id),
             message_s=message_s,
+            notice_s=notice_s,
         )
 
     def instance(self, name: str, role: Role = "colocated", config: SchedulerConfig = CONFIG) -> SimInstance:
@@ -120,7 +123,7 @@ class World:
             compute=Compute(GPU),
             kv=self.kv,
             on_report=self.reports.append,
-            on_idle=self.idle.append,
+            on_idle=lambda instance: self.on_idle(instance),
         )
         instance.serve(1.5)
         return instance

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from bench.sim.arrivals import Reservation
 from bench.sim.compute import Compute
 from bench.sim.engine import TOKEN
-from bench.sim.kv import Departures, KvTransfer, Reservation
+from bench.sim.kv import Departures, KvTransfer
 from services.worker.core.kv_transfer import room
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import Sequence as Request
@@ -188,7 +189,7 @@ def test_what_another_sender_has_taken_over_is_not_released() -> None:
     decoder = world.instances["d"]
     kept: list[Reservation] = []
 
-    def answer(_transfer: KvTransfer, given: Reservation | BlitzError) -> None:
+    def answer(given: Reservation | BlitzError) -> None:
         assert isinstance(given, Reservation)
         kept.append(given)
 
@@ -196,12 +197,12 @@ def test_what_another_sender_has_taken_over_is_not_released() -> None:
     for _ in range(2):
         params = Asked("r", 500, 5).sampling
         sequence = Request(request_id="r", attempt=0, gateway_id="", prompt=(0,) * 500, params=params)
-        decoder.reserve(KvTransfer(sequence, departures, decoder, 500, 0, iter(())), answer)
+        decoder.arrivals.reserve(KvTransfer(sequence, departures, decoder, 500, 0, iter(())), answer)
     first, second = kept
-    decoder.release(first)
+    decoder.arrivals.release(first)
     acknowledged: list[bool] = []
-    decoder.begin(second, lambda: acknowledged.append(True))
-    assert acknowledged
+    decoder.arrivals.begin(second, acknowledged.append)
+    assert acknowledged == [True]
 
 
 def test_memory_for_kv_on_its_way_is_given_back() -> None:

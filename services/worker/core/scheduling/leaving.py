@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.core.scheduling.speed import Speed
-from shared.messages.destinations import Destination
+from shared.messages.common import ErrorInfo
+from shared.messages.destinations import Destination, SendBack
 
 EXPECTED_TOKENS = 256
 """Of an answer's rest, at most: the same as gateways assume."""
@@ -89,6 +90,16 @@ def to_hand_back(scheduler: Scheduler) -> list[Sequence]:
     """All that can be: for an instance that goes at once, and has nobody to move anything to."""
     waiting = [] if scheduler.table.lending else scheduler.table.waiting
     return [*(s for s in scheduler.table.running if not s.finished), *waiting]
+
+
+def see_off(scheduler: Scheduler, path: KvPath, send_back: SendBack, goes: ErrorInfo) -> list[Moving]:
+    """Send back what is to go that way, with ``goes``; what is worth moving with its KV. Not to be called while a batch
+    is in flight."""
+    speed = scheduler.budgets.speed.speed
+    if send_back != "none":
+        back = to_send_back(scheduler, speed) if send_back == "waiting" else to_hand_back(scheduler)
+        scheduler.abort(back, goes)
+    return [Moving(s, s.num_computed, s.block_table) for s in to_move(scheduler, speed, path)]
 
 
 def _left_s(sequence: Sequence, step_s: float) -> float:
