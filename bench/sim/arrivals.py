@@ -1,5 +1,5 @@
-"""Requests that an instance in virtual time is to decode for others: room for them, and what becomes of it once their KV
-is here. As ``services.worker.kv_transfer.receiver``."""
+"""Requests that an instance in virtual time is to decode for others: room for them, and what becomes of it once their
+KV is here. As ``services.worker.kv_transfer.receiver``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Who leaves an instance in virtual time before the end: what waits goes back to the gateway, what is decoded moves with
-its KV. As ``services.worker.kv_transfer.migration``, whose rules are ``services.worker.core``'s."""
+"""Who leaves an instance in virtual time before the end: what waits goes back to the gateway, what is decoded moves
+with its KV. As ``services.worker.kv_transfer.migration``, whose rules are ``services.worker.core``'s."""
 
 from __future__ import annotations
 
@@ -124,10 +124,11 @@ class Migrator:
         looks: list[list[Moving]] = []
 
         def look() -> None:
-            leave = [t.sequence for t in (*self._departures.transfers.values(), *self._moves.values())]
-            leave = [sequence for sequence in leave if not sequence.finished]
+            transfers, moves = self._departures.transfers.values(), self._moves.values()
+            sequences = [*[transfer.sequence for transfer in transfers], *[move.sequence for move in moves]]
+            leaving = [sequence for sequence in sequences if not sequence.finished]
             looks.append(see_off(self._instance.scheduler, path, send_back, goes))
-            for sequence in leave:
+            for sequence in leaving:
                 if sequence.finished:  # it was sent back
                     self._departures.ended(sequence)
                     self.ended(sequence)

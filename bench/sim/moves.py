@@ -5,7 +5,7 @@ follows."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 from bench.sim.arrivals import Reservation
 from bench.sim.clock import Clock
@@ -18,8 +18,6 @@ from shared.errors import BlitzError
 
 LOOK_S = 0.25
 """As ``services.worker.kv_transfer.transfer``: that a request has ended is seen at the latest by then."""
-
-T = TypeVar("T")
 
 
 class _Ended(Exception):
@@ -160,12 +158,12 @@ class Move:
     # --- questions ---------------------------------------------------------------------------
 
     def _ask(
-        self, question: Callable[[Callable[[T], object]], object], hear: Callable[[T], object] = lambda _answer: None
+        self, question: Callable[[Callable[[Any], object]], object], hear: Callable[[Any], object] = lambda _: None
     ) -> Steps:
         """The answer. ``hear``: told of it even if the request has ended meanwhile."""
-        answers: list[T] = []
+        answers: list[object] = []
 
-        def arrive(answer: T) -> None:
+        def arrive(answer: object) -> None:
             answers.append(answer)
             hear(answer)
             self._changed.fire()

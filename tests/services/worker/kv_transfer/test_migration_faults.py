@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from services.worker.core.kv_transfer import move_history
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.mock.engine import MockEngine
-from services.worker.kv_transfer import decode_client, migration, receiver
+from services.worker.kv_transfer import decode_client, receiver
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import Gate
@@ -26,7 +27,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_client, "LEASE_S", 2.0)
     monkeypatch.setattr(decode_client, "RENEW_S", 0.4)
     monkeypatch.setattr(receiver, "MAX_WAIT_S", 0.05)
-    monkeypatch.setattr(migration, "AGAIN_S", 0.3)
+    monkeypatch.setattr(move_history, "AGAIN_S", 0.3)
 
 
 def gate(worker: RunningWorker, monkeypatch: pytest.MonkeyPatch, *, layer: int = 1) -> Gate:

@@ -10,6 +10,7 @@ from services.worker.core.scheduling.leaving import (
     KvPath,
     Moving,
     Takers,
+    see_off,
     to_hand_back,
     to_make_room,
     to_move,
@@ -18,7 +19,9 @@ from services.worker.core.scheduling.leaving import (
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.core.scheduling.speed import Speed
-from shared.messages.destinations import Destination
+from shared.errors import SentBack
+from shared.messages.common import ErrorInfo
+from shared.messages.destinations import Destination, SendBack
 from tests.services.worker.core.scheduling.harness import config, held, names, request, step
 
 QUICK = KvPath(bytes_per_token=1000, bytes_per_s=1e9)
@@ -155,3 +158,18 @@ def test_room_is_made_as_a_whole_or_not_at_all() -> None:
     assert making_room([9, 3, 3], 5, destination("a", 24)) == [3, 3]
     assert making_room([5, 5], 8, destination("a", 20), destination("b", 20)) == [5, 5]
     assert making_room([5, 5], 8, destination("a", 39)) == []
+
+
+def test_what_is_seen_off_goes_back_with_a_reason_and_the_rest_may_move() -> None:
+    goes = ErrorInfo.of(SentBack("it goes", retry_after_s=0.0))
+    cases: list[tuple[SendBack, list[str], list[str]]] = [
+        ("none", [], ["a"]),
+        ("waiting", ["b"], ["a"]),
+        ("all", ["a", "b"], []),
+    ]
+    for send_back, back, stays in cases:
+        scheduler = running(request("a", max_tokens=100), request("b", max_tokens=100), max_num_sequences=1)
+        found = see_off(scheduler, QUICK, send_back, goes)
+        assert sorted(part.request_id for part in scheduler.take_ended() if part.error == goes) == back
+        assert [moving.sequence.request_id for moving in found] == stays
+        assert all(moving.num_tokens == moving.sequence.num_computed for moving in found)
