@@ -171,17 +171,34 @@ def test_what_has_not_begun_goes_back_at_once(send_back: SendBack) -> None:
     check_empty(made)
 
 
-def test_a_prompt_that_is_far_from_its_end_goes_back_and_keeps_no_room_elsewhere() -> None:
-    """One that is soon computed leaves with its KV."""
+def disaggregated() -> World:
+    """``a`` computes prompts, ``d`` decodes."""
     made = World(10.0, MESSAGE_S)
     made.instance("a", "prefill")
     made.instance("d", "decode")
-    for name, prompt_tokens in (("short", 3000), ("long", 60_000)):
-        made.instances["a"].submit(Asked(name, prompt_tokens, 5), decode_at=made.place("d"))
+    return made
+
+
+def test_a_prompt_that_is_soon_computed_leaves_with_its_kv() -> None:
+    made = disaggregated()
+    made.instances["a"].submit(Asked("r", 3000, 5), decode_at=made.place("d"))
     drain(made, at_s=0.01)
     made.clock.run()
-    assert list(made.heard.failed) == ["long"]
-    assert made.heard.where["short"] == ["a", "d"]
+    assert made.heard.where["r"] == ["a", "d"]
+    assert not made.heard.failed
+    check_empty(made)
+
+
+def test_a_prompt_that_is_far_from_its_end_goes_back_and_keeps_no_room_elsewhere() -> None:
+    made = disaggregated()
+    made.instances["a"].submit(Asked("r", 60_000, 5), decode_at=made.place("d"))
+    drain(made, at_s=0.1)
+    made.clock.run(0.1)
+    assert made.instances["d"].num_requests == 1
+    made.clock.run(0.3)
+    assert made.instances["d"].num_requests == 0
+    assert isinstance(made.heard.failed["r"], SentBack)
+    made.clock.run()
     check_empty(made)
 
 
@@ -242,23 +259,63 @@ def test_an_order_moves_nothing_if_nothing_lacks_kv() -> None:
     assert made.heard.where["r"] == ["a"]
 
 
-def test_who_has_left_does_not_come_back_and_who_has_come_rests() -> None:
+@pytest.mark.parametrize("to", ["a", "c"])
+def test_who_has_come_rests_and_who_has_left_does_not_come_back(to: str) -> None:
     made = world(100.0)
     submit(made, "r", 500, 4000)
     drain(made)
     made.clock.run(1.5)
+    came_s = made.heard.taken_over["r"]
     made.instances["a"].revive()
-    assert "r" in made.heard.taken_over
+    made.instance("c")
 
-    def back() -> None:
+    def leave() -> None:
         made.instances["b"].drain()
-        place = Destination(worker_id="worker of a", instance_id="a", kv_tokens=ALL)
+        place = Destination(worker_id=f"worker of {to}", instance_id=to, kv_tokens=ALL)
         made.instances["b"].leave((place,), "none")
 
-    made.clock.at(2.0, back)
+    made.clock.at(2.0, leave)
     made.clock.run()
-    assert made.heard.where["r"] == ["a", "b"]
+    if to == "a":
+        assert made.heard.taken_over["r"] == came_s
+    else:
+        assert AGAIN_S < made.heard.taken_over["r"] - came_s < AGAIN_S + 0.5
     assert len(made.heard.times_s["r"]) == 4000
+    check_empty(made)
+
+
+def test_where_a_destination_dies_it_is_decoded_on_and_may_move_again() -> None:
+    made = world()
+    submit(made, "r", 2000, 3000)
+    drain(made)
+    made.clock.run(1.1)
+    assert made.instances["b"].num_requests == 1
+    assert made.instances["b"].kill() == []
+    assert not any(made.network.running().values())
+    made.clock.run(1.5)
+    made.instances["a"].revive()
+    made.clock.run(2.0)
+    del made.instances["b"]
+    made.instance("c")
+    drain(made, at_s=2.0)
+    made.clock.run()
+    assert AGAIN_S < made.heard.taken_over["r"] - 1.0 < AGAIN_S + REFUSED_S
+    assert made.heard.where["r"] == ["a", "c"]
+    assert len(made.heard.times_s["r"]) == 3000
+    check_empty(made)
+
+
+def test_what_is_preempted_while_its_kv_travels_is_computed_again_here() -> None:
+    made = World(0.5, MESSAGE_S)
+    made.instance("a", config=SchedulerConfig(num_blocks=300, block_size=16, max_batch_tokens=2048))
+    made.instance("b")
+    for name in ("first", "last"):
+        submit(made, name, 2200, 400)
+    drain(made, send_back="none")
+    made.clock.run()
+    assert made.instances["a"].scheduler.table.preemptions_total == 1
+    assert made.heard.where["last"] == ["a"]
+    assert {len(times_s) for times_s in made.heard.times_s.values()} == {400}
     check_empty(made)
 
 
@@ -273,6 +330,8 @@ def test_nothing_is_left_of_what_ends_in_any_phase(what: str, at_s: float) -> No
     if what == "cancel":
         for name in "ab":
             made.instances[name].cancel(("r", 0))
+        made.clock.run(1.0 + at_s + 4 * MESSAGE_S + 2 * step_s(2100))
+        assert not any(made.network.running().values())
     else:
         gone = made.instances[what[-1]].kill()
     made.clock.run()

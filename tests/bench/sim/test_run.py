@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -14,6 +14,7 @@ import pytest
 
 from bench.replay.objectives import Slo
 from bench.replay.plan import PlannedRequest, Shape, plan_requests
+from bench.sim.arrivals import Arrivals, Reservation
 from bench.sim.cluster import known_cluster
 from bench.sim.gateway import SimGateway
 from bench.sim.models import known_model
@@ -55,6 +56,22 @@ def test_every_scaling_system_serves_all_requests_and_scales(name: str) -> None:
     assert row.scale_outs > 0
     assert 0 < row.gpu_seconds < 16 * (outcome.cluster.end_s - outcome.cluster.begin_s)
     assert all(operation.status != "failed" for operation in outcome.cluster.operations)
+
+
+def test_requests_of_instances_that_drain_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other requests begin at colocated instances with their KV."""
+    begun: list[str] = []
+    begin = Arrivals.begin
+
+    def told(arrivals: Arrivals, reservation: Reservation, answer: Callable[[bool], object]) -> None:
+        begun.append(reservation.sequence.request_id)
+        begin(arrivals, reservation, answer)
+
+    monkeypatch.setattr(Arrivals, "begin", told)
+    conversations = plan_requests(synthesise("azure-conv", seed=0, duration_s=60.0), Shape(context_tokens=8192))
+    outcome = simulate(setup(), SYSTEMS["blitz-colocated"], conversations)
+    assert len(begun) > 5
+    assert [record.output_tokens for record in outcome.records] == [r.output_tokens for r in conversations]
 
 
 def test_a_trace_may_begin_at_any_time() -> None:
