@@ -28,6 +28,8 @@ from compose.stack import Stack
 from shared.messages.operations import ScaleRecord
 
 READY_S = 120.0
+ENV = {"BLITZ_MONITOR_DOWN_WINDOW_S": "0"}
+"""Instances go as soon as that pays."""
 SETTLE_S = 60.0
 """How long the stack may take to return to one instance after the last request."""
 SAMPLING_INTERVAL_S = 0.1
@@ -109,7 +111,7 @@ async def measure(
             workers=workers,
             port=0,
             engine=engine,
-            env=MOCK if engine == "mock" else {},
+            env=ENV | MOCK if engine == "mock" else ENV,
         )
         async with Stack(config) as stack:
             await stack.wait_ready(READY_S)

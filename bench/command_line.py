@@ -30,6 +30,15 @@ class NotWritten(BlitzError):
     code = "not_written"
 
 
+GiveBack = Annotated[
+    float,
+    typer.Option(
+        "--give-back",
+        metavar="S",
+        help="For how long an instance is kept that the load does not need; 0: twice what a load over an idle NIC "
+        "takes.",
+    ),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")]
 
 

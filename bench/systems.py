@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from services.monitor.core.give_back import idle_window_s
+from services.monitor.core.policy import DemandPolicy
 from services.planner.core.multicast.baselines import Strategy
 from services.pool.core.copies_policy import KEEP_COPIES_S, CopiesPolicy
 from shared.errors import BadRequest
@@ -29,6 +30,8 @@ Size = Literal["by-load", "full", "half"]
 """How many instances: as the load asks for; all that the workers can hold; ``blitz``'s average number."""
 NEVER = "never"
 """How the environment says that a copy does not go for not being used."""
+GIVE_BACK_S = DemandPolicy().down_window_s
+"""For how long systems keep an instance that the load does not need, unless another time is asked for."""
 
 
 class UnknownSystem(BadRequest):
@@ -124,7 +127,7 @@ class System:
         until = NEVER if keep_copies_s == math.inf else f"{keep_copies_s:g}s"
         return replace(self, name=f"{self.name.partition('-')[0]}-{until}", keep_copies_s=keep_copies_s)
 
-    def environ(self, *, give_back_s: float = 0.0) -> Mapping[str, str]:
+    def environ(self, *, give_back_s: float = GIVE_BACK_S) -> Mapping[str, str]:
         """What all services of a stack get: each reads its own. Whatever a system may differ in is named, so nothing
         is left to what the environment says otherwise. ``give_back_s``: as the function of that name says; 0: twice
         what the system's own loads take.
@@ -247,13 +250,19 @@ ABLATION = ("sllm", "blitz-star", "blitz-nolive", "blitz")
 """What each of the paper's techniques adds, in the order of its Figure 20."""
 
 
-def give_back_s(network_load_s: float) -> float:
-    """For how long every system that scales keeps an instance that the load does not need.
+def give_back_s(asked_s: float, network_load_s: float) -> float:
+    """For how long every system that scales keeps an instance that the load does not need; ``asked_s`` 0: by the rule.
 
     The monitor's own rule goes by how long a load takes, and would keep instances the longer the slower a system loads
     them. Systems are compared with one window: what the rule says of a load over an idle network link, ``blitz``'s.
     """
-    return idle_window_s(network_load_s)
+    return asked_s or idle_window_s(network_load_s)
+
+
+def check_give_back(asked_s: float) -> None:
+    """Raises ``BadRequest`` for what is no time to keep an instance."""
+    if not 0 <= asked_s < math.inf:
+        raise BadRequest(f"--give-back is a time in seconds, 0 or more, not {asked_s!r}", param="give-back")
 
 
 def named(names: str, *, ablation: bool = False) -> tuple[System, ...]:

@@ -19,6 +19,8 @@ ENV: Mapping[str, str] = {
     # A decode step of the demo model's eight layers takes 8 ms, a prompt of 500 tokens 40 ms more.
     "BLITZ_MOCK_LAYER_BASE_MS": "1.0",
     "BLITZ_MOCK_LAYER_PER_TOKEN_US": "10",
+    # As many instances as possible come and go.
+    "BLITZ_MONITOR_DOWN_WINDOW_S": "0",
 }
 SPLIT = "-split"
 """Behind a model's name: the same checkpoint, with prefill and decode instances only."""

@@ -11,7 +11,7 @@ import typer
 import uvloop
 
 from bench import machine
-from bench.command_line import JsonFile, one_line, say, show, until_signal, usage, write
+from bench.command_line import GiveBack, JsonFile, one_line, say, show, until_signal, usage, write
 from bench.evaluate import order
 from bench.evaluate.kept import Runs
 from bench.evaluate.measure import Evaluation, Outcome, Setting
@@ -26,7 +26,7 @@ from bench.lab.played import PAPER_NIC_GBPS, Played, make_played
 from bench.replay.options import HtmlFile, Outputs
 from bench.sim.choices import chosen_trace
 from bench.sim.cluster import Cluster, known_cluster
-from bench.systems import ABLATION, SYSTEMS, System, give_back_s, named
+from bench.systems import ABLATION, GIVE_BACK_S, SYSTEMS, System, check_give_back, give_back_s, named
 from bench.traces.request import Trace
 from bench.traces.scaling import scale_rate, spread_seconds
 from bench.traces.synthetic import FIGURES
@@ -64,6 +64,7 @@ def command(
         Literal["simulated", "lab"],
         typer.Option(help="Where `half` and the best splits are searched: in the simulator, or by runs in the lab."),
     ] = "simulated",
+    give_back: GiveBack = GIVE_BACK_S,
     repetitions: Annotated[int, typer.Option(min=1, help="Of each run; medians are reported.")] = 1,
     seed: Annotated[int, typer.Option(help="Of all that is drawn: prompts, scaled traces, the order of systems.")] = 0,
     folder: Annotated[
@@ -92,6 +93,7 @@ def command(
             windows=windows,
             window=window,
             scale=_scale(scale),
+            give_back=give_back,
             repetitions=repetitions,
             seed=seed,
             cluster=cluster,
@@ -127,7 +129,7 @@ def command(
     asked = f"blitzscale bench evaluate {given} --systems {','.join(s.name for s in setting.systems)} " + (
         f"--model {model} --workers {workers} "
         + (f"--windows {windows}" if window is None else f"--window {window}")
-        + f" --scale-rate {scale} --search {search} --repetitions {repetitions} --seed {seed}"
+        + f" --scale-rate {scale} --search {search} --give-back {give_back:g} --repetitions {repetitions} --seed {seed}"
     )
     with one_line("evaluate"):
         show(summary.table())
@@ -162,12 +164,14 @@ def _setting(
     windows: int,
     window: str | None,
     scale: float | Literal["half"],
+    give_back: float,
     repetitions: int,
     seed: int,
     cluster: Cluster,
     search: Literal["simulated", "lab"],
 ) -> Setting:
     known = find_model(model)
+    check_give_back(give_back)
     if source.unsorted_rows:
         raise BadRequest(
             f"{source.name}: {source.unsorted_rows} rows arrive before the row above them: sort it", param="trace"
@@ -190,7 +194,7 @@ def _setting(
         workers=workers,
         nic_gbps=cluster.nic_gbps,
         lead_in_s=LEAD_IN_S,
-        give_back_s=give_back_s(load_s(known)),
+        give_back_s=give_back_s(give_back, load_s(known)),
         search=search,
     )
 

@@ -93,7 +93,9 @@ class SimulatedLab:
         if not system.scales:
             colocated = plan.instances.get("colocated")
             split = None if colocated else Split(plan.instances["prefill"], plan.instances["decode"])
-        return simulate(self.setup, system, _requests(trace, plan), split=split, colocated=colocated, frame=frame)
+        # As the services were told, and not as they would be now.
+        setup = replace(self.setup, give_back_s=float(plan.settings["BLITZ_MONITOR_DOWN_WINDOW_S"]))
+        return simulate(setup, system, _requests(trace, plan), split=split, colocated=colocated, frame=frame)
 
     def document(self, system: System, plan: Plan, trace: Trace) -> Document:
         """The same in the terms of a replay."""

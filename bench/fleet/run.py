@@ -34,6 +34,8 @@ ENV = {
     # Two layers: a decode step takes 4 ms, a prompt of 200 tokens 40 ms more.
     "BLITZ_MOCK_LAYER_BASE_MS": "2.0",
     "BLITZ_MOCK_LAYER_PER_TOKEN_US": "100",
+    # Given back as soon as that pays.
+    "BLITZ_MONITOR_DOWN_WINDOW_S": "0",
     # What waits a moment longer than this is not served.
     "BLITZ_GATEWAY_QUEUE_TIMEOUT_S": "100",
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.sim.cluster import Cluster, known_cluster, known_clusters, read_cluster
 from bench.sim.faults import check_every
 from bench.sim.setup import GIB, Setup
-from bench.systems import ABLATION, System, named
+from bench.systems import ABLATION, System, check_give_back, named
 from bench.traces.reader import read_trace
 from bench.traces.request import Trace
 from bench.traces.synthetic import synthesise
@@ -69,6 +69,7 @@ def check(setup: Setup, systems: Sequence[System]) -> None:
     if not 0 < setup.compute_scale < float("inf"):
         raise BadRequest(f"--compute is a positive number, not {setup.compute_scale!r}", param="compute")
     check_every(setup.kill_every_s)
+    check_give_back(setup.give_back_s)
     cluster, model = setup.cluster, setup.model
     cluster.joined(model.degree)
     weights, memory = model.record.weights_bytes / GIB, model.degree * cluster.gpu_memory_gib

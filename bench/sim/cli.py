@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from bench.command_line import INTERRUPTED, JsonFile, red_line, say, show, unfinished, write
+from bench.command_line import INTERRUPTED, GiveBack, JsonFile, red_line, say, show, unfinished, write
 from bench.replay.document import About, Document
 from bench.replay.figures import Beside
 from bench.replay.objectives import Slo
@@ -26,7 +26,7 @@ from bench.sim.setup import Setup
 from bench.sim.sweep import PayFor, Terms, WhatIf, sweep
 from bench.sim.tables import points_table, systems_table
 from bench.sim.what_if import Grid
-from bench.systems import ABLATION, SYSTEMS
+from bench.systems import ABLATION, GIVE_BACK_S, SYSTEMS
 from bench.traces.scaling import spread_seconds
 from bench.traces.synthetic import FIGURES
 
@@ -108,6 +108,7 @@ def simulate(
         float | None,
         typer.Option(metavar="S", help="A worker with an instance dies every S seconds on average, by the seed."),
     ] = None,
+    give_back: GiveBack = GIVE_BACK_S,
     seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
     json_file: JsonFile = None,
     png_file: PngFile = None,
@@ -122,7 +123,14 @@ def simulate(
         chosen = chosen_systems(systems, ablation=ablation)
         found = chosen_cluster(cluster)
         sim_model = _with_objectives(known_model(model, found.gpu, degree=degree, profile=profile), slo_ttft, slo_tbt)
-        setup = Setup(cluster=found, model=sim_model, compute_scale=compute, seed=seed, kill_every_s=kill_every)
+        setup = Setup(
+            cluster=found,
+            model=sim_model,
+            compute_scale=compute,
+            seed=seed,
+            kill_every_s=kill_every,
+            give_back_s=give_back,
+        )
         check(setup, chosen)
         terms = Terms(slo_attainment, pay_for, gpu_hour_price)
         settings = Grid.of(what_if, found).settings(found, chosen, sim_model.degree) if what_if else ()

@@ -150,7 +150,7 @@ class Simulation:
             self._registry.view,
             lambda _model, _engine, _device: model.profile,
             self._on_demand,
-            policy=DemandPolicy(down_window_s=give_back_s(self._network_load_s)),
+            policy=DemandPolicy(down_window_s=give_back_s(setup.give_back_s, self._network_load_s)),
             first_look_s=frame.looks_after_s,
             latencies=latencies,
         )

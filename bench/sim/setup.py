@@ -11,6 +11,7 @@ from bench.sim.faults import Fault
 from bench.sim.gateway import GatewaySettings
 from bench.sim.latencies import LOCAL_NATS, Latencies
 from bench.sim.models import SimModel
+from bench.systems import GIVE_BACK_S
 from shared.messages.common import Role
 
 KV_SHARE = 0.9
@@ -47,6 +48,8 @@ class Setup:
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     gateway: GatewaySettings = field(default_factory=lambda: GatewaySettings(max_queued_requests=1_000_000))
     latencies: Latencies = LOCAL_NATS
+    give_back_s: float = GIVE_BACK_S
+    """For how long an instance is kept that the load does not need; 0: twice what a load over an idle NIC takes."""
     patience_s: float = 120.0
     """After the last arrival: what has not ended by then is unfinished."""
     kill_every_s: float | None = None

@@ -34,7 +34,8 @@ def test_the_pool_reads_what_the_table_says(system: System) -> None:
 
 
 def test_all_have_the_same_give_back_window() -> None:
-    window_s = give_back_s(1.5)
+    assert give_back_s(60.0, 1.5) == 60.0
+    window_s = give_back_s(0.0, 1.5)
     for system in IN_SERVICES:
         assert MonitorConfig.from_env(system.environ(give_back_s=window_s)).policy.down_window_s == window_s == 3.0
 

@@ -1,4 +1,4 @@
-"""How long an instance is kept that the load does not need.
+"""How long an instance is kept that the load does not need, where no time is set.
 
 Keeping it costs a GPU second a second. Giving it back and fetching it again costs a load: the GPU does nothing else for
 that long, and the requests that come first wait for it. Which of the two is cheaper depends on when the next request

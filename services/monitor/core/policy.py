@@ -10,8 +10,9 @@ class DemandPolicy:
     """The same for all models."""
 
     rate_window_s: float = 1.0
-    down_window_s: float = 0.0
-    """How long an instance that is not needed is kept; 0: for as long as fetching it again would cost."""
+    down_window_s: float = 60.0
+    """How long an instance that is not needed is kept, if no other model wants its worker; 0: for as long as fetching
+    it again would cost. What real traces need comes back within a minute (``docs/decisions/0030``)."""
     assumed_load_s: float = 1.0
     """Until an instance said how long it took to load."""
     slack_s: float = 0.5

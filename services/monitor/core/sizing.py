@@ -54,7 +54,7 @@ class Sizing:
 
     def __init__(self, policy: DemandPolicy) -> None:
         self._policy = policy
-        self._needed = MaxWindow(MAX_WINDOW_S)
+        self._needed = MaxWindow(max(MAX_WINDOW_S, policy.down_window_s))
         self._overdue = _Overdue(policy.rate_window_s)
 
     def size(

@@ -39,7 +39,7 @@ class ClosedLoop:
     least: int = 1
     says_load_s: bool = True
     """Whether instances report how long they took to load."""
-    policy: DemandPolicy = field(default_factory=DemandPolicy)
+    policy: DemandPolicy = field(default_factory=lambda: DemandPolicy(down_window_s=0.0))
 
     def __post_init__(self) -> None:
         self.demand = ModelDemand(self.policy)

@@ -72,7 +72,7 @@ class DisaggregatedLoop:
     blocks_total: int = 2000
     load_s: float = 1.0
     num_workers: int = 1000
-    policy: DemandPolicy = field(default_factory=DemandPolicy)
+    policy: DemandPolicy = field(default_factory=lambda: DemandPolicy(down_window_s=0.0))
     start: tuple[Role, ...] = ("prefill", "decode")
 
     def __post_init__(self) -> None:

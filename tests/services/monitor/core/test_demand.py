@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -368,7 +370,7 @@ def idle_until(demand: ModelDemand, until_s: float, observed: int, *, since_s: f
 
 @pytest.mark.parametrize(("load_s", "window_s"), [(0.03, 0.5), (0.4, 0.8), (5.0, 10.0), (400.0, 60.0)])
 def test_an_idle_instance_is_kept_while_fetching_it_again_would_cost_more(load_s: float, window_s: float) -> None:
-    demand = ModelDemand(DemandPolicy())
+    demand = ModelDemand(DemandPolicy(down_window_s=0.0))
     for step in range(50):
         now_s = step / 20
         demand.on_load(report(load_s=load_s, running_requests=1), now_s)
@@ -386,8 +388,21 @@ def test_a_fixed_window_is_what_was_asked_for() -> None:
     assert idle_until(demand, 3.2, 1, since_s=2.9) == 0
 
 
+@pytest.mark.parametrize("window_s", [60.0, 300.0])
+def test_what_the_last_window_needed_is_kept_however_long_that_is(window_s: float) -> None:
+    demand = ModelDemand(replace(POLICY, down_window_s=window_s))
+    demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
+    assert demand.colocated(0.0, 1).desired == 3
+    now_s, desired = 0.0, 3
+    while desired == 3:
+        now_s += 0.1
+        demand.on_queue("g", queue(0, inflight=1), now_s)
+        desired = demand.colocated(now_s, 3).desired
+    assert now_s == pytest.approx(window_s, abs=0.2)
+
+
 def test_the_last_instance_stays_for_the_keep_alive_and_the_others_go() -> None:
-    demand = ModelDemand(DemandPolicy())
+    demand = ModelDemand(DemandPolicy(down_window_s=0.0))
     demand.on_load(report(load_s=0.03), 0.0)
     assert idle_until(demand, 4.0, 3, since_s=0.0, keep_alive_s=10.0) == 1
     assert idle_until(demand, 9.9, 1, since_s=4.0, keep_alive_s=10.0) == 1
@@ -396,7 +411,7 @@ def test_the_last_instance_stays_for_the_keep_alive_and_the_others_go() -> None:
 
 @pytest.mark.parametrize("known", [True, False], ids=["reported before", "first report"])
 def test_a_request_that_came_and_ended_between_two_reports_keeps_the_last_instance(known: bool) -> None:
-    demand = ModelDemand(DemandPolicy())
+    demand = ModelDemand(DemandPolicy(down_window_s=0.0))
     now_s = 0.0
     while now_s < 3.0:
         now_s += 0.05

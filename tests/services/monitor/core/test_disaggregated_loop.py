@@ -67,7 +67,7 @@ def test_large_contexts_ask_for_decode_instances_by_their_memory() -> None:
 @pytest.mark.parametrize("load_s", [1.0, 5.0])
 def test_prescaling_asks_for_decode_when_prefill_rises_and_not_when_prompts_arrive_there(load_s: float) -> None:
     def run(prescale: bool) -> DisaggregatedLoop:
-        loop = DisaggregatedLoop(load_s=load_s, policy=DemandPolicy(prescale=prescale))
+        loop = DisaggregatedLoop(load_s=load_s, policy=DemandPolicy(down_window_s=0.0, prescale=prescale))
         loop.run([(1.0, 1000, 300)] * 80, 40.0)
         return loop
 

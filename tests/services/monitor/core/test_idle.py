@@ -15,7 +15,7 @@ from tests.services.monitor.core.reports import queue, report
 def _same_twice(seed: int) -> list[tuple[int, float]]:
     """The verdicts of some minutes' moments, idle ones among them, in both ways; they must not differ."""
     rng = random.Random(seed)
-    short, long = ModelDemand(DemandPolicy()), ModelDemand(DemandPolicy())
+    short, long = ModelDemand(DemandPolicy(down_window_s=0.0)), ModelDemand(DemandPolicy(down_window_s=0.0))
     long.is_idle = lambda reports: False  # type: ignore[method-assign]
     verdicts, now_s, arrived, observed = [], 100.0, 0, 3
     for _ in range(300):

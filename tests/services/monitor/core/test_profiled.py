@@ -10,7 +10,7 @@ from shared.step_fit import DensePoint, StepFit
 from tests.records import profile
 from tests.services.monitor.core.reports import queue, report
 
-POLICY = DemandPolicy(utilisation=1.0, prefill_tokens_per_s=10.0, slack_s=1.0)
+POLICY = DemandPolicy(utilisation=1.0, down_window_s=0.0, prefill_tokens_per_s=10.0, slack_s=1.0)
 
 
 def profiled(**changes: object) -> ModelDemand:
