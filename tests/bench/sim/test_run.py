@@ -69,7 +69,7 @@ def test_requests_of_instances_that_drain_move(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Arrivals, "begin", told)
     conversations = plan_requests(synthesise("azure-conv", seed=0, duration_s=60.0), Shape(context_tokens=8192))
-    outcome = simulate(setup(), SYSTEMS["blitz-colocated"], conversations)
+    outcome = simulate(replace(setup(), give_back_s=1.0), SYSTEMS["blitz-colocated"], conversations)
     assert len(begun) > 5
     assert [record.output_tokens for record in outcome.records] == [r.output_tokens for r in conversations]
 
