@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -118,7 +119,7 @@ class Evaluation:
         self._runs = runs
         self._say = say
         self._profile = setting.model.profile()
-        self._scaled: dict[float, Trace] = {}
+        self._trace = lru_cache(maxsize=1)(self._scaled)
         self._steps: list[Step] = []
         self._splits: dict[tuple[int, float], Split] = {}
 
@@ -268,10 +269,8 @@ class Evaluation:
             repetition=repetition,
         )
 
-    def _trace(self, factor: float) -> Trace:
-        if factor not in self._scaled:
-            self._scaled[factor] = scale_rate(self._setting.trace, factor, seed=self._setting.seed)
-        return self._scaled[factor]
+    def _scaled(self, factor: float) -> Trace:
+        return scale_rate(self._setting.trace, factor, seed=self._setting.seed)
 
     async def _kept(self, plan: Plan, factor: float) -> Kept:
         """The run of a plan: the one that is kept, or a new one. A void one is repeated once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -133,6 +134,21 @@ async def test_a_simulated_search_needs_no_run_in_the_lab(tmp_path: Path) -> Non
     assert found == (await _evaluate(Cluster(carries=0.7), replace(setting, search="lab"), tmp_path / "lab")).found
     assert cluster.simulated_plans
     assert not cluster.asked("tuning")
+
+
+async def test_of_the_traces_that_a_search_scales_only_the_last_is_kept(tmp_path: Path) -> None:
+    class Counting(Cluster):
+        async def run(self, system: System, plan: Plan, trace: Trace) -> Kept:
+            self.alive = sum(isinstance(one, Trace) and one.name == trace.name for one in gc.get_objects())
+            return await super().run(system, plan, trace)
+
+    cluster = Counting(carries=0.7)
+    setting = replace(_setting("blitz", "static-full", scale="half", windows=1, repetitions=1), search="simulated")
+    named = replace(setting.trace, name="counted")
+    await _evaluate(cluster, replace(setting, trace=named), tmp_path)
+    assert len({plan.scale_rate for plan in cluster.simulated_plans}) > 5
+    # It, the one that is scaled, and one that the thread of a simulation may still hold.
+    assert cluster.alive <= 3
 
 
 async def test_a_search_that_the_machine_ends_says_so(tmp_path: Path) -> None:
