@@ -54,6 +54,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         where = f"{self.window.start_s:g}s-x{self.scale_rate:.4g}"
         return f"{self.purpose}-{where}-r{self.repetition}-{self.system}-{split}"
 
+    @property
+    def give_back_s(self) -> float:
+        """For how long the services were told to keep an instance without need. Raises ``BadRequest``."""
+        told = self.settings.get("BLITZ_MONITOR_DOWN_WINDOW_S", "nothing")
+        try:
+            return float(told)
+        except ValueError:
+            raise BadRequest(f"{self.name} does not say in seconds how long instances are kept: {told}") from None
+
 
 def digest(trace: Trace, window: Window, lead_in_s: float) -> str:
     """Of what is replayed: nobody can read arrivals from it."""

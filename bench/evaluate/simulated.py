@@ -94,7 +94,7 @@ class SimulatedLab:
             colocated = plan.instances.get("colocated")
             split = None if colocated else Split(plan.instances["prefill"], plan.instances["decode"])
         # As the services were told, and not as they would be now.
-        setup = replace(self.setup, give_back_s=float(plan.settings["BLITZ_MONITOR_DOWN_WINDOW_S"]))
+        setup = replace(self.setup, give_back_s=plan.give_back_s)
         return simulate(setup, system, _requests(trace, plan), split=split, colocated=colocated, frame=frame)
 
     def document(self, system: System, plan: Plan, trace: Trace) -> Document:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from msgspec.structs import asdict
 
 from bench import machine
-from bench.command_line import JsonFile, check_folder, one_line, say, show, usage, write, writing
-from bench.fidelity.comparison import Row, rows
-from bench.fidelity.condensed import File, groups, read
+from bench.command_line import JsonFile, check_folder, one_line, say, show, unfinished, usage, write, writing
+from bench.fidelity.comparison import Row, pooled, rows
+from bench.fidelity.condensed import File, read
+from bench.fidelity.groups import Group, groups, labels
 from bench.fidelity.simulation import Simulation
+from bench.fidelity.tables import pooled_table, rows_table
 from bench.sim.choices import chosen_trace
 
 
@@ -38,58 +36,58 @@ def command(
     json_file: JsonFile = None,
 ) -> None:
     """Each run of an evaluation in the lab, simulated: how far times to the first token, scale-outs and GPU seconds
-    are off."""
+    are off. Void runs do not count."""
     with usage():
         check_folder(json_file)
         check_folder(keep)
         simulation = Simulation(chosen_trace(trace, synthetic, seed, duration))
         found = read(runs)
-        for run in found:
-            simulation.check(run.plan)
-    if keep is not None:
-        with one_line("fidelity"), writing(keep):
-            File(runs=found).write(keep)
-    compared: list[Row] = []
-    for (window_s, system), repetitions in groups(found).items():
-        compared += rows(
-            window_s,
-            system,
-            [run.figures for run in repetitions],
-            simulation.repeated(repetitions),
-            simulation.imposed(repetitions) if imposed else (),
-        )
-        say(f"{system}, window at {window_s:g} s: {len(repetitions)} runs")
-    show(_table(compared))
-    goals = [row for row in compared if row.holds is not None]
-    say(f"{sum(bool(row.holds) for row in goals)} of {len(goals)} figures with a goal keep it")
+        grouped = groups(found)
+        for group in grouped:
+            simulation.check(group.plan)
+    given = (
+        f"--synthetic {synthetic} --duration {duration:g} --seed {seed}" if trace is None else f"--trace {trace.name}"
+    )
+    asked = f"blitzscale bench fidelity {runs.name} {given}{'' if imposed else ' --no-imposed'}"
+    compared: list[tuple[str, list[Row]]] = []
     with one_line("fidelity"):
-        write(json_file, {"rows": [_json(row) for row in compared], "machine": machine.describe()})
+        if keep is not None:
+            with writing(keep):
+                File(runs=found).write(keep)
+        with unfinished():
+            for label, group in zip(labels(grouped), grouped, strict=True):
+                compared.append((f"{label}: {group.counts}", _rows(simulation, group, imposed=imposed)))
+                say(f"{label}: {group.counts}" + (f" ({group.why})" if group.void else ""))
+        rows_of_all = [row for _, of in compared for row in of]
+        pool = pooled(rows_of_all)
+        show(rows_table(compared), pooled_table(pool))
+        goals = [row for row in rows_of_all if row.holds is not None]
+        say(f"{sum(bool(row.holds) for row in goals)} of {len(goals)} figures with a goal keep it")
+        document = {
+            "groups": [_group_json(group) for group in grouped],
+            "rows": [_json(row) | {"group": number} for number, (_, of) in enumerate(compared) for row in of],
+            "pooled": [asdict(one) | {"share": one.share} for one in pool],
+        }
+        write(json_file, document | {"machine": machine.describe(), "command": asked})
+
+
+def _rows(simulation: Simulation, group: Group, *, imposed: bool) -> list[Row]:
+    """None of a group without a run that counts."""
+    if not group.runs:
+        return []
+    return rows(
+        group.plan.window.start_s,
+        group.plan.system,
+        [run.figures for run in group.runs],
+        simulation.repeated(group.runs),
+        simulation.imposed(group.runs) if imposed else (),
+    )
+
+
+def _group_json(group: Group) -> dict[str, object]:
+    void = [{"repetition": run.plan.repetition, "reasons": run.void} for run in group.void]
+    return {"plan": group.plan, "runs": len(group.runs), "void": void}
 
 
 def _json(row: Row) -> dict[str, object]:
-    own = {"off": row.off, "imposed_off": row.imposed_off, "holds": row.holds}
-    return msgspec.structs.asdict(row) | own
-
-
-def _table(compared: Sequence[Row]) -> Table:
-    title = Text("Simulator beside lab", style="table.title")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    table.add_column("", no_wrap=True)
-    for head in ("lab", "range", "simulated", "off", "imposed"):
-        table.add_column(head, justify="right", no_wrap=True)
-    before = None
-    for row in compared:
-        if (row.window_s, row.system) != before:
-            before = row.window_s, row.system
-            table.add_section()
-            table.add_row(f"{row.system}, {row.window_s:g} s")
-        imposed = row.imposed_off
-        table.add_row(
-            f"  {row.figure}",
-            f"{row.lab.median:.4g}",
-            f"{row.lab.low:.4g}-{row.lab.high:.4g}",
-            f"{row.simulated.median:.4g}",
-            f"{row.off:+.1%}{'' if row.holds in (None, True) else ' !'}",
-            "-" if imposed is None else f"{imposed:+.1%}",
-        )
-    return table
+    return asdict(row) | {"off": row.off, "imposed_off": row.imposed_off, "holds": row.holds}

@@ -1,4 +1,5 @@
-"""A simulation beside the lab: by window and system, each figure's median over the repetitions. Pure."""
+"""A simulation beside the lab: by window and system, each figure's median over the repetitions; by system, how far off
+they are over all windows. Pure."""
 
 from __future__ import annotations
 
@@ -76,10 +77,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool | None:
-        """Whether it keeps its goal, or lies within the lab's own range. None: it has no goal."""
-        if self.goal is None:
-            return None
-        return abs(self.off) <= self.goal or self.lab.low <= self.simulated.median <= self.lab.high
+        """Whether it keeps its goal. None: it has none."""
+        return None if self.goal is None else self.within(self.goal)
+
+    def within(self, goal: float) -> bool:
+        """Whether it is no farther off than that, or lies within the lab's own range."""
+        return abs(self.off) <= goal or self.lab.low <= self.simulated.median <= self.lab.high
 
 
 def _off(simulated: float, lab: float) -> float:
@@ -115,3 +118,49 @@ def rows(
                 )
             )
     return found
+
+
+class Pooled(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a system, over all windows: its figures with a goal."""
+
+    system: str
+    """``ALL`` systems together, too."""
+    figures: int
+    kept: int
+    """Of them, their goals."""
+    off: dict[str, float]
+    """By figure: how far the simulation is off, up or down, on average over the windows, as a share."""
+    imposed_off: dict[str, float]
+    """The same with the lab's scale events; only figures that have that."""
+
+    @property
+    def share(self) -> float | None:
+        """That keeps its goal. None: there is no figure."""
+        return self.kept / self.figures if self.figures else None
+
+
+ALL = "all"
+
+
+def pooled(compared: Sequence[Row]) -> list[Pooled]:
+    """By system, in the order of their first rows, and of all; nothing of no rows."""
+    systems = dict.fromkeys(row.system for row in compared)
+    each = [_pooled(system, [row for row in compared if row.system == system]) for system in systems]
+    return [*each, _pooled(ALL, compared)] if each else []
+
+
+def _pooled(name: str, compared: Sequence[Row]) -> Pooled:
+    goals = [row for row in compared if row.goal is not None]
+    off: dict[str, list[float]] = {}
+    imposed: dict[str, list[float]] = {}
+    for row in goals:
+        off.setdefault(row.figure, []).append(abs(row.off))
+        if row.imposed_off is not None:
+            imposed.setdefault(row.figure, []).append(abs(row.imposed_off))
+    return Pooled(
+        system=name,
+        figures=len(goals),
+        kept=sum(bool(row.holds) for row in goals),
+        off={figure: statistics.fmean(values) for figure, values in off.items()},
+        imposed_off={figure: statistics.fmean(values) for figure, values in imposed.items()},
+    )

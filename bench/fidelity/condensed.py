@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import asdict
 
 from bench.evaluate.kept import Kept, Placed, Plan
 from bench.evaluate.machine import Conditions
@@ -15,8 +15,8 @@ from shared.errors import BadRequest
 from shared.messages.common import Role
 
 FORMAT: Literal["blitzscale-fidelity.v1"] = "blitzscale-fidelity.v1"
-_DIGITS = 4
-"""Of a second: tenths of a millisecond."""
+_TTFT_DIGITS, _DIGITS = 3, 4
+"""Of a second: milliseconds, and tenths of them for what is shorter, or told by the services."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +70,7 @@ class Condensed(msgspec.Struct, frozen=True, kw_only=True):
     placed: Placed
     conditions: Conditions
     void: tuple[str, ...]
+    """Why it does not count; empty if it does."""
     figures: Figures
 
     @classmethod
@@ -83,14 +84,14 @@ class Condensed(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             plan=run.plan,
             placed=run.placed,
-            conditions=run.conditions,
+            conditions=Conditions(**{name: round(value, _DIGITS) for name, value in asdict(run.conditions).items()}),
             void=document.void,
             figures=Figures(
-                ttft_s=tuple(None if row.failure else _rounded(row.ttft_s) for row in rows),
-                mean_gap_s=tuple(None if row.failure else _rounded(row.mean_gap_s) for row in rows),
-                tbt_mean_s=None if tbt is None else tbt.mean,
-                tbt_p99_s=None if tbt is None else tbt.p99,
-                gpu_seconds=cluster.gpu_seconds,
+                ttft_s=tuple(None if row.failure else _rounded(row.ttft_s, _TTFT_DIGITS) for row in rows),
+                mean_gap_s=tuple(None if row.failure else _rounded(row.mean_gap_s, _DIGITS) for row in rows),
+                tbt_mean_s=None if tbt is None else round(tbt.mean, _DIGITS + 1),
+                tbt_p99_s=None if tbt is None else round(tbt.p99, _DIGITS + 1),
+                gpu_seconds=round(cluster.gpu_seconds, 2),
                 failed=document.result.failed + document.result.unfinished,
                 events=tuple(Event.of(operation) for operation in cluster.operations),
             ),
@@ -104,8 +105,9 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Condensed, ...]
 
     def write(self, path: Path) -> None:
-        """Raises ``OSError``."""
-        path.write_bytes(msgspec.json.encode(self) + b"\n")
+        """A line for each run. Raises ``OSError``."""
+        lines = b",\n".join(map(msgspec.json.encode, self.runs))
+        path.write_bytes(b'{"format":"%s","runs":[\n%s\n]}\n' % (self.format.encode(), lines))
 
 
 def read(path: Path) -> tuple[Condensed, ...]:
@@ -133,13 +135,5 @@ def _read_file(file: Path) -> tuple[Condensed, ...]:
         raise BadRequest(f"{file} has no runs to compare with: {error}", param="runs") from error
 
 
-def groups(runs: Iterable[Condensed]) -> dict[tuple[float, str], list[Condensed]]:
-    """By the beginning of the window and the system, repetitions in order."""
-    found: dict[tuple[float, str], list[Condensed]] = {}
-    for run in sorted(runs, key=lambda run: (run.plan.window.start_s, run.plan.system, run.plan.repetition)):
-        found.setdefault((run.plan.window.start_s, run.plan.system), []).append(run)
-    return found
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, _DIGITS)
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from bench.evaluate.models import find_model
 from bench.evaluate.run import LEAD_IN_S
 from bench.evaluate.simulated import SimulatedLab
 from bench.fidelity.condensed import Condensed, Event, Figures
+from bench.replay.objectives import Slo
 from bench.sim.cluster import known_cluster
 from bench.sim.monitor import INTERVAL_S
 from bench.sim.outcome import Outcome, all_gaps
@@ -29,16 +30,16 @@ class Simulation:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._scaled = cache(self._scale)
+        self._scaled = lru_cache(maxsize=1)(self._scale)
         self._lab = cache(_lab)
 
     def _scale(self, factor: float, seed: int) -> Trace:
         return scale_rate(spread_seconds(self._trace, seed=seed), factor, seed=seed)
 
     def check(self, plan: Plan) -> None:
-        """Raises ``BadRequest`` if the plan is not of this trace, or of a system or a model that is not known."""
-        find(plan.system)
-        find_model(plan.model)
+        """Raises ``BadRequest`` if the plan is not of this trace, or of a system, a model, settings or links other than
+        those that are simulated."""
+        _check_played(plan)
         scaled = self._scaled(plan.scale_rate, plan.seed)
         if digest(scaled, plan.window, LEAD_IN_S) != plan.digest:
             raise BadRequest(f"{plan.name} is a run of other requests than those of {self._trace.name}", param="trace")
@@ -68,6 +69,26 @@ class Simulation:
         if not find(runs[0].plan.system).scales:
             return []
         return [self.figures(run, phase=0.0, imposed=True) for run in runs]
+
+
+def _check_played(plan: Plan) -> None:
+    system, model, cluster = find(plan.system), find_model(plan.model), known_cluster("lab")
+    if plan.nic_gbps != cluster.nic_gbps:
+        raise BadRequest(
+            f"{plan.name} had NICs of {plan.nic_gbps:g} Gbit/s: those that are simulated have {cluster.nic_gbps:g}",
+            param="runs",
+        )
+    settings = system.environ(give_back_s=plan.give_back_s)
+    others = sorted(name for name in {*settings, *plan.settings} if settings.get(name) != plan.settings.get(name))
+    if others:
+        raise BadRequest(
+            f"{plan.name} had other settings than {system.name} has when it is simulated: {', '.join(others)}",
+            param="runs",
+        )
+    if Slo(plan.slo_ttft_s, plan.slo_tbt_s) != model.slo:
+        raise BadRequest(f"{plan.name} had other objectives than {model.name} has when it is simulated", param="runs")
+    if set(plan.instances) != set(system.roles):
+        raise BadRequest(f"{plan.name} had instances of other roles than {system.name} has", param="runs")
 
 
 def _lab(model: str, workers: int, seed: int) -> SimulatedLab:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.evaluate.kept import Runs
-from bench.fidelity.condensed import Condensed, File, groups, read
+from bench.fidelity.condensed import Condensed, File, read
 from shared.errors import BadRequest
 from tests.bench.evaluate.runs import plan, run
 
@@ -32,11 +32,19 @@ def test_a_folder_of_runs_and_the_file_made_of_it_are_the_same(tmp_path: Path) -
     assert read(tmp_path / "kept.json") == found
 
 
-def test_runs_of_a_system_in_a_window_belong_together() -> None:
-    runs = [Condensed.of(run(plan(system, repetition=r))) for r in (1, 0) for system in ("sllm", "blitz")]
-    found = groups(runs)
-    assert list(found) == [(10.0, "blitz"), (10.0, "sllm")]
-    assert [one.plan.repetition for one in found[10.0, "sllm"]] == [0, 1]
+def test_a_file_has_a_line_for_each_run_and_few_digits(tmp_path: Path) -> None:
+    found = Condensed.of(run(ttft_s=0.12345678, late_s=0.00123456))
+    assert found.figures.ttft_s[0] == 0.123
+    assert found.conditions.timer_late_p99_s == 0.0012
+    File(runs=(found, found)).write(tmp_path / "kept.json")
+    assert len((tmp_path / "kept.json").read_text().splitlines()) == 4
+
+
+def test_a_void_run_is_kept_with_its_reasons(tmp_path: Path) -> None:
+    found = Condensed.of(run(late_s=0.02))
+    File(runs=(found,)).write(tmp_path / "kept.json")
+    (again,) = read(tmp_path / "kept.json")
+    assert "timers were late" in again.void[0]
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"format": "other", "runs": []}', b'{"runs": []}'])
