@@ -44,6 +44,10 @@ class Curve:
     """Points that no line joins."""
     notes: tuple[str, ...] = ()
     """What each point is, where a page can show it."""
+    labels: tuple[str, ...] = ()
+    """Written beside the points, where there is room."""
+    width: float = 1.0
+    """Of the line, and of the dots, times the usual: what lies below others is to be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,14 @@ class Panel:
     x_label: str = ""
     curves: tuple[Curve, ...] = ()
     bars: tuple[Bar, ...] = ()
-    axis: Literal["time", "log", "groups", "plain"] = "time"
+    axis: Literal["time", "log", "groups", "plain", "cost"] = "time"
+    """``log``: of a distribution, whose y goes from 0 to 1; ``cost``: logarithmic, too, with any y."""
     end_s: float = 0.0
     """Of a time axis."""
     span: tuple[float, float] = (0.0, 0.0)
     """Of a logarithmic axis; few values may lie outside."""
+    y_ticks: tuple[tuple[float, str], ...] = ()
+    """Places on the y axis, and what they are called, where y is no number to be read."""
     limit: float | None = None
     """An objective on the x axis."""
     own_legend: bool = False
@@ -84,7 +91,7 @@ class Beside:
 
     title: str = "Replay"
     rows: tuple[tuple[Panel, ...], ...] = ()
-    """Of three, below the other panels. Colours are those of the documents."""
+    """Of three, or of two that are larger, below the other panels. Colours are those of the documents."""
     lines: tuple[str, ...] = ()
     """Said below the figures, where there is room."""
 
@@ -296,9 +303,9 @@ def time_ticks(end_s: float, most: int = 6) -> list[tuple[float, str]]:
 
 def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     """Places on a logarithmic axis, and what they are called: powers of ten; of less than two decades, also twice and
-    five times these."""
+    five times these, and of less than one, more."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = (1, 2, 5) if high < 60 * low else (1,)
+    steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if high < 8 * low else (1, 2, 5) if high < 60 * low else (1,)
     places = [step * 10.0**power for power in range(first, last + 1) for step in steps]
     return [(place, f"{place:,.6g}") for place in places if low <= place <= high]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ p.about { color: #555; margin: 0 0 1rem; }
 .legend span { display: inline-block; margin-right: 1.4rem; } .legend i { display: inline-block; width: 1.1em;
        height: .3em; margin-right: .45em; vertical-align: middle; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(360px, 1fr)); gap: .6rem 1rem; }
+.two { grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); } .two .panel { height: 420px; }
 .panel { height: 270px; min-width: 0; }
 table { border-collapse: collapse; font-size: .92rem; } th, td { padding: .22rem .9rem .22rem 0; text-align: right;
        border-bottom: 1px solid #e6e6e6; vertical-align: top; } th:first-child, td:first-child { text-align: left; }
@@ -43,8 +45,8 @@ def save(documents: Sequence[Document], path: Path, beside: Beside = NOTHING) ->
 
 
 def _page(documents: Sequence[Document], beside: Beside) -> str:
-    drawn = [_drawn(panel) for row in (*panels(documents), *beside.rows) for panel in row]
-    divs = "".join(f'<div class="panel" id="panel{index}"></div>' for index in range(len(drawn)))
+    rows = [*panels(documents), *beside.rows]
+    drawn = [_drawn(panel) for row in rows for panel in row]
     # In a script, "</" may end it whatever stands around it.
     data = msgspec.json.encode(drawn).decode().replace("</", "<\\/")
     traces = ", ".join(dict.fromkeys(d.about.trace for d in documents))
@@ -56,10 +58,21 @@ def _page(documents: Sequence[Document], beside: Beside) -> str:
             f"<title>{escape(traces)}: {escape(beside.title.lower())}</title><style>{_STYLE}</style>",
             f"<script>{get_plotlyjs()}</script></head><body>",
             f"<h1>{escape(beside.title)} of {escape(traces)}</h1>{_ABOUT}{_void(documents)}{_legend(documents)}",
-            f"<div class='grid'>{divs}</div>{said}<h2>Figures</h2>{_table(documents)}{_operations(documents)}",
+            f"{_grids(rows)}{said}<h2>Figures</h2>{_table(documents)}{_operations(documents)}",
             f"<script>const PANELS = {data};{_DRAW}</script></body></html>\n",
         )
     )
+
+
+def _grids(rows: Sequence[Sequence[Panel]]) -> str:
+    """Places for all panels, in order; rows of as many go on in the same grid."""
+    count, parts = 0, []
+    for width, alike in groupby(rows, len):
+        num = sum(map(len, alike))
+        divs = "".join(f'<div class="panel" id="panel{index}"></div>' for index in range(count, count + num))
+        parts.append(f"<div class='grid{' two' * (width == 2)}'>{divs}</div>")
+        count += num
+    return "".join(parts)
 
 
 def _void(documents: Sequence[Document]) -> str:
@@ -120,11 +133,14 @@ def _drawn(panel: Panel) -> dict[str, Any]:
         ticks = time_ticks(panel.end_s)
         x_axis |= {"range": [0, panel.end_s], "title": {"text": "time (min:s)", "standoff": 4}}
         x_axis |= {"tickvals": [at_s for at_s, _ in ticks], "ticktext": [name for _, name in ticks]}
-    elif panel.axis == "log":
+    elif panel.axis in ("log", "cost"):
         x_axis |= {"type": "log", "range": [math.log10(edge) for edge in panel.span]}
         ticks = log_ticks(*panel.span)
         x_axis |= {"tickvals": [place for place, _ in ticks], "ticktext": [name for _, name in ticks]}
-        y_axis |= {"range": [0, 1.02]}
+        if panel.axis == "log":
+            y_axis |= {"range": [0, 1.02]}
+        else:
+            del y_axis["rangemode"]
         if panel.limit is not None:
             line = {"dash": "dash", "width": 1, "color": "#444"}
             shapes.append(
@@ -143,6 +159,8 @@ def _drawn(panel: Panel) -> dict[str, Any]:
         del y_axis["rangemode"]
     elif "log" in panel.y_label:
         y_axis |= {"type": "log", "dtick": 1}
+    if panel.y_ticks:
+        y_axis |= {"tickvals": [place for place, _ in panel.y_ticks], "ticktext": [name for _, name in panel.y_ticks]}
     if panel.whole:
         most = sum(max((value or 0 for value in curve.y), default=0) for curve in panel.curves)
         y_axis |= {"tickformat": "d", "tick0": 0, "dtick": max(1, math.ceil(most / 8))}
@@ -166,15 +184,19 @@ def _curve(curve: Curve, panel: Panel) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": _mode(curve, panel),
-        "marker": {"size": 7 if curve.dots else 4},
+        "marker": {"size": 5 + 2 * curve.width if curve.dots else 4},
         "opacity": curve.strength if curve.dots else 1.0,
         "name": escape(curve.label),
         "x": curve.x,
         "y": curve.y,
-        "line": {"color": curve.colour, "width": 1.6, "shape": "hv" if curve.step else "linear"},
+        "line": {"color": curve.colour, "width": 1.6 * curve.width, "shape": "hv" if curve.step else "linear"},
     }
     if curve.notes:
-        trace["text"] = [escape(note) for note in curve.notes]
+        trace["hovertext"] = [escape(note) for note in curve.notes]
+    if curve.labels:
+        trace["mode"] += "+text"
+        trace |= {"text": [escape(label) for label in curve.labels], "textposition": "top center"}
+        trace["textfont"] = {"size": 10, "color": curve.colour}
     if curve.filled:
         trace["line"]["width"] = 0
         trace["fillcolor"] = _translucent(curve.colour, curve.strength if curve.stacked else 0.55)

@@ -11,10 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import Bbox
 
 from bench.replay.document import Document
-from bench.replay.figures import COLOURS, NOTHING, Beside, Panel, label_of, log_ticks, panels, time_ticks
+from bench.replay.figures import COLOURS, NOTHING, Beside, Curve, Panel, label_of, log_ticks, panels, time_ticks
 
+_LINE = 1.1
 _STYLE: dict[Any, Any] = {
     # Names may have a dollar sign.
     "text.parse_math": False,
@@ -30,12 +32,15 @@ _STYLE: dict[Any, Any] = {
     "grid.color": "#E4E4E4",
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
-    "lines.linewidth": 1.1,
+    "lines.linewidth": _LINE,
     "legend.frameon": False,
     "legend.fontsize": 7.5,
 }
 _WIDTH, _ROW_HEIGHT = 10.0, 2.0
 _VOID = "#B00020"
+_BESIDE = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1))
+"""Where a label may stand beside its point: up, down, right, left, and between."""
+_LABEL = 6.5
 
 
 def save(documents: Sequence[Document], path: Path, beside: Beside = NOTHING) -> None:
@@ -43,15 +48,25 @@ def save(documents: Sequence[Document], path: Path, beside: Beside = NOTHING) ->
     rows = [*panels(documents), *beside.rows]
     void = [f"{label_of(d)}: {reason}" for d in documents for reason in d.void]
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, _ROW_HEIGHT * len(rows) + 0.45 + 0.17 * len(void)), layout="constrained")
-        grid = figure.subplots(len(rows), 3, squeeze=False)
-        for axes_row, row in zip(grid, rows, strict=True):
-            for axes, panel in zip(axes_row, row, strict=True):
+        # Fewer panels in a row are larger, in both directions.
+        heights = [_ROW_HEIGHT * 3 / len(row) for row in rows]
+        figure = Figure(figsize=(_WIDTH, sum(heights) + 0.45 + 0.17 * len(void)), layout="constrained")
+        grid = figure.add_gridspec(len(rows), 6, height_ratios=heights)
+        drawn: list[tuple[Axes, Panel]] = []
+        for number, row in enumerate(rows):
+            width = 6 // len(row)
+            for place, panel in enumerate(row):
+                axes = figure.add_subplot(grid[number, width * place : width * (place + 1)])
                 _draw(axes, panel)
+                drawn.append((axes, panel))
         handles = [Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2.0) for i in range(len(documents))]
         figure.legend(handles, [label_of(d) for d in documents], loc="outside lower center", ncols=len(documents))
         if void:
             figure.suptitle("\n".join(["VOID", *void]), color=_VOID, fontsize=8, fontweight="bold")
+        if any(curve.labels for _, panel in drawn for curve in panel.curves):
+            figure.draw_without_rendering()  # where points are is known once all has its place
+            for axes, panel in drawn:
+                _write_labels(axes, [curve for curve in panel.curves if curve.labels], figure.dpi / 72)
         figure.savefig(path, format="png", dpi=200)
 
 
@@ -105,16 +120,20 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
                 linestyle="none" if curve.dots else "-",
                 alpha=curve.strength,
                 marker=few,
-                markersize=3,
+                markersize=_size(curve) if curve.dots else 3,
+                linewidth=_LINE * curve.width,
                 label=curve.label,
             )
-    if panel.axis == "log":
+    if panel.y_ticks:
+        axes.set_yticks([place for place, _ in panel.y_ticks], [name for _, name in panel.y_ticks])
+    if panel.axis in ("log", "cost"):
         axes.set_xscale("log")
         axes.set_xlim(*panel.span)
         ticks = log_ticks(*panel.span)
         axes.set_xticks([place for place, _ in ticks], [name for _, name in ticks])
         axes.xaxis.set_minor_locator(LogLocator(subs="all"))
         axes.xaxis.set_minor_formatter(NullFormatter())
+    if panel.axis == "log":
         axes.set_ylim(0, 1.02)
         axes.set_xlabel(panel.x_label)
         if panel.limit is not None:
@@ -127,6 +146,43 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
                 xytext=(3, 0),
                 fontsize=7,
             )
+
+
+def _size(curve: Curve) -> float:
+    """Of its dots, points."""
+    return 1.8 + 1.2 * curve.width
+
+
+def _write_labels(axes: Axes, curves: Sequence[Curve], dots_per_point: float) -> None:
+    """Beside the points, where nothing else stands; where there is no room, none."""
+    points = [
+        (curve, (x, y), axes.transData.transform((x, y)) / dots_per_point, label)
+        for curve in curves
+        for x, y, label in zip(curve.x, curve.y, curve.labels, strict=True)
+        if y is not None
+    ]
+    taken = [
+        Bbox.from_bounds(x - (size := _size(curve)) / 2, y - size / 2, size, size) for curve, _, (x, y), _ in points
+    ]
+    for curve, point, (x, y), label in points:
+        width, height = 0.6 * _LABEL * len(label), 0.9 * _LABEL
+        for right, up in _BESIDE:
+            away = _size(curve) / 2 + 1.5
+            across, above = right * (width / 2 + away), up * (height / 2 + away)
+            box = Bbox.from_bounds(x + across - width / 2, y + above - height / 2, width, height)
+            if label and not box.count_overlaps(taken):
+                taken.append(box)
+                axes.annotate(
+                    label,
+                    point,
+                    xytext=(across, above),
+                    textcoords="offset points",
+                    ha="center",
+                    va="center",
+                    color=curve.colour,
+                    fontsize=_LABEL,
+                ).set_in_layout(False)
+                break
 
 
 def _draw_bars(axes: Axes, panel: Panel) -> None:

@@ -24,8 +24,8 @@
     processes.py  what goes on in virtual time, written in its order
     seen.py       what is seen of a run; outcome.py: what it came to; evaluation.py: systems side by side;
                   search.py: splits and rates
-    what_if.py    the settings of a sweep; sweep.py runs them; frontier.py: which are not beaten, and the cheapest;
-                  frontier_panels.py draws them
+    what_if.py    the settings of a sweep; sweep.py runs them; frontier.py: which are not beaten, the cheapest, and
+                  what equally good ones cost; frontier_panels.py draws them
     cli.py        the command; choices.py: what it names, and what cannot be simulated; tables.py: what it shows
     profiles/     what steps of models on GPUs take; architectures.py and make_profiles.py derive them
 

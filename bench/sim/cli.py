@@ -24,7 +24,7 @@ from bench.sim.outcome import Outcome
 from bench.sim.search import ATTAINED
 from bench.sim.setup import Setup
 from bench.sim.sweep import PayFor, Terms, WhatIf, sweep
-from bench.sim.tables import points_table, systems_table
+from bench.sim.tables import needed_table, points_table, systems_table
 from bench.sim.what_if import Grid
 from bench.systems import ABLATION, GIVE_BACK_S, SYSTEMS
 from bench.traces.scaling import spread_seconds
@@ -48,7 +48,7 @@ def _beside(evaluation: Evaluation, swept: WhatIf | None) -> Beside:
     )
     if swept is None:
         return Beside("Simulation", lines=(about,))
-    return Beside("Simulation", (frontier_panels(swept.what_if, list(evaluation.systems)),), (about, *swept.lines))
+    return Beside("Simulation", frontier_panels(swept.what_if, list(evaluation.systems)), (about, *swept.lines))
 
 
 @app.callback(invoke_without_command=True, subcommand_metavar="", context_settings={"allow_interspersed_args": True})
@@ -87,7 +87,8 @@ def simulate(
         typer.Option(
             metavar="WHAT[=A,B,...]",
             help="Also with other hosts (hosts=1,2,4), NICs (nic-gbps=25,100,400) and times that copies are kept "
-            "(keep-copies=60,300,never); all three: all. May be given again.",
+            "(keep-copies=60,300,never); all three: all. Or other times for --give-back (give-back=0,15,60). May be "
+            "given again.",
         ),
     ] = None,
     slo_attainment: Annotated[
@@ -174,7 +175,7 @@ def simulate(
         swept: WhatIf | None = None
         if settings and not evaluation.interrupted:
             swept = sweep(evaluator, settings, terms, evaluation, chosen)
-            show(points_table(swept.what_if), *swept.lines)
+            show(points_table(swept.what_if), needed_table(swept.what_if_needed), *swept.lines)
         write(json_file, msgspec.to_builtins(evaluation) | (msgspec.to_builtins(swept) if swept is not None else {}))
         if documents:
             outputs.draw([documents[name] for name in evaluation.systems], _beside(evaluation, swept))

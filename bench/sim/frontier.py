@@ -1,4 +1,6 @@
-"""Points of a sweep: what each costs and gives, which are not beaten, and which is the cheapest that will do. Pure."""
+"""Points of a sweep: what each costs and gives, which are not beaten, which is the cheapest that will do, and what
+systems cost that are equally good. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from bench.sim.outcome import Figures
 
 SAME = 0.01
 """Costs that differ by no more are the same: what decides then is the number of GPUs, and the slower NICs."""
+LEVELS = (0.9, 0.95, 0.98, 0.99)
+"""Shares of the requests for which systems are compared, beside the one that is asked for."""
 
 
 class Point(Figures, frozen=True, kw_only=True):
@@ -23,6 +27,10 @@ class Point(Figures, frozen=True, kw_only=True):
     nic_gbps: float
     keep_copies: str | None
     """Seconds, or ``never`` (given up); None where no copies are kept for a time."""
+    give_back_s: float | None
+    """For how long an instance is kept that the load does not need; None of a system that does not scale."""
+    give_back_by_rule: bool
+    """That is what twice a load over an idle NIC comes to."""
     paid_gpu_seconds: float
     """``gpu_seconds``; or, if the whole cluster is paid for, of all its GPUs."""
     cost: float | None
@@ -41,7 +49,15 @@ class Point(Figures, frozen=True, kw_only=True):
             self.keep_copies, f", copies kept for {self.keep_copies} s"
         )
         hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''} ({self.num_gpus} GPU{'s' * (self.num_gpus > 1)})"
-        return f"{hosts} with NICs of {self.nic_gbps:g} Gbit/s{kept}"
+        back = f", instances given back after {self.given_back}" if self.give_back_s is not None else ""
+        return f"{hosts} with NICs of {self.nic_gbps:g} Gbit/s{kept}{back}"
+
+    @property
+    def given_back(self) -> str:
+        """After which time, in words; nothing of a system that does not scale."""
+        if self.give_back_s is None:
+            return ""
+        return f"{seconds(self.give_back_s)} s{' (the rule)' * self.give_back_by_rule}"
 
     @property
     def price(self) -> str:
@@ -53,6 +69,11 @@ class Point(Figures, frozen=True, kw_only=True):
 def money(cost: float) -> str:
     """Two decimals; more of small sums."""
     return f"{cost:,.2f}" if cost >= 1 else f"{cost:.3g}"
+
+
+def seconds(time_s: float) -> str:
+    """Two decimals at most."""
+    return f"{round(time_s, 2):g}"
 
 
 def percent(share: float) -> str:
@@ -67,6 +88,44 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """It keeps the objectives; otherwise it comes nearest to it."""
     point: Point
     text: str
+
+
+class Needed(msgspec.Struct, frozen=True, kw_only=True):
+    """What each system costs if all are equally good."""
+
+    share: float
+    """Of the requests, within the absolute objectives."""
+    points: dict[str, Point | None]
+    """By system, the cheapest with as many; None where none has."""
+
+    def text(self, of: str) -> str:
+        """In a line: by how much the others cost more than the first. ``of``: what it is a share of."""
+        met = [point for point in self.points.values() if point is not None]
+        without = [name for name, point in self.points.items() if point is None]
+        said = []
+        for point in met:
+            back = f" (given back after {point.given_back})" if point.give_back_s is not None else ""
+            times = point.paid_gpu_seconds / met[0].paid_gpu_seconds if met[0].paid_gpu_seconds else 1.0
+            said.append(f"{point.system} {point.price if point is met[0] else f'{times:.2f} times as much'}{back}")
+        if without:
+            said.append(f"not reached: {', '.join(without)}")
+        return f"{of} within the objectives: {'; '.join(said)}"
+
+
+def needed(points: Sequence[Point], share: float, within_reach: float) -> tuple[Needed, ...]:
+    """For ``LEVELS`` and ``share``, rising. If fewer than ``share`` are ``within_reach``, all are shares of those."""
+    own: dict[str, list[Point]] = {}
+    for point in points:
+        own.setdefault(point.system, []).append(point)
+    of = within_reach if within_reach < share else 1.0
+    found = []
+    for level in sorted({*LEVELS, share}):
+        enough = {
+            name: [point for point in mine if point.slo_attainment_absolute >= level * of] for name, mine in own.items()
+        }
+        cheapest = {name: _cheapest(mine) if mine else None for name, mine in enough.items()}
+        found.append(Needed(share=level * of, points=cheapest))
+    return tuple(found)
 
 
 def marked(points: Sequence[Point]) -> tuple[Point, ...]:

@@ -16,7 +16,7 @@ from bench.sim.clock import Clock
 from bench.sim.compute import Compute
 from bench.sim.fabric import Fabric, Path
 from bench.sim.faults import Faults, drawn
-from bench.sim.flows import BYTES_PER_GBIT, Network
+from bench.sim.flows import Network
 from bench.sim.gateway import SimGateway
 from bench.sim.host_copies import HostCopies
 from bench.sim.instance import SimInstance
@@ -34,7 +34,7 @@ from bench.sim.seen import Seen
 from bench.sim.setup import GIB, Frame, Imposed, Setup
 from bench.sim.streams import Key
 from bench.sim.workers import Held, Limits, SimWorker, SimWorkers
-from bench.systems import Split, System, give_back_s
+from bench.systems import Split, System
 from services.gateway.core.router import Assignment
 from services.gateway.core.stream import StreamState
 from services.monitor.core.policy import DemandPolicy
@@ -150,7 +150,7 @@ class Simulation:
             self._registry.view,
             lambda _model, _engine, _device: model.profile,
             self._on_demand,
-            policy=DemandPolicy(down_window_s=give_back_s(setup.give_back_s, self._network_load_s)),
+            policy=DemandPolicy(down_window_s=setup.give_back_window_s),
             first_look_s=frame.looks_after_s,
             latencies=latencies,
         )
@@ -194,11 +194,6 @@ class Simulation:
         return self._host_copies.has(upstream.worker_id, load.plan.model.model_hash)
 
     # --- what there is -----------------------------------------------------------------------
-
-    @property
-    def _network_load_s(self) -> float:
-        """Of the model, over one idle NIC."""
-        return self._setup.model.record.weights_bytes / (self._cluster.nic_gbps * BYTES_PER_GBIT)
 
     def _registered(self, split: Split | None, colocated: int | None) -> ModelRecord:
         model, system = self._setup.model, self._system

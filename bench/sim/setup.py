@@ -8,10 +8,11 @@ from typing import NamedTuple
 from bench.replay.plan import PlannedRequest
 from bench.sim.cluster import Cluster
 from bench.sim.faults import Fault
+from bench.sim.flows import BYTES_PER_GBIT
 from bench.sim.gateway import GatewaySettings
 from bench.sim.latencies import LOCAL_NATS, Latencies
 from bench.sim.models import SimModel
-from bench.systems import GIVE_BACK_S
+from bench.systems import GIVE_BACK_S, give_back_s
 from shared.messages.common import Role
 
 KV_SHARE = 0.9
@@ -59,6 +60,12 @@ class Setup:
     def num_workers(self) -> int:
         """That the cluster has for instances of the model."""
         return self.cluster.num_gpus // self.model.degree
+
+    @property
+    def give_back_window_s(self) -> float:
+        """``give_back_s``, or what the rule comes to on this cluster. Raises ``BadTopology``."""
+        nic_gbps = self.cluster.joined(self.model.degree).nic_gbps
+        return give_back_s(self.give_back_s, self.model.record.weights_bytes / (nic_gbps * BYTES_PER_GBIT))
 
     @property
     def kv_bytes(self) -> int:

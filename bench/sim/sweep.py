@@ -10,9 +10,10 @@ import msgspec
 
 from bench.replay.objectives import Slo
 from bench.sim.evaluation import Evaluation, Evaluator, span_s
-from bench.sim.frontier import Answer, Point, answer, marked, percent
+from bench.sim.frontier import Answer, Needed, Point, answer, marked, needed, percent
 from bench.sim.outcome import Figures, figures
 from bench.sim.search import ATTAINED
+from bench.sim.setup import Setup
 from bench.sim.what_if import Setting, exact
 from bench.systems import System
 from shared.errors import BadRequest
@@ -48,6 +49,8 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     what_if: tuple[Point, ...]
     what_if_answers: dict[str, Answer]
     """By system, whatever the time that it keeps copies."""
+    what_if_needed: tuple[Needed, ...]
+    """What systems cost that are equally good; of the requests within reach, if more are asked for."""
     what_if_terms: Terms
     what_if_slo: Slo
     """The absolute objectives."""
@@ -65,6 +68,11 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         objectives = f"{slo.ttft_s * 1000:g} ms to the first token, {slo.tbt_s * 1000:g} ms between tokens"
         said = [f"objectives: {objectives}, for {percent(share)} of the requests"]
         said += [found.text for found in self.what_if_answers.values()]
+        if len(self.what_if_answers) > 1:
+            of_reach = self.what_if_within_reach < share
+            of = f"{percent(share)} of those within reach" if of_reach else percent(share)
+            asked = share * self.what_if_within_reach if of_reach else share
+            said += [one.text(of) for one in self.what_if_needed if one.share == asked]
         if self.what_if_within_reach < share and not all(found.met for found in self.what_if_answers.values()):
             said.append(
                 f"an idle instance computes {self.what_if_within_reach:.2%} of the prompts in time: more hosts or "
@@ -83,18 +91,22 @@ def sweep(
     known = {exact(system).name: base.systems[system.name] for system in systems if system.name in base.systems}
     span = span_s(requests)
     points: list[Point] = []
-    here = evaluator
+    setup = evaluator.setup
+    evaluators = {(setup.cluster, setup.give_back_s): evaluator}
     try:
         for number, setting in enumerate(settings, 1):
-            found = known.get(setting.system.name) if setting.cluster == evaluator.setup.cluster else None
+            give_back_s = setup.give_back_s if setting.give_back_s is None else setting.give_back_s
+            here = evaluators.get((setting.cluster, give_back_s))
+            if here is None:
+                # Splits that were found are kept, as beginnings of other searches; nothing else is.
+                other = replace(setup, cluster=setting.cluster, give_back_s=give_back_s)
+                here = replace(evaluator, setup=other, say=lambda _line: None)
+                evaluators[setting.cluster, give_back_s] = here
+            found = known.get(setting.system.name) if here is evaluator else None
             if found is None:
-                if here.setup.cluster != setting.cluster:
-                    # Splits that were found are kept, as beginnings of other searches; nothing else is.
-                    setup = replace(evaluator.setup, cluster=setting.cluster)
-                    here = replace(evaluator, setup=setup, say=lambda _line: None)
                 outcome, split = here.run(setting.system, requests, base.scale_rate)
                 found = figures(outcome, relative, evaluator.absolute(), split)
-            point = _point(setting, found, terms, span)
+            point = _point(setting, here.setup, found, terms, span)
             points.append(point)
             evaluator.say(f"{number} of {len(settings)}: {setting}: {point.slo_attainment_absolute:.2%}, {point.price}")
     except KeyboardInterrupt:
@@ -102,18 +114,20 @@ def sweep(
     by_system: dict[str, list[Point]] = {}
     for point in points:
         by_system.setdefault(point.system, []).append(point)
+    within_reach = evaluator.within_reach(requests) / len(requests)
     return WhatIf(
         what_if=marked([point for own in by_system.values() for point in own]),
         what_if_answers={name: answer(own, terms.slo_attainment) for name, own in by_system.items()},
+        what_if_needed=needed(points, terms.slo_attainment, within_reach),
         what_if_terms=terms,
         what_if_slo=evaluator.absolute(),
-        what_if_within_reach=evaluator.within_reach(requests) / len(requests),
+        what_if_within_reach=within_reach,
         what_if_left_out=len(settings) - len(points),
     )
 
 
-def _point(setting: Setting, found: Figures, terms: Terms, span: float) -> Point:
-    num_gpus = setting.cluster.num_gpus
+def _point(setting: Setting, setup: Setup, found: Figures, terms: Terms, span: float) -> Point:
+    num_gpus, scales = setting.cluster.num_gpus, setting.system.scales
     paid = found.gpu_seconds if terms.pay_for == "used" else num_gpus * span
     return Point(
         **msgspec.structs.asdict(found),
@@ -122,6 +136,8 @@ def _point(setting: Setting, found: Figures, terms: Terms, span: float) -> Point
         num_gpus=num_gpus,
         nic_gbps=setting.cluster.nic_gbps,
         keep_copies=setting.keep_copies,
+        give_back_s=setup.give_back_window_s if scales else None,
+        give_back_by_rule=scales and setup.give_back_s == 0,
         paid_gpu_seconds=paid,
         cost=paid / 3600 * terms.gpu_hour_price if terms.gpu_hour_price is not None else None,
         keeps_objectives=found.slo_attainment_absolute >= terms.slo_attainment,

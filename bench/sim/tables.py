@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.sim.evaluation import FULL, Evaluation
-from bench.sim.frontier import Point, money
+from bench.sim.frontier import Needed, Point, money, seconds
 from bench.sim.outcome import Figures
 
 
@@ -41,7 +41,7 @@ def points_table(points: Sequence[Point]) -> Table:
     costs = any(point.cost is not None for point in points)
     shown = table_of_systems(
         "what if; ms and % within the absolute SLO; on the frontier of *: SLO, +: p99",
-        ("GPUs", "NIC", "keep", "TTFT", "p99", "SLO", "cost" if costs else "GPU s", "lost", ""),
+        ("GPUs", "NIC", "keep", "back", "TTFT", "p99", "SLO", "cost" if costs else "GPU s", "lost", ""),
     )
     for point in points:
         shown.add_row(
@@ -49,13 +49,26 @@ def points_table(points: Sequence[Point]) -> Table:
             f"{point.num_gpus}",
             f"{point.nic_gbps:g}",
             point.keep_copies or "",
+            seconds(point.give_back_s) if point.give_back_s is not None else "",
             in_ms(point.ttft_mean_s),
             in_ms(point.ttft_p99_s),
             in_percent(point.slo_attainment_absolute),
-            money(point.cost) if point.cost is not None else f"{point.paid_gpu_seconds:.0f}",
+            _price(point),
             _lost(point),
             ("*" if point.frontier else "") + ("+" if point.frontier_ttft else ""),
         )
+    return shown
+
+
+def needed_table(needed: Sequence[Needed]) -> Table:
+    """What each system's cheapest setting costs by its share of requests within the absolute objectives."""
+    costs = any(point is not None and point.cost is not None for one in needed for point in one.points.values())
+    shown = table_of_systems(
+        f"{'cost' if costs else 'GPU s'} of the cheapest with so many % within the absolute SLO",
+        [in_percent(one.share, 2) for one in needed],
+    )
+    for name in needed[0].points:
+        shown.add_row(name, *("-" if (point := one.points[name]) is None else _price(point) for one in needed))
     return shown
 
 
@@ -81,9 +94,13 @@ def in_ms(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value * 1000:.{digits}f}"
 
 
-def in_percent(value: float | None) -> str:
+def in_percent(value: float | None, digits: int = 1) -> str:
     """Of a share; the column says what it is."""
-    return "-" if value is None else f"{value:.1%}".removesuffix("%")
+    return "-" if value is None else f"{value:.{digits}%}".removesuffix("%")
+
+
+def _price(point: Point) -> str:
+    return money(point.cost) if point.cost is not None else f"{point.paid_gpu_seconds:.0f}"
 
 
 def _lost(row: Figures) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def test_a_page_needs_nothing_else_and_believes_no_name(tmp_path: Path) -> None:
 def test_what_stands_beside_the_documents_is_drawn_and_said(tmp_path: Path) -> None:
     points = Curve("a", (1.0, 2.0), (90.0, None), "#0072B2", dots=True, notes=("2 hosts", "<4> hosts"))
     panel = Panel("What if", "%", "cost", (points,), axis="plain")
-    beside = Beside("Simulation", ((panel, panel, panel),), ("two <hosts> will do",))
+    labelled = replace(points, labels=("<60>", "0"))
+    wide = Panel("By cost", "%", "cost", (labelled,), axis="cost", span=(0.5, 5.0), y_ticks=((90.0, "one nine"),))
+    beside = Beside("Simulation", ((panel, panel, panel), (wide, wide)), ("two <hosts> will do",))
     plot.save([document("a")], png := tmp_path / "x.png", beside)
     assert png.stat().st_size > 0
     pytest.importorskip("plotly")
@@ -49,5 +52,7 @@ def test_what_stands_beside_the_documents_is_drawn_and_said(tmp_path: Path) -> N
     assert "<h1>Simulation of t.csv</h1>" in own
     assert "two &lt;hosts&gt; will do" in own
     assert '"mode":"markers"' in own
+    assert own.count("class='grid two'") == 1
+    assert own.count('"text":["&lt;60&gt;","0"]') == own.count('"ticktext":["one nine"]') == 2
     assert "2 hosts" in own
     assert "<4> hosts" not in own

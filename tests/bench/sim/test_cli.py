@@ -69,9 +69,11 @@ def failed(*arguments: str) -> str:
         (("--slo-ttft", "0"), "--slo-ttft must be positive"),
         (("--slo-attainment", "99"), "--slo-attainment is a share"),
         (("--gpu-hour-price", "-1"), "--gpu-hour-price is a positive number"),
-        (("--what-if", "racks=2"), "hosts, nic-gbps, keep-copies or all"),
+        (("--what-if", "racks=2"), "hosts, nic-gbps, keep-copies, give-back or all"),
         (("--what-if", "hosts=1,many"), "'many' is no number of hosts"),
         (("--what-if", "keep-copies=60", "--systems", "blitz"), "of blitz none keeps copies"),
+        (("--what-if", "give-back=soon"), "'soon' is no number of seconds"),
+        (("--what-if", "give-back", "--systems", "static-full"), "of static-full none gives instances back"),
         (("--json", "/tmp"), "/tmp is a directory"),
         (("--html", "/tmp"), "/tmp is a directory"),
         (("--json", "/nowhere/else/file.json"), "no such directory: /nowhere/else"),
@@ -241,3 +243,35 @@ def test_a_sweep_gives_points_and_answers_and_keeps_what_it_has(
     assert result.exit_code == 130
     written = json.loads(out.read_bytes())
     assert (len(written["what_if"]), written["what_if_left_out"]) == (6, 3)
+
+
+def test_a_sweep_of_times_to_give_back_compares_systems(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[str, float]] = []
+
+    def counted(setup, system, *arguments, **settings) -> Outcome:  # type: ignore[no-untyped-def]
+        runs.append((system.name, setup.give_back_s))
+        return simulate(setup, system, *arguments, **settings)
+
+    monkeypatch.setattr(evaluation, "simulate", counted)
+    out = tmp_path / "out.json"
+    arguments = [
+        str(trace), "--cluster", cluster_file(tmp_path), "--systems", "blitz-colocated,static-colocated-half",
+        "--json", str(out), "--what-if", "give-back=0,5,60",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    # Those that do not scale are what they are, as large as the other is with the time of --give-back.
+    assert runs == [
+        ("blitz-colocated", 60.0), ("static-colocated-half", 60.0), ("blitz-colocated", 0.0), ("blitz-colocated", 5.0),
+    ]  # fmt: skip
+    written = json.loads(out.read_bytes())
+    assert [(p["system"], p["give_back_s"], p["give_back_by_rule"]) for p in written["what_if"]] == [
+        ("blitz-colocated", pytest.approx(2.57, abs=0.01), True), ("blitz-colocated", 5.0, False),
+        ("blitz-colocated", 60.0, False), ("static-colocated-half", None, False),
+    ]  # fmt: skip
+    assert [needed["share"] for needed in written["what_if_needed"]] == [0.9, 0.95, 0.98, 0.99]
+    assert list(written["what_if_needed"][0]["points"]) == ["blitz-colocated", "static-colocated-half"]
+    said = [line for line in result.output.splitlines() if line.startswith("99 % within the objectives: blitz-col")]
+    assert len(said) == 1

@@ -25,12 +25,14 @@ def test_values_are_those_given_or_fit_the_cluster() -> None:
     assert Grid.of(["all"], a) == Grid((1, 2, 4, 8), (25.0, 100.0, 400.0), (60.0, 300.0, math.inf))
     assert Grid.of(["hosts"], resized(a, 1, 100.0)).hosts == (1, 2)
     assert Grid.of(["nic-gbps"], known_cluster("lab")).nic_gbps == (0.0625, 0.25, 1.0)
+    assert Grid.of(["give-back=60,0,2.5,60"], a).give_back_s == (0.0, 2.5, 60.0)
+    assert Grid.of(["all", "give-back"], a).give_back_s == (0.0, 5.0, 15.0, 30.0, 60.0)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["racks"], "--what-if racks: it is hosts, nic-gbps, keep-copies or all"),
+        (["racks"], "--what-if racks: it is hosts, nic-gbps, keep-copies, give-back or all"),
         (["hosts="], "'' is no number of hosts"),
         (["hosts=0"], "'0' is no number of hosts"),
         (["hosts=1.5"], "'1.5' is no number of hosts"),
@@ -41,6 +43,12 @@ def test_values_are_those_given_or_fit_the_cluster() -> None:
         (["keep-copies=-1"], "'-1' is neither a number of seconds nor 'never'"),
         (["keep-copies=inf"], "'inf' is neither a number of seconds nor 'never'"),
         (["keep-copies=nan"], "'nan' is neither"),
+        (["give-back="], "'' is no number of seconds"),
+        (["give-back=-1"], "'-1' is no number of seconds"),
+        (["give-back=nan"], "'nan' is no number of seconds"),
+        (["give-back=inf"], "'inf' is no number of seconds"),
+        (["give-back=never"], "'never' is no number of seconds"),
+        (["give-back=5", "give-back=15"], "give-back is there already"),
         (["hosts", "all"], "hosts is there already"),
     ],
 )
@@ -62,6 +70,22 @@ def test_copies_are_kept_longer_where_a_system_keeps_them_and_each_setting_is_th
     assert all(setting.cluster == a for setting in found)
     with pytest.raises(BadRequest, match="of blitz, allcache none keeps copies for a time"):
         Grid.of(["keep-copies"], a).settings(a, systems("blitz", "allcache"), 1)
+
+
+def test_only_systems_that_scale_give_instances_back() -> None:
+    grid = Grid.of(["hosts=2,4", "give-back=0,15"], a := known_cluster("a"))
+    found = grid.settings(a, systems("blitz", "static-half"), 1)
+    assert [(setting.cluster.hosts, setting.system.name, setting.give_back_s) for setting in found] == [
+        (2, "blitz", 0.0), (2, "blitz", 15.0), (2, "static-half", None),
+        (4, "blitz", 0.0), (4, "blitz", 15.0), (4, "static-half", None),
+    ]  # fmt: skip
+    assert [str(setting).partition(": ")[2] for setting in found[:3]] == [
+        "2 hosts, NICs of 100 Gbit/s, given back by the rule",
+        "2 hosts, NICs of 100 Gbit/s, given back after 15 s",
+        "2 hosts, NICs of 100 Gbit/s",
+    ]
+    with pytest.raises(BadRequest, match="of static-full, static-half none gives instances back"):
+        grid.settings(a, systems("static-full", "static-half"), 1)
 
 
 def test_where_hosts_have_too_few_gpus_for_a_system_it_is_not_tried() -> None:
@@ -87,6 +111,9 @@ def test_so_many_settings_and_no_more() -> None:
     assert len(grid.settings(a, systems("blitz"), 1)) == MAX_SETTINGS
     with pytest.raises(BadRequest, match=f"400 settings, and at most {MAX_SETTINGS} are tried"):
         grid.settings(a, systems("blitz", "overlap"), 1)
+    times = ",".join(map(str, range(MAX_SETTINGS + 1)))
+    with pytest.raises(BadRequest, match=f"201 settings, and at most {MAX_SETTINGS} are tried"):
+        Grid.of([f"give-back={times}"], a).settings(a, systems("blitz"), 1)
 
 
 def test_a_cluster_of_another_size_is_one_that_can_be() -> None:
