@@ -21,6 +21,7 @@ from bench.sim.evaluation import Evaluation, Evaluator
 from bench.sim.frontier_panels import frontier_panels
 from bench.sim.models import MODELS, SimModel, known_model
 from bench.sim.outcome import Outcome
+from bench.sim.scale_out_report import asked_for, beside, check_alone, named_systems, simulated, tell
 from bench.sim.search import ATTAINED
 from bench.sim.setup import Setup
 from bench.sim.sweep import PayFor, Terms, WhatIf, sweep
@@ -29,6 +30,7 @@ from bench.sim.what_if import Grid
 from bench.systems import ABLATION, GIVE_BACK_S, SYSTEMS
 from bench.traces.scaling import spread_seconds
 from bench.traces.synthetic import FIGURES
+from shared.errors import BadRequest
 
 app = typer.Typer(help="Simulate a trace on a cluster of GPUs.", add_completion=False)
 
@@ -110,6 +112,21 @@ def simulate(
         typer.Option(metavar="S", help="A worker with an instance dies every S seconds on average, by the seed."),
     ] = None,
     give_back: GiveBack = GIVE_BACK_S,
+    scale_out: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Instead of a trace: N more prefill instances at once, while more prompts wait than fit."
+        ),
+    ] = None,
+    there: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="P,D", help="Prefill and decode instances before --scale-out.", show_default="1,2"
+        ),
+    ] = None,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="These fill one host after the other; else one of each in turn.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
     json_file: JsonFile = None,
     png_file: PngFile = None,
@@ -121,6 +138,8 @@ def simulate(
     """
     with red_line():
         outputs = Outputs.checked(json_file, png_file, html_file)
+        if scale_out is not None:
+            systems = named_systems(systems, ablation=ablation)
         chosen = chosen_systems(systems, ablation=ablation)
         found = chosen_cluster(cluster)
         sim_model = _with_objectives(known_model(model, found.gpu, degree=degree, profile=profile), slo_ttft, slo_tbt)
@@ -133,6 +152,31 @@ def simulate(
             give_back_s=give_back,
         )
         check(setup, chosen)
+        if scale_out is not None:
+            check_alone(
+                {
+                    "TRACE": trace is not None,
+                    "--synthetic": synthetic is not None,
+                    "--scale-rate": scale_rate_by != "1",
+                    "--what-if": bool(what_if),
+                    "--start-at": start_at != 0,
+                    "--max-requests": max_requests is not None,
+                    "--kill-every": kill_every is not None,
+                }
+            )
+            asked = asked_for(scale_out, there, packed=packed, window_s=window)
+            asked.check(setup, chosen)
+            with unfinished():
+                found, drawn = simulated(setup, chosen, asked, draws=bool(png_file or html_file))
+            tell(found)
+            write(json_file, found)
+            outputs.draw(drawn, beside(found))
+            if found.interrupted:
+                say("interrupted: what had finished is there")
+                raise typer.Exit(INTERRUPTED)
+            return
+        if there is not None or packed:
+            raise BadRequest("--from and --packed are of --scale-out", param="from")
         terms = Terms(slo_attainment, pay_for, gpu_hour_price)
         settings = Grid.of(what_if, found).settings(found, chosen, sim_model.degree) if what_if else ()
         for setting in settings:

@@ -35,6 +35,10 @@ class PartialSteps(Protocol):
         """Decode steps come at least this often between layers."""
 
     @property
+    def part_tokens(self) -> int:
+        """Prompt tokens of the layer that was begun last."""
+
+    @property
     def num_requests(self) -> int:
         """Requests that it holds and that the scheduler does not count."""
 
@@ -78,6 +82,9 @@ class EngineOwner(Protocol):
     def tell_run(self, requests: Sequence[Request], ends_s: Sequence[float], ended: Sequence[Request]) -> None:
         """Decode steps that ended at these times brought a token for each of these requests; some ended with the
         last."""
+
+    def ran(self, began_s: float, num_tokens: float) -> None:
+        """A step that began then has computed so many prompt tokens; of tokens in one layer, the layer's share."""
 
     def ran_first_layer(self, sequence: Request, end: int, step_ends_s: float) -> None:
         """Of the context's tokens up to ``end``; of a request that another instance is to decode."""
@@ -200,6 +207,7 @@ class SimEngine:
         self._step = None
         self._busy_s_total += self._clock.now_s - self._began_s
         self._deciding = True
+        self._owner.ran(self._began_s, partial.part_tokens / self._compute.num_layers)
         partial.end()
         self._stepped()
 
@@ -242,6 +250,7 @@ class SimEngine:
         outputs += scheduler.complete(batch, [TOKEN for piece in batch.slices if piece.sample])
         seconds = now_s - self._began_s
         self._busy_s_total += seconds
+        self._owner.ran(self._began_s, batch.num_prefill_tokens)
         self._turns.stepped(now_s)
         scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, seconds)
         self._owner.tell(outputs)

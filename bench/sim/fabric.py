@@ -7,7 +7,7 @@ reaches a GPU or host memory without taking from the host link (GPUDirect RDMA; 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,7 @@ from bench.sim.sharing import Resource
 from shared.errors import BadTopology
 
 Path = tuple[Resource, ...]
+LinkKind = Literal["scale_up", "nic", "host_link", "ssd"]
 
 
 class Link(NamedTuple):
@@ -131,6 +132,17 @@ class Fabric:
     def ssd_to_host(self, near: str) -> Path:
         """Into the host's memory, from the SSD of one of its GPUs."""
         return (self.ssds[self._gpu(near).ssd],)
+
+    def kind_of(self, first: Resource) -> LinkKind | None:
+        """Of the first link of a transfer's path. None: of another cluster."""
+        if first in self.ssds.values():
+            return "ssd"
+        tables: tuple[tuple[LinkKind, dict[str, Link]], ...] = (
+            ("scale_up", self.scale_up_links),
+            ("nic", self.nic_links),
+            ("host_link", self.host_links),
+        )
+        return next((kind for kind, links in tables if any(first in link for link in links.values())), None)
 
     def _between(self, sender: Nic, receiver: Nic) -> Path:
         own, other = self.nic_links[sender.nic_id].out, self.nic_links[receiver.nic_id].into

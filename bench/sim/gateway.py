@@ -50,7 +50,7 @@ class GatewaySettings(NamedTuple):
 class _Request:
     """One that has not ended."""
 
-    __slots__ = ("deadline_s", "patience", "request", "stream", "times_s")
+    __slots__ = ("deadline_s", "patience", "request", "stream", "times_s", "worker_id")
 
     def __init__(self, request: SimRequest, stream: StreamState, deadline_s: float) -> None:
         self.request = request
@@ -59,6 +59,8 @@ class _Request:
         self.times_s: array[float] = array("d")
         self.patience: Event | None = None
         """While it waits at an instance, when it has done so for too long."""
+        self.worker_id = ""
+        """Where its first token came from."""
 
 
 class SimGateway:
@@ -168,6 +170,8 @@ class SimGateway:
             verdict = self._accept(it, part, worker_id, instance_id)
             if verdict is not Verdict.NEW or len(it.stream.output_token_ids) > it.request.output_tokens:
                 raise ValueError(f"{len(ends_s)} tokens of {key[0]} from {worker_id}: {verdict.value}, {it.stream}")
+            if not it.times_s:
+                it.worker_id = worker_id
             it.times_s.extend(times_s)
             if was is Phase.SUBMITTED:
                 self._wait_no_more(it)
@@ -406,7 +410,7 @@ class SimGateway:
         stream.finished()
         self.num_finished += failure is None
         self.num_failed += failure is not None
-        self._on_served(Served(it.request, it.times_s, self._clock.now_s, stream.attempt, failure))
+        self._on_served(Served(it.request, it.times_s, self._clock.now_s, stream.attempt, failure, it.worker_id))
 
     # --- queue reports -----------------------------------------------------------------------
 

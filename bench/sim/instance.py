@@ -52,10 +52,11 @@ class SimInstance:
         on_report: Callable[[LoadReport], object] = lambda _report: None,
         report_every_s: float = REPORT_EVERY_S,
         on_idle: Callable[[SimInstance], object] = lambda _instance: None,
+        on_ran: Callable[[float, float], object] | None = None,
     ) -> None:
         """``kv``: None where no request is decoded elsewhere. ``on_report``: told of the load, at most every
         ``report_every_s`` and only while something changes. ``on_idle``: told whenever nothing is left of an instance
-        that drains."""
+        that drains. ``on_ran``: told of prompts (``ran``)."""
         self._clock = clock
         self.instance_id = instance_id
         self.worker_id = worker_id
@@ -79,6 +80,7 @@ class SimInstance:
         self.arrivals = Arrivals(clock, self, self._told)
         self._engine = SimEngine(clock, self.scheduler, compute, self)
         self._on_report, self._on_idle = on_report, on_idle
+        self._on_ran = on_ran
         self._reports = LoadReports(clock, report_every_s, self._report, lambda: self._engine.is_busy)
 
     # --- its life ----------------------------------------------------------------------------
@@ -289,12 +291,16 @@ class SimInstance:
 
     @property
     def computes(self) -> bool:
-        """See ``EngineOwner``, as the next four."""
+        """See ``EngineOwner``, as the next six."""
         return self.state in ("live", "serving", "draining")
 
     def call(self, function: Callable[[], object], *, between_layers: bool = False) -> None:
         """See ``SimEngine.call``."""
         self._engine.call(function, between_layers=between_layers)
+
+    def ran(self, began_s: float, num_tokens: float) -> None:
+        if self._on_ran is not None:
+            self._on_ran(began_s, num_tokens)
 
     def ran_first_layer(self, sequence: Request, end: int, step_ends_s: float) -> None:
         if self._departures is not None:

@@ -61,6 +61,7 @@ class SourceSteps:
         self._on_accepted = on_accepted
         self._on_cancelled = on_cancelled
         self.decode_interval_s = decode_interval_s
+        self.part_tokens = 0
         self._part_ends = 0
         self._began_s = 0.0
         self.num_layers_run = 0
@@ -76,6 +77,7 @@ class SourceSteps:
         if run is None:
             return None
         begin, self._part_ends = self._work.next_part(run)
+        self.part_tokens = self._part_ends - begin
         self._began_s = self._now_s()
         return part_s(self._member.compute, run.batch, begin, self._part_ends)
 
@@ -141,6 +143,7 @@ class TargetSteps:
         self._on_finished = on_finished
         self.decode_interval_s = decode_interval_s
         self._run: TargetRun | None = None
+        self.part_tokens = 0
         self._part_ends = 0
         self.num_layers_run = 0
 
@@ -167,6 +170,7 @@ class TargetSteps:
         if run is None:
             return None
         begin, self._part_ends = self._work.next_part(run)
+        self.part_tokens = self._part_ends - begin
         if not begin and not self._work.queue.batch(run.batch.batch_id).next_layer:
             self._tell_layers(run.batch, 0)
         return part_s(self._member.compute, run.batch, begin, self._part_ends)

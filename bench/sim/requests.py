@@ -32,6 +32,8 @@ class Served(NamedTuple):
     attempts: int
     """Instances that it was sent to, those included that refused it."""
     failure: Failure | None = None
+    worker_id: str = ""
+    """Where its first token came from."""
 
     @property
     def ttft_s(self) -> float | None:

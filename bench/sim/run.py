@@ -8,6 +8,7 @@ by chance but what the seed says, and nothing looks at the machine.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import msgspec
 
@@ -33,6 +34,7 @@ from bench.sim.requests import SimRequest
 from bench.sim.seen import Seen
 from bench.sim.setup import GIB, Frame, Imposed, Setup
 from bench.sim.streams import Key
+from bench.sim.watch import Watch
 from bench.sim.workers import Held, Limits, SimWorker, SimWorkers
 from bench.systems import Split, System
 from services.gateway.core.router import Assignment
@@ -67,9 +69,11 @@ def simulate(
     split: Split | None = None,
     colocated: int | None = None,
     frame: Frame = Frame(),
+    watch: Watch | None = None,
 ) -> Outcome:
-    """Run a system. ``split``, or the number of ``colocated`` ones: the instances of one that does not scale."""
-    return Simulation(setup, system, requests, split=split, colocated=colocated, frame=frame).run()
+    """Run a system. ``split``, or the number of ``colocated`` ones: the instances of one that does not scale; of one
+    that does, those that it has at least. ``watch``: sees single steps and loads."""
+    return Simulation(setup, system, requests, split=split, colocated=colocated, frame=frame, watch=watch).run()
 
 
 class Simulation:
@@ -84,8 +88,10 @@ class Simulation:
         split: Split | None,
         colocated: int | None,
         frame: Frame = Frame(),
+        watch: Watch | None = None,
     ) -> None:
         self._setup, self._system, self._requests, self._frame = setup, system, requests, frame
+        self._watch = watch
         model, latencies = setup.model, setup.latencies
         self._cluster = setup.cluster.joined(model.degree)
         self._record = self._registered(split, colocated)
@@ -127,7 +133,7 @@ class Simulation:
             make=self._make,
             report=self._on_report,
             progress=self._on_progress,
-            on_layers=self._on_layers if system.live != "never" else None,
+            on_layers=self._on_layers if system.live != "never" or watch is not None else None,
             on_serving=lambda held: self._pairs.serves(held.instance_id),
         )
         self._planner = SimPlanner(
@@ -246,7 +252,7 @@ class Simulation:
         )
 
     def _begin(self) -> None:
-        """The instances that are there from the start, spread over the hosts, and their hosts' copies."""
+        """The instances that are there from the start, and their hosts' copies."""
         self._registry.put_model(self._record)
         self._host_copies.put_model(self._record)
         for gpu_id in self._fabric.gpus:
@@ -261,7 +267,8 @@ class Simulation:
             for worker_id in self._in_turns()[: self._cluster.hosts]:
                 self._host_copies.put(worker_id, self._record, cached=False)
         roles: list[Role] = [role for role, count in wanted.items() for _ in range(count)]
-        for place, (worker_id, role) in enumerate(zip(self._in_turns(), roles, strict=False)):
+        places = list(self._fabric.gpus) if self._frame.packed else self._in_turns()
+        for place, (worker_id, role) in enumerate(zip(places, roles, strict=False)):
             if place == 0 and self._system.copies == "one":
                 self._host_copies.put(worker_id, self._record, cached=False)
             elif self._system.copies == "kept":
@@ -300,7 +307,12 @@ class Simulation:
             slo_tbt_s=model.slo_tbt_s or self._setup.worker.slo_tbt_s,
             on_report=self._on_load,
             on_idle=lambda instance: self._workers.idle(instance.worker_id),
+            on_ran=partial(self._ran, worker.worker_id) if self._watch is not None else None,
         )
+
+    def _ran(self, worker_id: str, began_s: float, num_tokens: float) -> None:
+        if self._watch is not None:
+            self._watch.ran(worker_id, began_s, self._clock.now_s, num_tokens)
 
     def _kv_path(self, source: Member, target: Member) -> Path:
         return self._fabric.gpu_to_gpu(source.worker_id, target.worker_id)
@@ -371,6 +383,8 @@ class Simulation:
 
     def _on_plan(self, plan: ScalePlan | DrainPlan | MutatePlan) -> None:
         if isinstance(plan, ScalePlan):
+            if self._watch is not None:
+                self._watch.plans.append(plan)
             self._workers.on_scale_plan(plan)
         elif isinstance(plan, DrainPlan):
             self._workers.on_drain_plan(plan)
@@ -467,6 +481,10 @@ class Simulation:
         )
 
     def _outcome(self, begin_s: float, until_s: float, end_s: float) -> Outcome:
+        if self._watch is not None:
+            self._watch.ended(
+                self._zero_s, self._seen.served, self._planner.all_records(), self._network.carried, self._fabric
+            )
         return Outcome(
             system=self._system.name,
             requests=self._requests,

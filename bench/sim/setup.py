@@ -97,6 +97,8 @@ class Frame:
     """For how long after the first arrival GPU seconds count. None: up to the last one."""
     placed: tuple[tuple[int, Role], ...] | None = None
     """Which workers have instances at the beginning, by their numbers. None: one of each host in turn."""
+    packed: bool = False
+    """Without ``placed``: one host after the other is filled instead."""
     copies: tuple[tuple[int, bool], ...] = ()
     """With ``placed``: which workers have copies in their hosts' memory, and whether they keep them for themselves."""
     looks_after_s: float = 0.0
