@@ -27,6 +27,7 @@ from shared.errors import BadRequest
 from shared.messages.plans import Chain
 
 DEFAULT = ("blitz", "blitz-nolive", "blitz-star", "overlap", "sllm", "allcache")
+BEFORE = Split(1, 2)
 LEAD_S = 0.5
 """From the first prompt to the trigger."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 32
@@ -42,7 +43,7 @@ class ScaleOut:
     """What is asked for, and what is there before."""
 
     num_more: int
-    there: Split = Split(1, 2)
+    there: Split = BEFORE
     packed: bool = False
     """Those that are there fill one host after the other; else one of each host in turn."""
     window_s: float | None = None
@@ -52,9 +53,7 @@ class ScaleOut:
     def check(self, setup: Setup, systems: Sequence[System]) -> None:
         """Raises ``BadRequest`` for what cannot be."""
         if self.num_more < 1:
-            raise BadRequest(
-                f"--scale-out is a number of instances, 1 or more, not {self.num_more}", param="scale-out"
-            )
+            raise BadRequest(f"--scale-out is a number of instances, 1 or more, not {self.num_more}", param="scale-out")
         if min(self.there) < 1:
             raise BadRequest(
                 f"--from is one prefill and one decode instance at least, not {self.there.prefill},{self.there.decode}",
@@ -134,6 +133,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     live_pairs: int
     """Of which the new instance computed something."""
     chains: tuple[Way, ...]
+    """None of a system whose weights come in blocks."""
     explain: tuple[str, ...]
     """By the planner."""
     weights_bytes: dict[LinkKind, int]
@@ -202,7 +202,9 @@ def run(setup: Setup, system: System, asked: ScaleOut) -> tuple[Row, Outcome]:
     watch = Watch()
     frame = Frame(imposed=(Imposed(LEAD_S, "prefill", asked.num_prefill),), packed=asked.packed)
     outcome = simulate(setup, system, asked.requests(setup), split=asked.there, frame=frame, watch=watch)
-    return row_of(watch, asked, asked.seconds(setup), asked.num_prefill * tokens_per_s(setup)), outcome
+    row = row_of(watch, asked, asked.seconds(setup), asked.num_prefill * tokens_per_s(setup))
+    # Who sends blocks to whom is up to the receivers then, not to the plan.
+    return msgspec.structs.replace(row, chains=(), explain=()) if system.pipelines else row, outcome
 
 
 def row_of(watch: Watch, asked: ScaleOut, seconds: float, full_tokens_per_s: float) -> Row:

@@ -114,6 +114,8 @@ def scale_out_table(found: Timeline) -> Table:
 
 def in_words(row: Row) -> str:
     """The chains of a row: who sends, and how many load at each hop."""
+    if row.loaded and not row.chains:
+        return "in blocks"
     count: dict[str, int] = {}
     for chain in map(_chain, row.chains):
         count[chain] = count.get(chain, 0) + 1
@@ -175,4 +177,3 @@ def _serving(row: Row) -> Points:
     until = [at_s for at_s in row.serving_s if at_s <= end_s]
     x_s = [-LEAD_S, *until, end_s]
     return [at_s * 1000 for at_s in x_s], [0.0, *[float(i + 1) for i in range(len(until))], float(len(until))]
-

@@ -145,6 +145,7 @@ class Layers:
     decode_interval_s = 0.05
     queued = (2, 300)
     num_requests = 0
+    part_tokens = 300
 
     def __init__(self, count: int) -> None:
         self.left = count
