@@ -167,11 +167,11 @@ def simulate(
             asked = asked_for(scale_out, there, packed=packed, window_s=window)
             asked.check(setup, chosen)
             with unfinished():
-                found, drawn = simulated(setup, chosen, asked, draws=bool(png_file or html_file))
-            tell(found)
-            write(json_file, found)
-            outputs.draw(drawn, beside(found))
-            if found.interrupted:
+                timeline, drawn = simulated(setup, chosen, asked, draws=bool(png_file or html_file))
+            tell(timeline)
+            write(json_file, timeline)
+            outputs.draw(drawn, beside(timeline))
+            if timeline.interrupted:
                 say("interrupted: what had finished is there")
                 raise typer.Exit(INTERRUPTED)
             return

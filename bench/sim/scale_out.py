@@ -28,6 +28,7 @@ from shared.messages.plans import Chain
 
 DEFAULT = ("blitz", "blitz-nolive", "blitz-star", "overlap", "sllm", "allcache")
 BEFORE = Split(1, 2)
+MAX_WINDOW_S = 600.0
 LEAD_S = 0.5
 """From the first prompt to the trigger."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 32
@@ -59,8 +60,11 @@ class ScaleOut:
                 f"--from is one prefill and one decode instance at least, not {self.there.prefill},{self.there.decode}",
                 param="from",
             )
-        if self.window_s is not None and not 0 < self.window_s < math.inf:
-            raise BadRequest(f"--window is a time in seconds, not {self.window_s!r}", param="window")
+        if self.window_s is not None and not 0 < self.window_s <= MAX_WINDOW_S:
+            raise BadRequest(
+                f"--window of a scale-out is at most {MAX_WINDOW_S:g} seconds, and more than 0, not {self.window_s!r}",
+                param="window",
+            )
         for system in systems:
             if not system.scales:
                 raise BadRequest(f"{system.name} does not scale: --scale-out is of those that do", param="systems")
