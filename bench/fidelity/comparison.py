@@ -98,26 +98,33 @@ def rows(
     simulated: Sequence[Figures],
     imposed: Sequence[Figures] = (),
 ) -> list[Row]:
-    """Of one system in one window. A figure that a run does not have (a scale-out's duration without one) is left out
-    of its median; one that no run of the lab or no simulated one has makes no row."""
+    """Of one system in one window. A side has a figure (a scale-out's duration, say) if half of its runs have it, and
+    its median is theirs. What neither lab nor simulation has makes no row, what only one of them has is 0 on the other.
+    """
     found = []
     for name, (figure, goal) in FIGURES.items():
-        there, here, forced = (
-            [value for value in map(figure, runs) if value is not None] for runs in (lab, simulated, imposed)
-        )
-        if there and here:
+        there, here, forced = (_range(figure, runs) for runs in (lab, simulated, imposed))
+        if there is not None or here is not None:
             found.append(
                 Row(
                     window_s=window_s,
                     system=system,
                     figure=name,
                     goal=goal,
-                    lab=Range.of(there),
-                    simulated=Range.of(here),
-                    imposed=Range.of(forced) if forced else None,
+                    lab=there or _NOTHING,
+                    simulated=here or _NOTHING,
+                    imposed=(forced or _NOTHING) if imposed else None,
                 )
             )
     return found
+
+
+_NOTHING = Range(0.0, 0.0, 0.0)
+
+
+def _range(figure: Callable[[Figures], float | None], runs: Sequence[Figures]) -> Range | None:
+    values = [value for value in map(figure, runs) if value is not None]
+    return Range.of(values) if values and 2 * len(values) >= len(runs) else None
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,10 +47,27 @@ def test_what_lies_in_the_labs_own_range_holds() -> None:
     assert found["gpu_seconds"].holds
 
 
-def test_a_figure_that_one_side_does_not_have_makes_no_row() -> None:
-    found = {row.figure for row in rows(10.0, "static-full", LAB, [figures((0.3,), took_s=None)])}
+NONE = figures((0.3,), took_s=None)
+"""A run in which nothing was scaled out."""
+
+
+def test_a_figure_that_neither_side_has_makes_no_row() -> None:
+    found = {row.figure for row in rows(10.0, "static-full", [NONE], [NONE])}
     assert "scale_out_mean_s" not in found
     assert "scale_outs" in found
+
+
+@pytest.mark.parametrize(("lab", "simulated"), [(LAB, [NONE]), ([NONE], LAB)])
+def test_a_figure_that_only_one_side_has_misses_its_goal(lab: list[Figures], simulated: list[Figures]) -> None:
+    found = {row.figure: row for row in rows(10.0, "blitz", lab, simulated)}
+    assert found["scale_out_mean_s"].holds is False
+
+
+def test_a_figure_that_few_runs_of_a_side_have_is_none_of_it() -> None:
+    few = {row.figure: row for row in rows(10.0, "blitz", LAB, [NONE, NONE, LAB[0]])}
+    assert few["scale_out_mean_s"].simulated.median == 0.0
+    most = {row.figure: row for row in rows(10.0, "blitz", LAB, [NONE, LAB[0], LAB[0]])}
+    assert most["scale_out_mean_s"].simulated.median == 1.0
 
 
 def test_with_imposed_events_beside_it() -> None:
@@ -63,7 +80,7 @@ def of_windows() -> list[Row]:
     lab = [figures((0.3,))]
     return [
         *rows(10.0, "blitz", lab, [figures((0.3,), gpu_seconds=96.0)], [figures((0.3,), gpu_seconds=99.0)]),
-        *rows(10.0, "static-full", lab, [figures((0.3,), took_s=None)]),
+        *rows(10.0, "static-full", [NONE], [NONE]),
         *rows(20.0, "blitz", lab, [figures((0.3,), gpu_seconds=108.0)], [figures((0.3,), gpu_seconds=103.0)]),
     ]
 
