@@ -89,19 +89,19 @@ def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int, *, 
     Without any source the first group reads the checkpoint from its disk and forwards it. Fewer spare workers than
     targets give a smaller plan that says so. Raises what ``multicast.plan`` raises.
     """
-    load = Load.of(cluster.topology, [*cluster.transfers, *cluster.serving])
+    load = cluster.traffic.load
     notes = _notes(cluster, load)
     planned = multicast.plan(
         cluster.topology,
         _sources(cluster, load),
-        [w.worker_id for w in cluster.spare],
+        cluster.spare.targets,
         num_targets,
         load,
         model_bytes,
         tails=tails,
     )
     gpus, holders = cluster.topology.gpus, cluster.host_holders()
-    serving = Load.of(cluster.topology, cluster.serving)
+    serving = cluster.traffic.serving_load
     chains = tuple(
         Chain(
             hops=tuple(_hop(edge, gpus, holders, serving, model_bytes) for edge in edges),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from services.planner.core.multicast.explain import MAX_NAMES, shortened
+from services.planner.core.multicast.targets import Targets
 from services.planner.core.multicast.topology import Topologies, Topology, with_copy_holders
 from services.planner.core.multicast.traffic import (
     BUSY_NIC_SHARE,
-    Flow,
+    Traffic,
     Transfers,
     placed_copies,
     serving_flows,
@@ -43,6 +45,44 @@ class WorkerCopy:
         return self.worker.worker_id
 
 
+class SpareWorkers:
+    """Workers that are free and can hold a model. They become fewer as plans take some."""
+
+    def __init__(
+        self, workers: Iterable[WorkerInfo], topology: Topology, traffic: Traffic, targets: Targets | None = None
+    ) -> None:
+        """``workers`` in the order of ids. ``targets``: the same, if they are grouped already."""
+        self._workers = {worker.worker_id: worker for worker in workers}
+        self._topology = topology
+        self._traffic = traffic
+        self._targets = targets
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[WorkerInfo]:
+        return iter(self._workers.values())
+
+    @property
+    def targets(self) -> Targets:
+        """The same as the multicast planner groups them; made only if it is asked, and once for all its plans."""
+        if self._targets is None:
+            self._targets = Targets(self._topology, self._workers, self._traffic.load)
+        return self._targets
+
+    def take(self, worker_ids: Iterable[str]) -> None:
+        """These are spare no longer. Others than its own do not matter."""
+        taken = [worker_id for worker_id in worker_ids if self._workers.pop(worker_id, None) is not None]
+        if self._targets is not None:
+            self._targets.take(taken)
+
+    def without(self, worker_ids: Collection[str]) -> SpareWorkers:
+        """All but these; neither changes with the other."""
+        others = [worker for worker in self if worker.worker_id not in worker_ids]
+        left_out = [worker_id for worker_id in worker_ids if worker_id in self._workers]
+        return SpareWorkers(others, self._topology, self._traffic, self.targets.without(left_out))
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Everything that planning one model's scale operation looks at. Sequences are in the order of worker ids."""
@@ -50,16 +90,13 @@ class Cluster:
     topology: Topology
     workers: Mapping[str, WorkerInfo]
     """All that the topology knows."""
+    spare: SpareWorkers
+    """Workers that are free and can hold the model."""
+    traffic: Traffic
     copies: tuple[WorkerCopy, ...] = ()
     """Complete ones."""
     loading: tuple[WorkerCopy, ...] = ()
     """Copies that will be complete: they forward what they receive."""
-    spare: tuple[WorkerInfo, ...] = ()
-    """Workers that are free and can hold the model."""
-    transfers: tuple[Flow, ...] = ()
-    """Weights in flight."""
-    serving: tuple[Flow, ...] = ()
-    """Traffic that is not part of a plan."""
     refused: tuple[str, ...] = ()
     """Workers that could take part if what they report did not contradict other workers, and the contradictions."""
     too_small: str = ""
@@ -93,7 +130,7 @@ class Clusters:
         self._index = {record.worker.worker_id: index for index, record in enumerate(self.records)}
         self._by_model: dict[str, list[WorkerRecord]] = {}
         self._by_hash: dict[str, list[WorkerRecord]] = {}
-        self._spare: dict[str, WorkerRecord] = {}
+        self._spare: dict[str, WorkerInfo] = {}
         for record in self.records:
             for name in {record.instance.model} if record.instance is not None else {record.lease_model} - {""}:
                 self._by_model.setdefault(name, []).append(record)
@@ -101,16 +138,21 @@ class Clusters:
             for model_hash in hashes | ({record.instance.model_hash} if record.instance is not None else set()):
                 self._by_hash.setdefault(model_hash, []).append(record)
             if record.state == "spare" and not record.lease_plan_id and not record.leaves:
-                self._spare[record.worker.worker_id] = record
+                self._spare[record.worker.worker_id] = record.worker
         self._topology = topology = (topologies or Topologies()).of(r.worker for r in self.records)
         known = [r for r in self.records if r.worker.worker_id in topology.gpus]
         self._workers = {r.worker.worker_id: r.worker for r in known}
         running = (*transfers.running, *placed_copies(self.records)) if transfers is not None else ()
         self._senders = {source for source, _ in running}
-        self._transfers = tuple(transfer_flows(topology, running, transfers.gbps if transfers is not None else {}))
-        self._serving = (
-            tuple(serving_flows(topology, known, transfers, busy_nic_share)) if transfers is not None else ()
+        self._traffic = Traffic(
+            topology,
+            transfer_flows(topology, running, transfers.gbps if transfers is not None else {}),
+            serving_flows(topology, known, transfers, busy_nic_share) if transfers is not None else (),
         )
+        self._arenas = sorted([worker.arena_bytes for worker in self._spare.values()])
+        self._sizes = sorted(set(self._arenas))
+        self._large_enough: dict[int, SpareWorkers] = {}
+        """By the index of the smallest of these sizes that suffices."""
 
     @property
     def num_spare(self) -> int:
@@ -123,15 +165,20 @@ class Clusters:
 
     def take(self, worker_ids: Iterable[str], plan_id: str, model: str, role: Role) -> None:
         """These workers are no longer spare: a plan of this round has them, and they count as leased."""
+        leased = []
         for worker_id in worker_ids:
-            self._spare.pop(worker_id, None)
+            worker = self._spare.pop(worker_id, None)
+            if worker is not None:
+                del self._arenas[bisect_left(self._arenas, worker.arena_bytes)]
             index = self._index[worker_id]
-            record = self.records[index]
-            self.records[index] = leased = msgspec.structs.replace(
-                record, lease_plan_id=plan_id, lease_model=model, lease_role=role
+            self.records[index] = record = msgspec.structs.replace(
+                self.records[index], lease_plan_id=plan_id, lease_model=model, lease_role=role
             )
-            # What was returned before stays as it was.
-            self._by_model[model] = sorted([*self._by_model.get(model, ()), leased], key=_worker_id)
+            leased.append(record)
+        for spare in self._large_enough.values():
+            spare.take([record.worker.worker_id for record in leased])
+        # What was returned before stays as it was.
+        self._by_model[model] = sorted([*self._by_model.get(model, ()), *leased], key=_worker_id)
 
     def give_roles(self, model: str, roles: Mapping[str, Role]) -> None:
         """This round gives these instances (by id) of a model other roles."""
@@ -181,29 +228,43 @@ class Clusters:
                     loading.append(WorkerCopy(r.worker, "gpu", instance_id, False, sending, remaining))
             if name in holders:
                 copies.append(WorkerCopy(r.worker, "host", sending=sending))
-        free = [r.worker for r in self._spare.values()]
-        small = sum(1 for w in free if w.arena_bytes < model.weights_bytes)
-        fitting = [w for w in free if w.arena_bytes >= model.weights_bytes]
-        could = {w.worker_id for w in fitting} | holders
-        could.update(r.worker.worker_id for r in mine if _is_copy_of(r, model))
-        shunned = {w.worker_id: (avoided or {})[w.worker_id] for w in fitting if w.worker_id in (avoided or {})}
-        for worker_id in list(shunned)[: max(0, at_least - (len(fitting) - len(shunned)))]:
+        num_small = bisect_left(self._arenas, model.weights_bytes)
+        shunned = {w: why for w, why in sorted((avoided or {}).items()) if self._is_spare_for(w, model)}
+        num_others = self.num_spare - num_small - len(shunned)
+        for worker_id in list(shunned)[: max(0, at_least - num_others)]:
             del shunned[worker_id]
-        refused = topology.refused
+        spare = self._spare_for(model)
+        could = holders | {r.worker.worker_id for r in mine if _is_copy_of(r, model)}
+        refused = {w: why for w, why in topology.refused.items() if w in could or self._is_spare_for(w, model)}
         return Cluster(
             topology=topology,
             workers=self._workers,
+            spare=spare.without(shunned) if shunned else spare,
+            traffic=self._traffic,
             copies=tuple(copies),
             loading=tuple(loading),
-            spare=tuple(w for w in fitting if w.worker_id in topology.gpus and w.worker_id not in shunned),
-            transfers=self._transfers,
-            serving=self._serving,
             refused=(
-                *shortened([f"worker {w} is left out: {why}" for w, why in refused.items() if w in could], MAX_NAMES),
+                *shortened([f"worker {w} is left out: {why}" for w, why in refused.items()], MAX_NAMES),
                 *shortened([f"worker {w} is avoided: {why}" for w, why in shunned.items()], MAX_NAMES),
             ),
-            too_small=f"{small} spare workers' arenas hold less than {model.weights_bytes} bytes" if small else "",
+            too_small=(
+                f"{num_small} spare workers' arenas hold less than {model.weights_bytes} bytes" if num_small else ""
+            ),
         )
+
+    def _is_spare_for(self, worker_id: str, model: ModelRecord) -> bool:
+        worker = self._spare.get(worker_id)
+        return worker is not None and worker.arena_bytes >= model.weights_bytes
+
+    def _spare_for(self, model: ModelRecord) -> SpareWorkers:
+        """The same for all models that fit into the same arenas."""
+        size = bisect_left(self._sizes, model.weights_bytes)
+        known = self._large_enough.get(size)
+        if known is None:
+            large = [w for w in self._spare.values() if w.arena_bytes >= model.weights_bytes]
+            workers = [w for w in large if w.worker_id in self._topology.gpus]
+            known = self._large_enough[size] = SpareWorkers(workers, self._topology, self._traffic)
+        return known
 
 
 def _worker_id(record: WorkerRecord) -> str:

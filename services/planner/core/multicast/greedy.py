@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from services.planner.core.multicast.edges import ByteRangeStripe, Edge, match_gbps
 from services.planner.core.multicast.egress import TOLERANCE_GBPS, Egress, FreeEgress
 from services.planner.core.multicast.feeds import NEARLY, Feed, feed_of
-from services.planner.core.multicast.targets import Port, TargetGroup, fair_rate, make_group
+from services.planner.core.multicast.targets import Port, TargetGroup, Targets, fair_rate, make_group
 from services.planner.core.multicast.topology import Nic, Topology
 from services.planner.core.multicast.traffic import Load, Source
 from shared.messages.plans import SourceKind
@@ -107,24 +107,24 @@ class Greedy:
         self.leaf_order = {leaf: i for i, leaf in enumerate(self.egress.leaves)}
         self.source_hosts = frozenset(self._at_host) | frozenset(self._host_copies)
 
-    def look_inside(self, groups: Sequence[TargetGroup]) -> None:
+    def look_inside(self, targets: Targets) -> None:
         """Step 1 for scale-up domains: who feeds the groups whose domain holds a copy. A group is left to the network
         where all copies inside send or load and the network is sooner."""
         listed = () if self._borrowed else self.egress.listed.values()
         soonest_s = min([self._ready_s.get(o.holder, 0.0) for o in listed], default=math.inf)
-        for group in groups:
-            held = self._in_domain.get(group.domain)
-            if held is None:
+        for domain, held in self._in_domain.items():
+            group = targets.group_of(domain)
+            if group is None:
                 continue
-            full_gbps = self._topology.scale_up_gbps[group.domain]
+            full_gbps = self._topology.scale_up_gbps[domain]
             feed = feed_of(held, self._load.scale_up, full_gbps, self._gigabits, sharded=self._sharded)
             late_s = max(0.0, feed.finish_s - (1 + NEARLY) * self._gigabits / full_gbps)
             by_network_s = soonest_s
             if listed:
                 by_network_s = max(soonest_s, self._gigabits / min(group.ingress_gbps, self.egress.gbps))
             if not late_s or feed.finish_s <= by_network_s:
-                self._inside[group.domain] = feed
-                self.source_domains[group.domain] = late_s
+                self._inside[domain] = feed
+                self.source_domains[domain] = late_s
 
     def plan(self, group: TargetGroup, cap_gbps: float) -> Edge:
         """Spend sources for this group and list it as a source. There must be at least one source."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from services.planner.core.multicast.edges import ByteRangeStripe, Edge
 from services.planner.core.multicast.explain import explain
 from services.planner.core.multicast.greedy import Greedy
-from services.planner.core.multicast.targets import TargetGroup, fair_cap_gbps, first_gpus, group_targets, in_order
+from services.planner.core.multicast.targets import TargetGroup, Targets, fair_cap_gbps, first_gpus
 from services.planner.core.multicast.timing import FairShares, longest_chain, settle
 from services.planner.core.multicast.topology import Topology
 from services.planner.core.multicast.traffic import Flow, Load, Source
@@ -62,7 +62,7 @@ def _no_collections() -> Iterator[None]:
 def plan(
     topology: Topology,
     sources: Iterable[Source],
-    targets: Iterable[str],
+    targets: Iterable[str] | Targets,
     n: int,
     flows: Iterable[Flow] | Load,
     model_bytes: int,
@@ -70,7 +70,8 @@ def plan(
     sharded: bool = True,
     tails: int = 1,
 ) -> Multicast:
-    """Bring ``model_bytes`` to ``n`` of the target GPUs, at most, beside ``flows`` (a ``Load``: counted already).
+    """Bring ``model_bytes`` to ``n`` of the target GPUs, at most, beside ``flows`` (a ``Load``: counted already, and
+    ``Targets``: grouped already, by the same load).
 
     ``sharded=False`` feeds every group from a single copy. ``tails``: chains to start at least, where copies with
     unspent egress allow (one per overloaded instance to be paired).
@@ -80,19 +81,21 @@ def plan(
         raise BadRequest(f"cannot plan {n} GPUs in {tails} chains", param="n")
     if model_bytes <= 0:
         raise BadRequest(f"a model of {model_bytes} bytes cannot be sent", param="model_bytes")
-    wanted = list(targets)
     copies = sorted(sources, key=_preference)
-    _check(topology, copies, wanted)
+    _check(topology, copies)
     load = flows if isinstance(flows, Load) else Load.of(topology, flows)
+    wanted = targets if isinstance(targets, Targets) else Targets(topology, targets, load)
+    for copy in copies:
+        if copy.kind == "gpu" and copy.holder in wanted:
+            raise BadTopology(f"{copy.holder!r} is a source and a target", param="targets")
     left_out = []
-    if n > len(wanted):
-        left_out.append(f"{n - len(wanted)} of {n} instances: only {len(wanted)} workers are spare")
-    groups = group_targets(topology, wanted, load)
+    if n > wanted.num_gpus:
+        left_out.append(f"{n - wanted.num_gpus} of {n} instances: only {wanted.num_gpus} workers are spare")
     # The smallest chunk bounds the length of a chain; beyond it more chains fill faster.
-    width = max([len(g.ports) for g in groups], default=1) if sharded else 1
-    chains = max(tails, math.ceil(min(len(groups), n) / longest_chain(model_bytes, width)))
+    width = wanted.width if sharded else 1
+    chains = max(tails, math.ceil(min(len(wanted), n) / longest_chain(model_bytes, width)))
     greedy = Greedy(topology, copies, load, model_bytes, sharded=sharded, chains=chains)
-    greedy.look_inside(groups)
+    greedy.look_inside(wanted)
     shipping = greedy.spared
     pruned = tuple(
         [
@@ -101,7 +104,7 @@ def plan(
             if not s.near_only and (load.egress.get(_nic_id(topology, s)) or _nic_id(topology, s) in shipping)
         ]
     )
-    ordered = in_order(groups, greedy.leaf_order, greedy.source_domains, greedy.source_hosts)
+    ordered = wanted.in_order(greedy.leaf_order, greedy.source_domains, greedy.source_hosts)
     chosen = _first(topology, ordered, n, load)
     edges: list[Edge] = []
     if not copies and chosen:
@@ -139,11 +142,10 @@ def _nic_id(topology: Topology, source: Source) -> str:
     return end.nic.nic_id
 
 
-def _check(topology: Topology, sources: list[Source], targets: list[str]) -> None:
+def _check(topology: Topology, sources: list[Source]) -> None:
     seen: set[tuple[str, str]] = set()
-    gpus = topology.gpus
     for source in sources:
-        known = topology.hosts if source.kind == "host" else gpus if source.kind == "gpu" else {}
+        known = topology.hosts if source.kind == "host" else topology.gpus if source.kind == "gpu" else {}
         if source.holder not in known:
             raise BadTopology(f"source {source.holder!r} ({source.kind}) is on no known leaf", param="sources")
         if (source.kind, source.holder) in seen:
@@ -151,17 +153,9 @@ def _check(topology: Topology, sources: list[Source], targets: list[str]) -> Non
         if not (0 <= source.ready_s < math.inf):
             raise BadTopology(f"source {source.holder!r} is ready in {source.ready_s!r} s", param="sources")
         seen.add((source.kind, source.holder))
-    if len(set(targets)) != len(targets):
-        raise BadTopology("a target is given twice", param="targets")
-    held = {holder for kind, holder in seen if kind == "gpu"}
-    for target in targets:
-        if target not in gpus:
-            raise BadTopology(f"target {target!r} is not in the topology", param="targets")
-        if target in held:
-            raise BadTopology(f"{target!r} is a source and a target", param="targets")
 
 
-def _first(topology: Topology, ordered: list[TargetGroup], n: int, load: Load) -> list[TargetGroup]:
+def _first(topology: Topology, ordered: Iterable[TargetGroup], n: int, load: Load) -> list[TargetGroup]:
     """The first groups with ``n`` GPUs together. The last one is cut: a GPU that was not asked for stays spare."""
     chosen: list[TargetGroup] = []
     for group in ordered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 import msgspec
@@ -117,6 +118,26 @@ class Transfers:
     """Ended less than ``SETTLING_S`` ago."""
     gbps: Mapping[Link, float] = field(default_factory=dict)
     """What a GPU sends another by those that run, as predicted; with links inside hops that are not in ``running``."""
+
+
+class Traffic:
+    """What there is at one moment. It is counted once for all plans that are made then."""
+
+    def __init__(self, topology: Topology, transfers: Iterable[Flow], serving: Iterable[Flow]) -> None:
+        """``transfers``: weights in flight. ``serving``: what is not part of a plan."""
+        self._topology = topology
+        self.transfers = tuple(transfers)
+        self.serving = tuple(serving)
+
+    @cached_property
+    def load(self) -> Load:
+        """All of it."""
+        return Load.of(self._topology, [*self.transfers, *self.serving])
+
+    @cached_property
+    def serving_load(self) -> Load:
+        """What keeps its share of a NIC."""
+        return Load.of(self._topology, self.serving)
 
 
 def transfer_flows(

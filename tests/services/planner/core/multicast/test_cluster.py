@@ -52,16 +52,36 @@ def test_spare_workers_are_free_and_large_enough() -> None:
     assert "1 spare workers' arenas" in found.too_small
 
 
+def test_what_a_plan_takes_is_spare_for_no_later_one_whatever_its_size() -> None:
+    arenas = {"w0": MODEL_BYTES, "w1": 4 * MODEL_BYTES, "w2": 4 * MODEL_BYTES, "w3": 2 * MODEL_BYTES}
+    larger = model("larger", weights_bytes=3 * MODEL_BYTES)
+    clusters = Clusters([record(name, arena_bytes=size) for name, size in arenas.items()])
+    everywhere, shunning = clusters.of(MODEL), clusters.of(MODEL, avoided={"w2": "it fails"})
+    assert [w.worker_id for w in shunning.spare] == ["w0", "w1", "w3"]
+    assert [w.worker_id for w in clusters.of(larger).spare] == ["w1", "w2"]
+    assert everywhere.spare.targets.num_gpus == 4
+    clusters.take(["w1", "w0"], "p", "m", "colocated")
+    for found, spare in ((everywhere, ["w2", "w3"]), (clusters.of(MODEL), ["w2", "w3"]), (clusters.of(larger), ["w2"])):
+        assert [w.worker_id for w in found.spare] == spare
+        assert [w for w in arenas if w in found.spare.targets] == spare
+    assert "1 spare workers' arenas" in clusters.of(larger).too_small
+    assert "1 spare" not in clusters.of(MODEL).too_small
+    shunning = clusters.of(MODEL, avoided={"w2": "it fails", "w1": "it is taken"})
+    assert [w for w in arenas if w in shunning.spare.targets] == [w.worker_id for w in shunning.spare] == ["w3"]
+    assert shunning.refused == ("worker w2 is avoided: it fails",)
+    assert len(clusters.of(MODEL, avoided={"w2": "it fails"}, at_least=2).spare) == 2
+
+
 def test_transfers_make_their_senders_busy_and_are_flows() -> None:
     found = cluster(record("w0", "serving"), record("w1", "serving"), record("w2", "loading"), links=(("w0", "w2"),))
     assert [c.sending for c in found.copies] == [True, False]
-    assert found.transfers == (Flow("w0", "w2"),)
+    assert found.traffic.transfers == (Flow("w0", "w2"),)
 
 
 def test_a_planner_that_is_not_to_know_flows_sees_none() -> None:
     found = cluster(record("w0", "serving", egress_gbps=9.0), record("w1"), links=(("w0", "w1"),), knows_flows=False)
     assert not found.copies[0].sending
-    assert found.transfers == found.serving == ()
+    assert found.traffic.transfers == found.traffic.serving == ()
 
 
 def test_only_workers_that_could_take_part_are_named_when_their_facts_are_wrong() -> None:
@@ -89,5 +109,5 @@ def test_the_pools_transfers_are_flows_as_well() -> None:
     loading = coming_from(record("w2", host_copy="loading"), "w0")
     found = cluster(record("w0", "serving"), record("w1", "serving"), loading, links=(("w1", "w2"),))
     assert [c.sending for c in found.copies] == [True, True]
-    assert found.transfers == (Flow("w1", "w2"), Flow("w0", "w2"))
-    assert cluster(record("w0", "serving"), loading, knows_flows=False).transfers == ()
+    assert found.traffic.transfers == (Flow("w1", "w2"), Flow("w0", "w2"))
+    assert cluster(record("w0", "serving"), loading, knows_flows=False).traffic.transfers == ()
