@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 from openai import AsyncStream
@@ -219,3 +221,29 @@ async def test_every_terminal_part_is_acknowledged(stack: Stack) -> None:
     await stack.openai.completions.create(model="tiny", prompt="a")
     await stack.until(lambda: stack.workers[0].acks)
     assert [a.request_id for a in stack.workers[0].acks] == [stack.workers[0].submits[0].request_id]
+
+
+VLLM_BENCH = {
+    "/v1/completions": {"prompt": "ab", "repetition_penalty": 1.0, "max_tokens": 5, "logprobs": None},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}],
+        "max_completion_tokens": 5,
+    },
+}
+"""What `vllm bench serve` asks for, beside the fields that both routes share."""
+
+
+@pytest.mark.parametrize("route", VLLM_BENCH)
+async def test_vllms_benchmark_finds_an_event_per_token_and_usage_at_the_end(stack: Stack, route: str) -> None:
+    body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    response = await stack.http.post(route, json=body | VLLM_BENCH[route])
+    events = response.text.removesuffix("\n\n").split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    usage = chunks.pop()
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 5)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    # It takes every event that has no role for a token, and the first one for the first token.
+    tokens = [c["text"] if "text" in c else c["delta"]["content"] for c in choices if "role" not in c.get("delta", {})]
+    assert tokens == list("hello")
+    assert stack.workers[0].submits[0].sampling.ignore_eos
