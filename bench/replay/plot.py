@@ -10,6 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
@@ -181,6 +182,7 @@ def _write_labels(axes: Axes, curves: Sequence[Curve], dots_per_point: float) ->
                     va="center",
                     color=curve.colour,
                     fontsize=_LABEL,
+                    path_effects=[withStroke(linewidth=1.6, foreground="white")],
                 ).set_in_layout(False)
                 break
 

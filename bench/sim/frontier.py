@@ -13,7 +13,7 @@ from bench.sim.outcome import Figures
 
 SAME = 0.01
 """Costs that differ by no more are the same: what decides then is the number of GPUs, and the slower NICs."""
-LEVELS = (0.9, 0.95, 0.98, 0.99)
+LEVELS = (0.9, 0.95, 0.97, 0.98, 0.99)
 """Shares of the requests for which systems are compared, beside the one that is asked for."""
 
 
@@ -93,13 +93,16 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Needed(msgspec.Struct, frozen=True, kw_only=True):
     """What each system costs if all are equally good."""
 
+    level: float
+    """Of the requests, within the absolute objectives; or of those within reach, if more are asked for than these."""
     share: float
-    """Of the requests, within the absolute objectives."""
+    """Of all requests."""
     points: dict[str, Point | None]
     """By system, the cheapest with as many; None where none has."""
 
-    def text(self, of: str) -> str:
-        """In a line: by how much the others cost more than the first. ``of``: what it is a share of."""
+    @property
+    def text(self) -> str:
+        """In a line: how many times as much as the first the others cost."""
         met = [point for point in self.points.values() if point is not None]
         without = [name for name, point in self.points.items() if point is None]
         said = []
@@ -109,6 +112,7 @@ class Needed(msgspec.Struct, frozen=True, kw_only=True):
             said.append(f"{point.system} {point.price if point is met[0] else f'{times:.2f} times as much'}{back}")
         if without:
             said.append(f"not reached: {', '.join(without)}")
+        of = percent(self.level) if self.share == self.level else f"{percent(self.level)} of those within reach"
         return f"{of} within the objectives: {'; '.join(said)}"
 
 
@@ -124,7 +128,7 @@ def needed(points: Sequence[Point], share: float, within_reach: float) -> tuple[
             name: [point for point in mine if point.slo_attainment_absolute >= level * of] for name, mine in own.items()
         }
         cheapest = {name: _cheapest(mine) if mine else None for name, mine in enough.items()}
-        found.append(Needed(share=level * of, points=cheapest))
+        found.append(Needed(level=level, share=level * of, points=cheapest))
     return tuple(found)
 
 

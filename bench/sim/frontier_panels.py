@@ -15,7 +15,7 @@ from bench.replay.figures import COLOURS, Curve, Panel
 from bench.sim.frontier import Point, seconds
 
 _Ticks = tuple[tuple[float, str], ...]
-_PARTS = (0, 20, 50, 70, 80, 90, 95, 98, 99, 99.5, 99.8, 99.9, 99.98, 99.99)
+_PARTS = (0, 20, 50, 70, 80, 85, 90, 93, 95, 97, 98, 99, 99.5, 99.8, 99.9, 99.98, 99.99)
 
 
 def frontier_panels(points: Sequence[Point], systems: Sequence[str]) -> tuple[tuple[Panel, ...], ...]:

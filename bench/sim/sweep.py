@@ -69,10 +69,11 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         said = [f"objectives: {objectives}, for {percent(share)} of the requests"]
         said += [found.text for found in self.what_if_answers.values()]
         if len(self.what_if_answers) > 1:
-            of_reach = self.what_if_within_reach < share
-            of = f"{percent(share)} of those within reach" if of_reach else percent(share)
-            asked = share * self.what_if_within_reach if of_reach else share
-            said += [one.text(of) for one in self.what_if_needed if one.share == asked]
+            # What is asked for; and where not all that scale get there, as much of it as all of them do.
+            scaling = {point.system for point in self.what_if if point.give_back_s is not None}
+            asked = [one for one in self.what_if_needed if one.level <= share]
+            all_do = [one for one in asked if all(one.points[name] is not None for name in scaling)]
+            said += dict.fromkeys(one.text for one in (asked[-1], *all_do[-1:]))
         if self.what_if_within_reach < share and not all(found.met for found in self.what_if_answers.values()):
             said.append(
                 f"an idle instance computes {self.what_if_within_reach:.2%} of the prompts in time: more hosts or "

@@ -32,7 +32,8 @@ MAX_SETTINGS = 200
 _HOSTS = (0.125, 0.25, 0.5, 1, 2)
 _NIC_GBPS = (0.25, 1, 4)
 _KEEP_COPIES_S = (60.0, 300.0, math.inf)
-_GIVE_BACK_S = (0.0, 5.0, 15.0, 30.0, 60.0)
+_GIVE_BACK_S = (1.0, 5.0, 15.0, 30.0, 60.0)
+"""From the paper's "sub-second level" (section 5.3) to what the services do."""
 _WRONG = {
     NIC_GBPS: "no positive bandwidth",
     KEEP_COPIES: f"neither a number of seconds nor {NEVER!r}",

@@ -271,7 +271,7 @@ def test_a_sweep_of_times_to_give_back_compares_systems(
         ("blitz-colocated", pytest.approx(2.57, abs=0.01), True), ("blitz-colocated", 5.0, False),
         ("blitz-colocated", 60.0, False), ("static-colocated-half", None, False),
     ]  # fmt: skip
-    assert [needed["share"] for needed in written["what_if_needed"]] == [0.9, 0.95, 0.98, 0.99]
+    assert [needed["level"] for needed in written["what_if_needed"]] == [0.9, 0.95, 0.97, 0.98, 0.99]
     assert list(written["what_if_needed"][0]["points"]) == ["blitz-colocated", "static-colocated-half"]
     said = [line for line in result.output.splitlines() if line.startswith("99 % within the objectives: blitz-col")]
     assert len(said) == 1

@@ -78,19 +78,20 @@ def test_systems_are_compared_by_what_equally_many_requests_within_the_objective
         point(300, 1.0, system="static-full", give_back_s=None),
     ]  # fmt: skip
     found = needed(points, 0.99, within_reach=1.0)
-    assert [one.share for one in found] == [0.9, 0.95, 0.98, 0.99]
+    assert [one.level for one in found] == [one.share for one in found] == [0.9, 0.95, 0.97, 0.98, 0.99]
     paid = [[None if best is None else best.paid_gpu_seconds for best in one.points.values()] for one in found]
-    assert paid == [[100, 120, 300], [100, 210, 300], [150, 210, 300], [150, None, 300]]
-    assert found[-1].text("99 %") == (
+    assert paid == [[100, 120, 300], [100, 210, 300], [150, 210, 300], [150, 210, 300], [150, None, 300]]
+    assert found[-1].text == (
         "99 % within the objectives: blitz 150 GPU s (given back after 15 s); static-full 2.00 times as much; "
         "not reached: sllm"
     )
-    assert [one.share for one in needed(points, 0.5, 1.0)] == [0.5, 0.9, 0.95, 0.98, 0.99]
+    assert [one.share for one in needed(points, 0.5, 1.0)] == [0.5, 0.9, 0.95, 0.97, 0.98, 0.99]
 
 
 def test_where_prompts_are_out_of_reach_shares_are_of_those_within() -> None:
     last = needed([point(100, 0.9)], 0.99, within_reach=0.9)[-1]
-    assert last.share == pytest.approx(0.891)
+    assert (last.level, last.share) == (0.99, pytest.approx(0.891))
+    assert last.text == "99 % of those within reach within the objectives: blitz 100 GPU s (given back after 60 s)"
     assert last.points["blitz"] is not None
     # As many as are asked for can be: they are.
     assert needed([point(100, 0.9)], 0.99, within_reach=0.99)[-1].share == 0.99

@@ -44,7 +44,19 @@ def test_where_only_the_time_to_give_back_differs_a_line_goes_through_all_times_
     # The same point is labelled once, and seen below the thinner line of the next system.
     assert absolute.curves[3].labels == ("", "15")
     assert line.width > other.width == full.width == 1.0
-    assert [name for _, name in absolute.y_ticks] == ["90", "95", "98", "99", "99.5", "99.8", "99.9", "100"]
+    assert [name for _, name in absolute.y_ticks] == [
+        "85",
+        "90",
+        "93",
+        "95",
+        "97",
+        "98",
+        "99",
+        "99.5",
+        "99.8",
+        "99.9",
+        "100",
+    ]
     assert absolute.y_ticks[-1][0] == pytest.approx(other.y[1])
     assert absolute.curves[5].labels == ("static-full",)
     assert five_times.curves[0].y == (other.y[1], other.y[1])

@@ -26,7 +26,7 @@ def test_values_are_those_given_or_fit_the_cluster() -> None:
     assert Grid.of(["hosts"], resized(a, 1, 100.0)).hosts == (1, 2)
     assert Grid.of(["nic-gbps"], known_cluster("lab")).nic_gbps == (0.0625, 0.25, 1.0)
     assert Grid.of(["give-back=60,0,2.5,60"], a).give_back_s == (0.0, 2.5, 60.0)
-    assert Grid.of(["all", "give-back"], a).give_back_s == (0.0, 5.0, 15.0, 30.0, 60.0)
+    assert Grid.of(["all", "give-back"], a).give_back_s == (1.0, 5.0, 15.0, 30.0, 60.0)
 
 
 @pytest.mark.parametrize(
