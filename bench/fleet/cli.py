@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
+from bench.command_line import GiveBack, JsonFile, check_folder, one_line, say, until_signal, usage, write
 from bench.fleet.judge import SystemResult, same_texts
 from bench.fleet.plan import Setting
 from bench.fleet.run import SYSTEMS, measure
+from bench.systems import GIVE_BACK_S
 from shared.errors import BadRequest
 
 
@@ -26,6 +27,7 @@ def command(
     rate: Annotated[float, typer.Option(help="Requests per second, the burst apart.")] = 10.0,
     rotate: Annotated[float, typer.Option(metavar="S", help="How long the popularity of models stays.")] = 5.0,
     burst: Annotated[int, typer.Option(help="Requests for one model, half-way, within half a second.")] = 60,
+    give_back: GiveBack = GIVE_BACK_S,
     systems: Annotated[str, typer.Option(metavar="NAME,NAME", help="Which to measure.")] = ",".join(SYSTEMS),
     seed: Annotated[int, typer.Option(help="Decides what is asked when.")] = 0,
     json_file: JsonFile = None,
@@ -37,7 +39,7 @@ def command(
     ``dedicated``: each model has a worker. Exit status 1 if a request failed or was answered differently.
     """
     with usage():
-        setting = Setting(models, workers, seconds, rate, rotate, burst, seed)
+        setting = Setting(models, workers, seconds, rate, rotate, burst, seed, give_back)
         chosen = tuple(dict.fromkeys(name.strip() for name in systems.split(",") if name.strip()))
         if not chosen or not set(chosen) <= set(SYSTEMS):
             raise BadRequest(f"systems must be of {', '.join(SYSTEMS)}, not {systems!r}", param="systems")
@@ -52,7 +54,7 @@ def command(
     Console().print(_table(results))
     asked = (
         f"blitzscale bench fleet --models {models} --workers {workers} --seconds {seconds:g} --rate {rate:g} "
-        f"--rotate {rotate:g} --burst {burst} --systems {','.join(chosen)} --seed {seed}"
+        f"--rotate {rotate:g} --burst {burst} --give-back {give_back:g} --systems {','.join(chosen)} --seed {seed}"
     )
     write(json_file, document | {"machine": machine.describe(), "command": asked})
     if png_file is not None:

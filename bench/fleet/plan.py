@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from bench.replay.plan import prompt_of
+from bench.systems import GIVE_BACK_S, check_give_back
 from shared.errors import BadRequest
 
 _TOKEN_IDS = range(10, 250)
@@ -31,8 +32,11 @@ class Setting:
     burst: int = 60
     """Requests for one model within half a second, when half of the time is over."""
     seed: int = 0
+    give_back_s: float = GIVE_BACK_S
+    """For how long instances are kept that the load does not need; 0: as soon as that pays."""
 
     def __post_init__(self) -> None:
+        check_give_back(self.give_back_s)
         for name, least in (("models", 2), ("workers", 1), ("seconds", 1), ("per_s", 0.1), ("rotate_s", 0.1)):
             if getattr(self, name) < least:
                 raise BadRequest(f"{name} must be at least {least}, not {getattr(self, name)}", param=name)

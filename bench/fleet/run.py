@@ -34,8 +34,6 @@ ENV = {
     # Two layers: a decode step takes 4 ms, a prompt of 200 tokens 40 ms more.
     "BLITZ_MOCK_LAYER_BASE_MS": "2.0",
     "BLITZ_MOCK_LAYER_PER_TOKEN_US": "100",
-    # Given back as soon as that pays.
-    "BLITZ_MONITOR_DOWN_WINDOW_S": "0",
     # What waits a moment longer than this is not served.
     "BLITZ_GATEWAY_QUEUE_TIMEOUT_S": "100",
 }
@@ -102,7 +100,7 @@ class _System:
             workers=workers,
             port=0,
             engine="mock",
-            env=ENV,
+            env=ENV | {"BLITZ_MONITOR_DOWN_WINDOW_S": f"{self._setting.give_back_s:g}"},
             log_level="warning",
         )
         async with Stack(config) as stack:
