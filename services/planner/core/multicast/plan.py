@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -105,7 +105,7 @@ def plan(
         ]
     )
     ordered = wanted.in_order(greedy.leaf_order, greedy.source_domains, greedy.source_hosts)
-    chosen = _first(topology, ordered, n, load)
+    chosen = _first(topology, ordered, n, load, greedy, sharded=sharded)
     edges: list[Edge] = []
     if not copies and chosen:
         head = max(range(len(chosen)), key=lambda i: (topology.hosts[chosen[i].host].ssd_gbps, -i))
@@ -155,15 +155,48 @@ def _check(topology: Topology, sources: list[Source]) -> None:
         seen.add((source.kind, source.holder))
 
 
-def _first(topology: Topology, ordered: Iterable[TargetGroup], n: int, load: Load) -> list[TargetGroup]:
-    """The first groups with ``n`` GPUs together. The last one is cut: a GPU that was not asked for stays spare."""
+def _first(
+    topology: Topology, ordered: Iterable[TargetGroup], n: int, load: Load, greedy: Greedy, *, sharded: bool
+) -> list[TargetGroup]:
+    """The first groups with ``n`` GPUs together. The last one is cut: a GPU that was not asked for stays spare.
+
+    What a group takes in over the network grows with its GPUs' NICs, and it takes in as much as any other. A few GPUs
+    that are left over for the last one would have it slowly: it then has as many as the one before, if the slower of
+    the two gains by that.
+    """
     chosen: list[TargetGroup] = []
     for group in ordered:
         if n <= 0:
             break
-        chosen.append(group if len(group.gpus) <= n else first_gpus(topology, group, n, load))
+        if len(group.gpus) <= n:
+            chosen.append(group)
+        elif sharded and chosen:
+            chosen[-1:] = _cut(topology, chosen[-1], group, n, load, greedy)
+        else:
+            chosen.append(first_gpus(topology, group, n, load))
         n -= len(group.gpus)
     return chosen
+
+
+def _cut(
+    topology: Topology, before: TargetGroup, last: TargetGroup, n: int, load: Load, greedy: Greedy
+) -> list[TargetGroup]:
+    """A whole group and ``n`` GPUs of the last one; or as many in all, spread evenly."""
+    whole = [before, first_gpus(topology, last, n, load)]
+    num_gpus = len(before.gpus) + n
+    half = min(num_gpus // 2, len(last.gpus))
+    if half <= n:
+        return whole
+    even = [first_gpus(topology, before, num_gpus - half, load), first_gpus(topology, last, half, load)]
+    return even if _slowest_gbps(even, greedy) > _slowest_gbps(whole, greedy) else whole
+
+
+def _slowest_gbps(groups: Sequence[TargetGroup], greedy: Greedy) -> float:
+    """What reaches the slowest of the groups that the network feeds."""
+    near = [group.domain in greedy.source_domains for group in groups]
+    sent = greedy.egress.gbps + sum([g.egress_gbps for g, inside in zip(groups, near, strict=True) if inside])
+    taken = [0.0 if g.disturbs else g.ingress_gbps for g, inside in zip(groups, near, strict=True) if not inside]
+    return min([sent, *taken])
 
 
 def _chains(edges: list[Edge]) -> tuple[tuple[Edge, ...], ...]:

@@ -236,6 +236,43 @@ def test_n_counts_gpus_and_the_rest_is_left_out() -> None:
     assert more.left_out == ("3 of 11 instances: only 8 workers are spare",)
 
 
+def sizes(result: Multicast) -> list[tuple[str, int]]:
+    return [(e.group.host, len(e.targets)) for e in result.edges]
+
+
+def test_the_last_group_has_no_few_left_over_that_would_receive_slowly() -> None:
+    topology = cluster(("s", 4, 100, "x"), ("a", 4, 100, "x"), ("b", 4, 100, "x"))
+    full = [Source(f"s-{i}") for i in range(4)]
+    spare = all_of(topology, "a", "b")
+    split = plan(topology, full, spare, 6, [], MODEL_BYTES)
+    assert sizes(split) == [("a", 3), ("b", 3)]
+    alone_s = last_finish_s(plan(topology, full, all_of(topology, "a"), 2, [], MODEL_BYTES))
+    assert last_finish_s(split) < 0.7 * alone_s
+    assert sizes(plan(topology, full, spare, 7, [], MODEL_BYTES)) == [("a", 4), ("b", 3)]
+    assert sizes(plan(topology, full, spare, 8, [], MODEL_BYTES)) == [("a", 4), ("b", 4)]
+
+
+def test_what_is_beside_a_copy_leaves_some_of_its_room_for_the_same_reason() -> None:
+    topology = cluster(("s", 8, 100, "x"), ("a", 8, 100, "x"))
+    sources = [Source(f"s-{i}") for i in range(3)]
+    targets = [gpu for gpu in topology.gpus if gpu not in {"s-0", "s-1", "s-2"}]
+    assert sizes(plan(topology, sources, targets, 6, [], MODEL_BYTES)) == [("s", 3), ("a", 3)]
+    assert sizes(plan(topology, sources, targets, 5, [], MODEL_BYTES)) == [("s", 5)]
+
+
+def test_a_group_is_not_cut_where_that_brings_no_more() -> None:
+    """One copy feeds one NIC; unsharded, each group has one sender; here all GPUs of a host have one NIC."""
+    topology = cluster(("s", 4, 100, "x"), ("a", 4, 100, "x"), ("b", 4, 100, "x"))
+    spare = all_of(topology, "a", "b")
+    assert sizes(plan(topology, [Source("s-0")], spare, 5, [], MODEL_BYTES)) == [("a", 4), ("b", 1)]
+    full = [Source(f"s-{i}") for i in range(4)]
+    assert sizes(plan(topology, full, spare, 5, [], MODEL_BYTES, sharded=False)) == [("a", 4), ("b", 1)]
+    shared = build_topology(
+        Gpu(f"{host}-{i}", host, host, Nic(host, "x", 100.0)) for host in ("s", "a", "b") for i in range(4)
+    )
+    assert sizes(plan(shared, [Source("s-0")], all_of(shared, "a", "b"), 5, [], MODEL_BYTES)) == [("a", 4), ("b", 1)]
+
+
 @pytest.mark.parametrize(
     ("sources", "targets", "flows"),
     [
