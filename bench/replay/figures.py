@@ -305,7 +305,13 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     """Places on a logarithmic axis, and what they are called: powers of ten; of less than two decades, also twice and
     five times these, and of less than one, more."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if high < 8 * low else (1, 2, 5) if high < 60 * low else (1,)
+    steps: tuple[float, ...] = (1,)
+    if high < 2 * low:
+        steps = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
+    elif high < 8 * low:
+        steps = (1, 1.5, 2, 3, 4, 5, 6, 8)
+    elif high < 60 * low:
+        steps = (1, 2, 5)
     places = [step * 10.0**power for power in range(first, last + 1) for step in steps]
     return [(place, f"{place:,.6g}") for place in places if low <= place <= high]
 

@@ -50,4 +50,5 @@ def test_time_is_told_in_minutes_and_seconds() -> None:
 
 def test_a_short_logarithmic_axis_names_more_places() -> None:
     assert log_ticks(18, 750) == [(20, "20"), (50, "50"), (100, "100"), (200, "200"), (500, "500")]
+    assert [name for _, name in log_ticks(2300, 3700)] == ["2,500", "2,750", "3,000", "3,500"]
     assert [name for _, name in log_ticks(0.05, 20_000)] == ["0.1", "1", "10", "100", "1,000", "10,000"]
