@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from services.planner.core.multicast.egress import TOLERANCE_GBPS
 from services.planner.core.multicast.topology import Gpu, Nic, Topology
 from services.planner.core.multicast.traffic import Load
 from shared.errors import BadTopology
@@ -257,11 +258,12 @@ def fair_cap_gbps(groups: list[TargetGroup], source_gbps: float) -> float:
     """The rate at which all groups could be fed at once: the largest c with sum(min(ingress, c)) <= all egress.
 
     Infinite unless serving flows leave less egress than the groups can take in; then asking for no more than this
-    keeps the first groups from taking what the last ones need.
+    keeps the first groups from taking what the last ones need. Where they leave none at all, nothing can be kept for
+    anybody, and directions in use are shared.
     """
     egress = source_gbps + sum([g.egress_gbps for g in groups])
     wanted = [g.ingress_gbps for g in groups]
-    if sum(wanted) <= egress:
+    if sum(wanted) <= egress or egress <= TOLERANCE_GBPS:
         return float("inf")
     return fair_rate(wanted, egress)
 

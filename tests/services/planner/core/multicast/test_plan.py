@@ -292,6 +292,15 @@ def test_contradicting_input_is_refused(sources: list[Source], targets: list[str
         plan(topology, sources, targets, 1, flows, MODEL_BYTES)
 
 
+def test_without_a_copy_targets_that_all_send_something_else_are_fed_through_nics_in_use() -> None:
+    topology = cluster(("a", 1, 100, "x"), ("b", 1, 100, "x"))
+    result = plan(topology, [], ["a-0", "b-0"], 2, [Flow("a-0"), Flow("b-0")], MODEL_BYTES)
+    assert [(e.via, senders(e), e.targets, e.shares, e.gbps) for e in result.edges] == [
+        ("disk", ("a",), ("a-0",), False, 10.0),
+        ("network", ("a-0",), ("b-0",), True, 50.0),
+    ]
+
+
 @pytest.mark.parametrize(("n", "size"), [(-1, 1), (1, 0)])
 def test_negative_numbers_are_refused(n: int, size: int) -> None:
     with pytest.raises(BadRequest):
