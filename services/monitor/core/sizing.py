@@ -71,7 +71,7 @@ class Sizing:
         policy, observed = self._policy, situation.observed
         if overdue_tokens > 0:
             self._needed.add(now_s, needed)
-            lately = self._needed.largest(now_s, self._window_s(situation))
+            lately = self._needed.largest(now_s, self._worth_s(situation))
             needed = max(needed, self._overdue.hold(overdue_tokens, lately, situation.num_serving, now_s))
         else:
             self._overdue.end()
@@ -108,7 +108,12 @@ class Sizing:
     def _window_s(self, situation: Situation) -> float:
         """Whose load has to fit fewer instances. Never shorter than two windows of the rate, or random arrivals
         would be taken for ups and downs."""
-        return self._policy.down_window_s or max(idle_window_s(situation.load_s), 2 * self._policy.rate_window_s)
+        return self._policy.down_window_s or self._worth_s(situation)
+
+    def _worth_s(self, situation: Situation) -> float:
+        """For how long keeping an instance costs less than to fetch it again. What is overdue has waited for about as
+        long: what was needed before that was not needed for it, however long instances are kept."""
+        return max(idle_window_s(situation.load_s), 2 * self._policy.rate_window_s)
 
 
 class _Overdue:

@@ -167,6 +167,21 @@ def test_instances_that_work_it_off_are_enough() -> None:
     assert verdicts[-1].needed == 0.0
 
 
+def test_what_was_needed_long_before_a_prompt_was_overdue_was_not_needed_for_it() -> None:
+    demand = ModelDemand(replace(POLICY, down_window_s=60.0))
+    needed = []
+    for step in range(1200):
+        now_s = step / 10
+        burst, one = 5000 if now_s < 1.0 else 0, 100 if now_s % 20.0 > 17.0 else 0
+        demand.on_load(report(load_s=1.0, running_requests=50), now_s)
+        demand.on_queue("g", queue(5000 + 100 * int((now_s + 3.0) // 20.0), burst + one, inflight=50), now_s)
+        verdict = demand.colocated(now_s, 10)
+        needed.append(verdict.needed)
+    assert max(needed[:10]) == 10.0
+    assert max(needed[50:]) <= 2.0
+    assert verdict.desired < 5, "one that is late now and then does not keep what a burst needed"
+
+
 # --- down ----------------------------------------------------------------------------------------------
 
 
