@@ -185,17 +185,22 @@ def _cut(
     whole = [before, first_gpus(topology, last, n, load)]
     num_gpus = len(before.gpus) + n
     half = min(num_gpus // 2, len(last.gpus))
-    if half <= n:
+    if half <= n or last.domain in greedy.source_domains:
         return whole
     even = [first_gpus(topology, before, num_gpus - half, load), first_gpus(topology, last, half, load)]
     return even if _slowest_gbps(even, greedy) > _slowest_gbps(whole, greedy) else whole
 
 
 def _slowest_gbps(groups: Sequence[TargetGroup], greedy: Greedy) -> float:
-    """What reaches the slowest of the groups that the network feeds."""
-    near = [group.domain in greedy.source_domains for group in groups]
-    sent = greedy.egress.gbps + sum([g.egress_gbps for g, inside in zip(groups, near, strict=True) if inside])
-    taken = [0.0 if g.disturbs else g.ingress_gbps for g, inside in zip(groups, near, strict=True) if not inside]
+    """What reaches the slowest of the groups that no copy in their domain feeds."""
+    sent, taken, hosts = greedy.egress.gbps, [], set(greedy.source_hosts)
+    for group in groups:
+        if group.domain in greedy.source_domains:
+            sent += group.egress_gbps
+        else:
+            inside = sum([gpu.host_link_gbps for gpu in group.gpus]) if group.host in hosts else 0.0
+            taken.append(max(inside, 0.0 if group.disturbs else group.ingress_gbps))
+        hosts.add(group.host)
     return min([sent, *taken])
 
 

@@ -273,6 +273,29 @@ def test_a_group_is_not_cut_where_that_brings_no_more() -> None:
     assert sizes(plan(shared, [Source("s-0")], all_of(shared, "a", "b"), 5, [], MODEL_BYTES)) == [("a", 4), ("b", 1)]
 
 
+def test_a_group_is_not_cut_for_another_that_needs_no_nic() -> None:
+    """A host's second domain gets as much from the first; and here both domains have a copy."""
+    narrow, wide = (
+        build_topology(
+            Gpu(f"{host}-{i}", host, f"{host}-{i // 4}", Nic(f"{host}-{i}", "x", gbps))
+            for host in ("s", "a")
+            for i in range(8)
+        )
+        for gbps in (25.0, 100.0)
+    )
+    full = [Source(f"s-{i}") for i in range(8)]
+    assert sizes(plan(narrow, full, all_of(narrow, "a"), 5, [], MODEL_BYTES)) == [("a", 4), ("a", 1)]
+    assert sizes(plan(wide, full, all_of(wide, "a"), 5, [], MODEL_BYTES)) == [("a", 3), ("a", 2)]
+    near = build_topology(
+        Gpu(f"{host}-{i}", host, host, Nic(f"{host}-{i % num_nics}", "x", gbps))
+        for host, num_nics, gbps in (("s", 1, 1000.0), ("t", 6, 100.0))
+        for i in range(6)
+    )
+    targets = [gpu for gpu in near.gpus if gpu not in {"s-0", "t-0"}]
+    result = plan(near, [Source("s-0"), Source("t-0")], targets, 6, [], MODEL_BYTES)
+    assert sizes(result) == [("s", 5), ("t", 1)]
+
+
 @pytest.mark.parametrize(
     ("sources", "targets", "flows"),
     [
