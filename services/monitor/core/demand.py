@@ -280,5 +280,16 @@ class ModelDemand:
         )
 
 
+class _GivenBack(NamedTuple):
+    """Why it is fewer."""
+
+    why: object
+    fewer_for_s: float
+
+    def __str__(self) -> str:
+        return f"{self.why}; the last {self.fewer_for_s:.3g} s needed no more"
+
+
 def _verdict(size: Size, why: object, urgent: int = 0) -> Verdict:
+    why = _GivenBack(why, size.fewer_for_s) if size.fewer_for_s else why
     return Verdict(size.desired, size.needed, why, size.idle, size.spare, urgent)

@@ -47,6 +47,8 @@ class Size(NamedTuple):
     """Of those observed, that the load does not need at this moment, whatever is kept for later."""
     spare: int
     """Of these, those that would not be missed if what was needed lately came again."""
+    fewer_for_s: float = 0.0
+    """Where it is fewer than there are: for how long no more were needed."""
 
 
 class Sizing:
@@ -85,7 +87,7 @@ class Sizing:
                 if self._needed.full(now_s, lately_s):
                     spare = max(0, min(idle, observed - self._fitting(now_s, lately_s)))
             desired = min(observed, max(desired, self._kept(situation, now_s)))
-        return Size(desired, needed, idle, spare)
+        return Size(desired, needed, idle, spare, self._window_s(situation) if desired < observed else 0.0)
 
     def _fitting(self, now_s: float, within_s: float) -> int:
         """Instances that the largest need of that time fits with headroom."""

@@ -415,6 +415,18 @@ def test_what_the_last_window_needed_is_kept_however_long_that_is(window_s: floa
     assert now_s == pytest.approx(window_s, abs=0.2)
 
 
+def test_who_is_given_back_hears_for_how_long_no_more_was_needed() -> None:
+    demand = ModelDemand(DemandPolicy(down_window_s=60.0))
+    demand.on_load(report(load_s=0.03), 0.0)
+    assert "needed no more" not in demand.colocated(0.0, 1).reason
+    assert idle_until(demand, 60.2, 1, since_s=0.0) == 0
+    assert demand.colocated(60.3, 1).reason.endswith("0 running; the last 60 s needed no more")
+    by_rule = ModelDemand(DemandPolicy(down_window_s=0.0))
+    by_rule.on_load(report(load_s=4.0), 0.0)
+    assert idle_until(by_rule, 8.2, 1, since_s=0.0) == 0
+    assert by_rule.colocated(8.3, 1).reason.endswith("; the last 8 s needed no more")
+
+
 def test_the_last_instance_stays_for_the_keep_alive_and_the_others_go() -> None:
     demand = ModelDemand(DemandPolicy(down_window_s=0.0))
     demand.on_load(report(load_s=0.03), 0.0)
