@@ -26,7 +26,7 @@ def asked_for(num_more: int, there: str | None, *, packed: bool, window_s: float
     if there is None:
         return ScaleOut(num_more, packed=packed, window_s=window_s)
     counts = there.split(",")
-    if len(counts) != 2 or not all(count.strip().isdecimal() for count in counts):
+    if len(counts) != 2 or not all(count.strip().isdecimal() and len(count) < 10 for count in counts):
         raise BadRequest(f"--from is prefill and decode instances, as 1,2, not {there!r}", param="from")
     return ScaleOut(num_more, Split(*map(int, counts)), packed, window_s)
 

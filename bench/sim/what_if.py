@@ -170,7 +170,7 @@ def _hosts(values: dict[str, list[str]], cluster: Cluster) -> tuple[int, ...]:
     found: set[int] = set()
     for value in values[HOSTS]:
         text = value.strip()
-        if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 100_000:
+        if not (text.isascii() and text.isdigit()) or not 1 <= float(text) <= 100_000:
             raise BadRequest(f"--what-if {HOSTS}: {text!r} is no number of hosts", param="what-if")
         found.add(int(text))
     return tuple(sorted(found))

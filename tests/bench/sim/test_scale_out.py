@@ -59,6 +59,7 @@ def load_s(gbps: float) -> float:
         (("--scale-out", "2", "--from", "0,2"), "one prefill and one decode instance at least, not 0,2"),
         (("--scale-out", "2", "--from", "2"), "--from is prefill and decode instances, as 1,2, not '2'"),
         (("--scale-out", "2", "--from", "a,b"), "not 'a,b'"),
+        (("--scale-out", "2", "--from", f"1,{'9' * 5000}"), "--from is prefill and decode instances"),
         (("--scale-out", "2", "--window", "0"), "at most 600 seconds, and more than 0, not 0.0"),
         (("--scale-out", "2", "--window", "nan"), "not nan"),
         (("--scale-out", "2", "--systems", "blitz,static-full"), "static-full does not scale"),

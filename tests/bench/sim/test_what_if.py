@@ -37,6 +37,7 @@ def test_values_are_those_given_or_fit_the_cluster() -> None:
         (["hosts=0"], "'0' is no number of hosts"),
         (["hosts=1.5"], "'1.5' is no number of hosts"),
         (["hosts=999999"], "'999999' is no number of hosts"),
+        ([f"hosts={'9' * 5000}"], "9' is no number of hosts"),
         (["nic-gbps=0"], "'0' is no positive bandwidth"),
         (["nic-gbps=inf"], "'inf' is no positive bandwidth"),
         (["nic-gbps=never"], "'never' is no positive bandwidth"),
