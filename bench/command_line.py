@@ -42,14 +42,19 @@ GiveBack = Annotated[
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")]
 
 
+def printable(text: str) -> str:
+    """What a file says may hold what a terminal would obey: all but ends of lines is shown as it is written."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
 def say(line: str) -> None:
     """On stderr, at once."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def say_wrong(line: str) -> None:
     """On stderr, in red."""
-    Console(stderr=True).print(line, style="red", markup=False, soft_wrap=True)
+    Console(stderr=True).print(printable(line), style="red", markup=False, soft_wrap=True)
 
 
 def show(*what: RenderableType) -> None:
@@ -95,7 +100,7 @@ def usage() -> Iterator[None]:
     try:
         yield
     except BadRequest as error:
-        raise typer.BadParameter(error.message) from error
+        raise typer.BadParameter(printable(error.message)) from error
 
 
 @contextlib.contextmanager

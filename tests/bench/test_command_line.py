@@ -9,7 +9,8 @@ import sys
 import pytest
 import typer
 
-from bench.command_line import INTERRUPTED, NotWritten, red_line, show, unfinished
+from bench.command_line import INTERRUPTED, NotWritten, red_line, say, say_wrong, show, unfinished, usage
+from shared.errors import BadRequest
 
 
 class Full(io.StringIO):
@@ -35,6 +36,15 @@ def test_what_cannot_be_shown_is_a_line_and_no_wrong_input(
 def test_a_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     show("[red]a " + "long " * 30 + "line", "another")
     assert capsys.readouterr().out == "[red]a " + "long " * 30 + "line\nanother\n"
+
+
+def test_what_a_terminal_would_obey_is_shown_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    say("void: \x1b[31mred\x07 é\nand so on")
+    say_wrong("\x1b]0;title\x07")
+    with pytest.raises(typer.BadParameter, match="x1b") as refused, usage():
+        raise BadRequest("there is no \x1b[2J")
+    assert capsys.readouterr().err == "void: \\x1b[31mred\\x07 é\nand so on\n\\x1b]0;title\\x07\n"
+    assert "\x1b" not in refused.value.message
 
 
 def test_an_interruption_before_there_is_anything_is_said(capsys: pytest.CaptureFixture[str]) -> None:
