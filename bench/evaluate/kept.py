@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Literal
@@ -59,9 +60,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """For how long the services were told to keep an instance without need. Raises ``BadRequest``."""
         told = self.settings.get("BLITZ_MONITOR_DOWN_WINDOW_S", "nothing")
         try:
-            return float(told)
+            told_s = float(told)
         except ValueError:
-            raise BadRequest(f"{self.name} does not say in seconds how long instances are kept: {told}") from None
+            told_s = math.nan
+        if not 0 <= told_s < math.inf:
+            raise BadRequest(f"{self.name} does not say in seconds how long instances are kept: {told}")
+        return told_s
 
 
 def digest(trace: Trace, window: Window, lead_in_s: float) -> str:
@@ -111,7 +115,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         """Raises ``BadRequest`` for a file that is no run."""
         try:
             own = msgspec.json.decode(file.read_bytes(), type=_Own)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
             raise BadRequest(f"{file} is no run of an evaluation ({error}): delete it", param="dir") from error
         document = msgspec.structs.replace(read_document(file), label=own.plan.system)
         return cls(document=document, **{name: getattr(own, name) for name in _Own.__struct_fields__})

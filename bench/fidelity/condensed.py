@@ -118,6 +118,10 @@ def read(path: Path) -> tuple[Condensed, ...]:
     runs = _read_folder(path) if path.is_dir() else _read_file(path)
     if not runs:
         raise BadRequest(f"{path} has no finished run", param="runs")
+    for run in runs:
+        last = run.plan.workers - 1
+        if others := [n for n in (*run.placed.instances, *run.placed.copies) if not 0 <= n <= last]:
+            raise BadRequest(f"{path}: {run.plan.name} has workers 0 to {last}, and not {others[0]}", param="runs")
     return runs
 
 
@@ -131,7 +135,7 @@ def _read_file(file: Path) -> tuple[Condensed, ...]:
         return msgspec.json.decode(file.read_bytes(), type=File).runs
     except OSError as error:
         raise BadRequest(f"{file} cannot be read: {error.strerror}", param="runs") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest(f"{file} has no runs to compare with: {error}", param="runs") from error
 
 

@@ -150,7 +150,7 @@ def read_document(path: Path) -> Document:
         )
     except OSError as error:
         raise BadRequest(f"{path} cannot be read: {error.strerror}", param="file") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest(f"{path} is no result of `blitzscale replay --json`: {error}", param="file") from error
 
 

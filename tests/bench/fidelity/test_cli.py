@@ -135,6 +135,7 @@ def test_a_full_standard_output_is_one_line(tmp_path: Path, monkeypatch: pytest.
         ({"settings": dict(find("blitz-nolive").environ())}, "BLITZ_PLANNER_LIVE, BLITZ_PLANNER_MUTATION"),
         ({"settings": {}}, "how long instances are kept"),
         ({"settings": {"BLITZ_MONITOR_DOWN_WINDOW_S": "1"}}, "BLITZ_PLANNER_STRATEGY"),
+        ({"settings": {"BLITZ_MONITOR_DOWN_WINDOW_S": "nan"}}, "how long instances are kept: nan"),
         ({"instances": {"colocated": 2}}, "other roles"),
         ({"model": "llama"}, "there is no model"),
     ],

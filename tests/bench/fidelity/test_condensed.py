@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from bench.evaluate.kept import Runs
+from bench.evaluate.kept import Placed, Runs
 from bench.fidelity.condensed import Condensed, File, read
 from shared.errors import BadRequest
 from tests.bench.evaluate.runs import plan, run
+
+DEEP = b'{"format":"blitzscale-fidelity.v1","more":' + b"[" * 100_000
 
 
 def test_the_figures_of_a_run_without_what_the_trace_says() -> None:
@@ -47,13 +50,29 @@ def test_a_void_run_is_kept_with_its_reasons(tmp_path: Path) -> None:
     assert "timers were late" in again.void[0]
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"format": "other", "runs": []}', b'{"runs": []}'])
+@pytest.mark.parametrize("content", [None, b"", b'{"format": "other", "runs": []}', b'{"runs": []}', DEEP])
 def test_what_has_no_runs_is_named(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "kept.json"
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(BadRequest, match="kept"):
         read(file)
+
+
+@pytest.mark.parametrize(
+    "placed", [Placed(instances={8: "prefill"}, copies={}), Placed(instances={}, copies={-1: False})]
+)
+def test_instances_and_copies_are_on_workers_that_there_are(tmp_path: Path, placed: Placed) -> None:
+    strange = msgspec.structs.replace(Condensed.of(run()), placed=placed)
+    File(runs=(strange,)).write(tmp_path / "kept.json")
+    with pytest.raises(BadRequest, match="has workers 0 to 7, and not"):
+        read(tmp_path / "kept.json")
+
+
+def test_a_folder_with_a_file_that_is_too_deep_names_it(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_bytes(DEEP)
+    with pytest.raises(BadRequest, match=r"deep\.json is no run"):
+        read(tmp_path)
 
 
 def test_an_empty_folder_has_no_runs(tmp_path: Path) -> None:

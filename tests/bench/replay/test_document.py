@@ -32,7 +32,7 @@ def test_other_objectives_are_judged_by_what_was_recorded() -> None:
     assert (found.slo.attained, found.slo.share, found.slo.goodput_requests_per_s) == (1, 0.25, 0.25)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}", b"[1]", b'{"trace": 3}'])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"[1]", b'{"trace": 3}', b'{"more":' + b"[" * 100_000])
 def test_what_is_no_result_is_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "x.json"
     if content is not None:
