@@ -5,7 +5,8 @@ go only as others come to take them: a model is never left without an instance t
 
 ``max_instances`` is of all roles together. What stays whatever the load is comes first: roles that were asked for by
 hand, and what is surplus and has to stay. Where the rest is too little for what the load needs in several roles, each
-gets its minimum, and then a share in proportion to what it needs.
+gets its minimum, and then a share in proportion to what it needs. What a role could spare, and keeps for what may come,
+has the places that are left after that.
 """
 
 from __future__ import annotations
@@ -62,10 +63,16 @@ def verdicts(
         most -= verdict.desired
     if sum(wanted.values()) > most:
         least = {role: bounded(0, model, there[role].floor, role) for role in wanted}
-        wanted = within(wanted, least, most)
+        needed = {role: max(least[role], _needed(v, wanted[role], there[role])) for role, v in by_load.items()}
+        wanted = within(wanted, needed, most) if sum(needed.values()) <= most else within(needed, least, most)
     for role, verdict in by_load.items():
         found[role] = _limited(verdict, wanted[role], model, there[role], role)
     return found
+
+
+def _needed(verdict: Verdict, wanted: int, here: There) -> int:
+    """Of the instances that are ``wanted``, those that are not only kept for what may come."""
+    return min(wanted, here.observed - verdict.spare) if verdict.spare else wanted
 
 
 def _limited(verdict: Verdict, desired: int, model: ModelRecord, here: There, role: Role) -> Verdict:

@@ -2,7 +2,7 @@
 
 - Up to ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit fewer instances with
   headroom, or when there was no request anywhere for as long; and no earlier than a window after the connection to
-  the bus: before, silence says nothing. How long the window is, ``services.monitor.core.give_back`` says.
+  the bus: before, silence says nothing. How long the window is, the policy or ``services.monitor.core.give_back`` says.
 - What is not needed now is idle. It is spare, too, if two windows of the rate would fit what remains with headroom: a
   role may do without it that would have to load one again, however long that takes.
 - The last instance stays for the model's keep-alive after its last request.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,6 +104,26 @@ def test_all_roles_share_the_maximum_in_proportion_to_what_they_need() -> None:
     by_hand: dict[Role, There] = {"decode": There(3, 3)}
     assert numbers(found("", by_hand, tokens=1500, max_instances=4)) == (1, 0, 3)
     assert numbers(found("", {"decode": There(5, 5)}, max_instances=4)) == (0, 0, 4)
+
+
+def test_what_one_role_only_keeps_takes_no_place_from_what_another_needs() -> None:
+    demand, record = ModelDemand(replace(POLICY, down_window_s=60.0)), model(serving="disaggregated", max_instances=8)
+    there: dict[Role, There] = {"colocated": There(), "prefill": There(6, 6), "decode": There(2, 2)}
+    demand.on_queue("g", queue(3000, queued_tokens=3000), 0.0)
+    verdicts(demand, record, there, 0.0)
+    for step in range(1, 41):
+        # Decode instances need the memory of five.
+        for name in ("d0", "d1"):
+            demand.on_load(report(name, role="decode", running_requests=5, kv_blocks_used=225), step / 10)
+        demand.on_queue("g", queue(3000, inflight=10), step / 10)
+        got = verdicts(demand, record, there, step / 10)
+    assert numbers(got) == (0, 3, 5)
+    assert numbers(verdicts(demand, msgspec.structs.replace(record, max_instances=20), there, 4.1)) == (0, 6, 5), (
+        "kept where there is room"
+    )
+    assert numbers(verdicts(demand, msgspec.structs.replace(record, max_instances=4), there, 4.2)) == (0, 1, 3), (
+        "a share of what is needed"
+    )
 
 
 @given(*(st.integers(0, 50) for _ in range(5)))
