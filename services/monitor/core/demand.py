@@ -145,6 +145,10 @@ class ModelDemand:
         """Of one of the prompts that arrive, if it matters."""
         return self._reported.prompt_tokens if self.profile is not None else 0.0
 
+    def hears(self, now_s: float, settings: Settings) -> bool:
+        """Whether the connection has been up for so long that silence says that there are no requests."""
+        return now_s - settings.connected_since_s >= self._policy.report_ttl_s
+
     def colocated(
         self, now_s: float, observed: int, settings: Settings = NO_SETTINGS, *, alone: bool = False
     ) -> Verdict:

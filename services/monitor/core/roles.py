@@ -57,7 +57,8 @@ def verdicts(
             continue
         here, verdict = there[role], _NONE
         if here.observed or here.floor is not None:  # nearly all models have instances of one role
-            verdict = _surplus(role, there, wanted, model) if model.serving else _by_hand(here)
+            hears = demand.hears(now_s, settings)
+            verdict = _surplus(role, there, wanted, model, hears=hears) if model.serving else _by_hand(here)
             verdict = _limited(verdict, bounded(verdict.desired, model, here.floor, role), model, here, role)
         found[role] = verdict
         most -= verdict.desired
@@ -106,10 +107,14 @@ def _by_hand(there: There) -> Verdict:
     return Verdict(there.floor.instances, there.floor.instances, "asked for by hand")
 
 
-def _surplus(role: Role, there: Mapping[Role, There], wanted: Mapping[Role, int], model: ModelRecord) -> Verdict:
-    """Of a role that the model is not served by."""
+def _surplus(
+    role: Role, there: Mapping[Role, There], wanted: Mapping[Role, int], model: ModelRecord, *, hears: bool
+) -> Verdict:
+    """Of a role that the model is not served by. ``hears``: whether it is known what is ``wanted``."""
     stays = 0
-    if role in TAKES_PROMPTS:
+    if role in TAKES_PROMPTS and not hears:
+        stays = there[role].observed
+    elif role in TAKES_PROMPTS:
         ours = [mine for mine in SERVED_BY[model.serving] if mine in TAKES_PROMPTS]
         stays = staying(
             there[role].observed,

@@ -82,6 +82,13 @@ def test_surplus_instances_go_as_others_come_to_take_their_prompts() -> None:
     assert numbers(found("disaggregated", coming | {"prefill": There(3, 3)}, tokens=1500)) == (0, 3, 1)
 
 
+def test_surplus_instances_that_take_prompts_stay_until_it_can_be_known_whether_there_are_any() -> None:
+    record, demand = model(serving="disaggregated", min_instances=0), ModelDemand(POLICY)
+    there: dict[Role, There] = {"colocated": There(4, 4), "prefill": There(), "decode": There(1, 1)}
+    for now_s, stay in ((10.0, 4), (11.9, 4), (12.1, 0)):
+        assert verdicts(demand, record, there, now_s, connected_since_s=10.0)["colocated"].desired == stay
+
+
 @given(*(st.integers(0, 9) for _ in range(5)))
 def test_a_model_that_needs_one_is_never_left_without_an_instance_that_takes_prompts(
     surplus: int, wanted: int, serving: int, coming: int, lacking: int
