@@ -93,7 +93,8 @@ class _Limited(NamedTuple):
 
     def __str__(self) -> str:
         if self.desired < self.verdict.desired:
-            limit = f"{self.verdict.desired} would be needed, and max_instances is {self.model.max_instances}"
+            for_what = "kept" if self.verdict.spare else "needed"
+            limit = f"{self.verdict.desired} would be {for_what}, and max_instances is {self.model.max_instances}"
         elif self.floor is not None and self.desired == self.floor.instances:
             limit = f"{self.desired} asked for by hand"
         else:

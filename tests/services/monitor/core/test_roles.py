@@ -125,6 +125,7 @@ def test_what_one_role_only_keeps_takes_no_place_from_what_another_needs() -> No
         demand.on_queue("g", queue(3000, inflight=10), step / 10)
         got = verdicts(demand, record, there, step / 10)
     assert numbers(got) == (0, 3, 5)
+    assert got["prefill"].reason.endswith("6 would be kept, and max_instances is 8")
     assert numbers(verdicts(demand, msgspec.structs.replace(record, max_instances=20), there, 4.1)) == (0, 6, 5), (
         "kept where there is room"
     )
