@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from itertools import accumulate
@@ -38,8 +39,8 @@ class Setting:
     def __post_init__(self) -> None:
         check_give_back(self.give_back_s)
         for name, least in (("models", 2), ("workers", 1), ("seconds", 1), ("per_s", 0.1), ("rotate_s", 0.1)):
-            if getattr(self, name) < least:
-                raise BadRequest(f"{name} must be at least {least}, not {getattr(self, name)}", param=name)
+            if not least <= getattr(self, name) < math.inf:
+                raise BadRequest(f"{name} must be a number from {least} on, not {getattr(self, name)}", param=name)
         if self.workers > self.models:
             raise BadRequest(
                 f"{self.workers} workers for {self.models} models: every model has its own", param="workers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -43,7 +44,18 @@ def test_each_model_has_one_worker_of_a_partition() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"models": 1}, {"workers": 0}, {"workers": 21}, {"seconds": 0.0}, {"per_s": 0.0}, {"burst": -1}]
+    "fields",
+    [
+        {"models": 1},
+        {"workers": 0},
+        {"workers": 21},
+        {"seconds": 0.0},
+        {"seconds": math.inf},
+        {"per_s": 0.0},
+        {"per_s": math.inf},
+        {"rotate_s": math.nan},
+        {"burst": -1},
+    ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(BadRequest):
