@@ -116,7 +116,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         try:
             own = msgspec.json.decode(file.read_bytes(), type=_Own)
         except (OSError, msgspec.MsgspecError, RecursionError) as error:
-            raise BadRequest(f"{file} is no run of an evaluation ({error}): delete it", param="dir") from error
+            raise BadRequest(f"{file} is no run of an evaluation ({error}): move it away", param="dir") from error
         document = msgspec.structs.replace(read_document(file), label=own.plan.system)
         return cls(document=document, **{name: getattr(own, name) for name in _Own.__struct_fields__})
 
