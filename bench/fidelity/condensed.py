@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 from msgspec.structs import asdict
 
 from bench.evaluate.kept import Kept, Placed, Plan
 from bench.evaluate.machine import Conditions
-from bench.replay.observations import Operation
+from bench.replay.observations import InstancePoint, Operation
 from shared.errors import BadRequest
 from shared.messages.common import Role
 
@@ -71,6 +73,9 @@ class Condensed(msgspec.Struct, frozen=True, kw_only=True):
     conditions: Conditions
     void: tuple[str, ...]
     """Why it does not count; empty if it does."""
+    held: dict[Role, int] = {}
+    """Instances by role when the replay began, with those that still loaded: what had been asked for during the
+    lead-in. Files of before have none."""
     figures: Figures
 
     @classmethod
@@ -86,6 +91,7 @@ class Condensed(msgspec.Struct, frozen=True, kw_only=True):
             placed=run.placed,
             conditions=Conditions(**{name: round(value, _DIGITS) for name, value in asdict(run.conditions).items()}),
             void=document.void,
+            held=_held(cluster.instances),
             figures=Figures(
                 ttft_s=tuple(None if row.failure else _rounded(row.ttft_s, _TTFT_DIGITS) for row in rows),
                 mean_gap_s=tuple(None if row.failure else _rounded(row.mean_gap_s, _DIGITS) for row in rows),
@@ -137,6 +143,16 @@ def _read_file(file: Path) -> tuple[Condensed, ...]:
         raise BadRequest(f"{file} cannot be read: {error.strerror}", param="runs") from error
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest(f"{file} has no runs to compare with: {error}", param="runs") from error
+
+
+def _held(points: Sequence[InstancePoint]) -> dict[Role, int]:
+    """``points``: from the beginning of a replay on."""
+    held: Counter[Role] = Counter()
+    for key, number in points[0].instances.items() if points else ():
+        role, _, state = key.partition("/")
+        if state != "draining":
+            held[cast("Role", role)] += number
+    return dict(held)
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

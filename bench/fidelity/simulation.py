@@ -48,14 +48,13 @@ class Simulation:
         """What a run comes to. ``phase``: 0 to 1, how far the monitor is between two looks when the run begins, which
         in the lab is by chance. ``imposed``: the planner is asked for what it was asked for in the lab, then."""
         plan = run.plan
-        events = [e for e in run.figures.events if e.direction in ("out", "in", "mutate")]
         outcome = self._lab(plan.model, plan.workers, plan.seed).run(
             find(plan.system),
             plan,
             self._scaled(plan.scale_rate, plan.seed),
             placed=run.placed,
             looks_after_s=phase * INTERVAL_S,
-            imposed=[Imposed(e.at_s, e.role, e.desired) for e in events] if imposed else None,
+            imposed=_imposed(run) if imposed else None,
         )
         return _figures(outcome)
 
@@ -69,6 +68,13 @@ class Simulation:
         if not find(runs[0].plan.system).scales:
             return []
         return [self.figures(run, phase=0.0, imposed=True) for run in runs]
+
+
+def _imposed(run: Condensed) -> list[Imposed]:
+    """What had been asked for when the replay began, part of which may still load, and each event of it."""
+    events = [e for e in run.figures.events if e.direction in ("out", "in", "mutate")]
+    begun = [Imposed(0.0, role, number) for role, number in run.held.items()]
+    return begun + [Imposed(e.at_s, e.role, e.desired) for e in events]
 
 
 def _check_played(plan: Plan) -> None:

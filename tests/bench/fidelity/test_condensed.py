@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 
 from bench.evaluate.kept import Placed, Runs
 from bench.fidelity.condensed import Condensed, File, read
+from bench.replay.observations import InstancePoint
 from shared.errors import BadRequest
 from tests.bench.evaluate.runs import plan, run
 
@@ -78,3 +80,13 @@ def test_a_folder_with_a_file_that_is_too_deep_names_it(tmp_path: Path) -> None:
 def test_an_empty_folder_has_no_runs(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="no finished run"):
         read(tmp_path)
+
+
+def test_what_had_been_asked_for_when_the_replay_began() -> None:
+    one = run()
+    cluster = one.document.cluster
+    assert cluster is not None
+    begun = InstancePoint(0.0, {"prefill/serving": 2, "prefill/loading": 1, "decode/serving": 1, "decode/draining": 1})
+    later = InstancePoint(3.0, {"prefill/serving": 3, "decode/serving": 1})
+    seen = msgspec.structs.replace(one.document, cluster=replace(cluster, instances=(begun, later)))
+    assert Condensed.of(msgspec.structs.replace(one, document=seen)).held == {"prefill": 3, "decode": 1}
