@@ -44,6 +44,8 @@ class Settings(NamedTuple):
     """How long the last instance stays after the last request, if that is longer than it would by itself."""
     connected_since_s: float = -inf
     """When this process's own connection came up."""
+    wanted: bool = False
+    """Other models may want the workers, and none is spare."""
 
 
 NO_SETTINGS = Settings()
@@ -266,6 +268,7 @@ class ModelDemand:
             settings.keep_alive_s,
             now_s - settings.connected_since_s,
             now_s - self._idle_since_s if self._idle_since_s is not None else 0.0,
+            settings.wanted,
         )
 
     @property

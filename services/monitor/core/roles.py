@@ -41,9 +41,11 @@ def verdicts(
     now_s: float,
     *,
     connected_since_s: float = float("-inf"),
+    wanted: bool = False,
 ) -> Mapping[Role, Verdict]:
-    """For every role; ``desired`` is within the model's limits and floors, and ``idle`` is beyond these."""
-    settings = Settings(model.slo_ttft_s, model.slo_tbt_s, model.keep_alive_s, connected_since_s)
+    """For every role; ``desired`` is within the model's limits and floors, and ``idle`` is beyond these. ``wanted``:
+    other models may want the workers, and none is spare."""
+    settings = Settings(model.slo_ttft_s, model.slo_tbt_s, model.keep_alive_s, connected_since_s, wanted)
     if model.serving == "disaggregated":
         by_load = demand.disaggregated(now_s, {role: there[role].observed for role in ROLES}, settings)
     else:

@@ -2,7 +2,8 @@
 
 - Up to ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit fewer instances with
   headroom, or when there was no request anywhere for as long; and no earlier than a window after the connection to
-  the bus: before, silence says nothing. How long the window is, the policy or ``services.monitor.core.give_back`` says.
+  the bus: before, silence says nothing. How long the window is, the policy or ``services.monitor.core.give_back`` says;
+  this one where somebody else may want the worker.
 - What is not needed now is idle. It is spare, too, if two windows of the rate would fit what remains with headroom: a
   role may do without it that would have to load one again, however long that takes.
 - The last instance stays for the model's keep-alive after its last request.
@@ -35,6 +36,8 @@ class Situation(NamedTuple):
     """Since when this process's connection is up."""
     idle_s: float
     """Since when there is no request anywhere."""
+    wanted: bool = False
+    """Other models may want the workers, and none is spare."""
 
 
 class Size(NamedTuple):
@@ -98,7 +101,7 @@ class Sizing:
         policy, window_s = self._policy, self._window_s(situation)
         if situation.connected_s < max(window_s, policy.report_ttl_s):
             return situation.observed
-        idle_window = policy.down_window_s or idle_window_s(situation.load_s)
+        idle_window = self._set_window_s(situation) or idle_window_s(situation.load_s)
         last = 1 if situation.idle_s < max(idle_window, situation.keep_alive_s) else 0
         if situation.idle_s >= idle_window:
             return last
@@ -110,7 +113,12 @@ class Sizing:
     def _window_s(self, situation: Situation) -> float:
         """Whose load has to fit fewer instances. Never shorter than two windows of the rate, or random arrivals
         would be taken for ups and downs."""
-        return self._policy.down_window_s or self._worth_s(situation)
+        return self._set_window_s(situation) or self._worth_s(situation)
+
+    def _set_window_s(self, situation: Situation) -> float:
+        """As the policy has it; 0: what keeping an instance is worth decides, as where others want the worker."""
+        set_s = self._policy.down_window_s
+        return 0.0 if situation.wanted and set_s > self._worth_s(situation) else set_s
 
     def _worth_s(self, situation: Situation) -> float:
         """For how long keeping an instance costs less than to fetch it again. What is overdue has waited for about as

@@ -9,6 +9,9 @@ Rules
 - A follower knows as much as the leader, and says nothing.
 - How a model is served says on which roles its load decides (``services.monitor.core.roles``).
 - What an instance reported in a role that it has no longer does not count.
+- Where several models share the workers and none is spare or about to be, one model after the other, those first whose
+  instances have been idle for longest, keeps these for as long only as they are worth: so the next model that wakes up
+  finds a worker.
 - A gateway's first report that requests wait for a model without instances is urgent.
 """
 
@@ -99,6 +102,11 @@ class _Model:
     """Gateways that hold requests for which there is no instance, as of their last reports."""
 
     @property
+    def idle_since_s(self) -> float:
+        """Since when (unix time) an instance has been idle; infinite if none is."""
+        return min((group.idle_since_s for group in self.groups.values() if group.idle), default=inf)
+
+    @property
     def has_instances(self) -> bool:
         """That take requests, now or soon."""
         return any(group.there.observed for role, group in self.groups.items() if role in TAKES_PROMPTS)
@@ -115,6 +123,8 @@ class Watch:
         self._roles: dict[str, Role] = {}
         """By instance id, as of the last snapshot."""
         self._figures: dict[About, Figures] = {}
+        self._full = False
+        """Several models share the workers, and none of these is spare or about to be; as of the last snapshot."""
 
     @property
     def knows_models(self) -> bool:
@@ -158,11 +168,15 @@ class Watch:
                 self._figures.pop((name, role), None)
         observed: Counter[About] = Counter()
         serving: Counter[About] = Counter()
+        full = bool(view.workers) and len(models) > 1
         for worker in view.workers:
             about = counted_as(worker, models)
             if about is not None:
                 observed[about] += 1
                 serving[about] += worker.state == "serving"
+            elif not worker.leaves:
+                full = False
+        self._full = full
         # A profile is of one kind of worker: where they differ, it says nothing.
         kinds = {(worker.worker.engine, worker.worker.device) for worker in view.workers}
         for name, record in models.items():
@@ -188,10 +202,14 @@ class Watch:
     def evaluate(self, now_s: float, *, unix_s: float, connected_since_s: float, leads: bool) -> list[Wish]:
         """What has to be said now, by model; it counts as said. ``connected_since_s``: since when reports can be
         heard. ``leads``: whether it is this monitor that speaks."""
-        wishes = []
-        for name, model in sorted(self._models.items()):
+        wishes, wanted = [], self._full
+        for name, model in self._in_turn():
             there = {role: group.there for role, group in model.groups.items()}
-            found = verdicts(model.demand, model.record, there, now_s, connected_since_s=connected_since_s)
+            found = verdicts(
+                model.demand, model.record, there, now_s, connected_since_s=connected_since_s, wanted=wanted
+            )
+            if wanted and not model.record.advise and any(found[r].desired < there[r].observed for r in there):
+                wanted = False  # a worker will be spare
             for role, group in model.groups.items():
                 verdict = found[role]
                 if is_scaled_by_load(model.record.serving, role):
@@ -211,6 +229,12 @@ class Watch:
                 group.sent, group.sent_at_s = desired, now_s
                 wishes.append(_wish(name, role, group, verdict))
         return wishes
+
+    def _in_turn(self) -> list[tuple[str, _Model]]:
+        """By name; those first that have been idle for longest where their workers are wanted."""
+        if not self._full:
+            return sorted(self._models.items())
+        return sorted(self._models.items(), key=lambda item: (item[1].idle_since_s, item[0]))
 
     def published(self, wish: Wish) -> None:
         """It reached the bus. One that did not is repeated like the others."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
 
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.watch import Figures, Watch, Wish
-from shared.messages.common import Role
+from shared.messages.common import InstanceState, Role
 from shared.messages.load import ModelQueue, QueueReport
 from shared.messages.registry import Floor, ModelRecord, WorkerRecord
 from shared.profile import PrefillPoint, Profile
@@ -429,3 +430,86 @@ def test_a_demand_says_how_much_of_what_is_needed_is_missing() -> None:
     rig.show(model(min_instances=3), serving=2)
     (wish,) = rig.run(TICK_S)
     assert (wish.desired, wish.deficit) == (3, 0.0), "a minimum is no load"
+
+
+# --- models that share the workers ---------------------------------------------------------------
+
+KEEPS = dataclasses.replace(POLICY, down_window_s=60.0, assumed_load_s=1.0)
+WORTH_S = 2.0
+"""For which an instance is kept where others may want its worker."""
+
+
+def sharing(*numbers: int, **settings: Any) -> tuple[list[ModelRecord], tuple[WorkerRecord, ...]]:
+    """Models m0, m1, ..., and workers with so many instances of each that serve."""
+    models = [model(f"m{n}", min_instances=0, **settings) for n in range(len(numbers))]
+    workers = [
+        worker_record(f"{m.name}-{i}", m, "serving") for m, n in zip(models, numbers, strict=True) for i in range(n)
+    ]
+    return models, tuple(workers)
+
+
+def gone(said: list[Wish]) -> set[str]:
+    """Of which fewer are wanted."""
+    return {wish.model for wish in said if wish.desired < wish.observed}
+
+
+def test_where_no_worker_is_spare_one_model_gives_back_what_is_not_worth_keeping() -> None:
+    models, workers = sharing(1, 1, 1)
+    rig = Rig(KEEPS, workers)
+    rig.show(*models)
+    assert gone(rig.run(WORTH_S - TICK_S)) == set()
+    assert gone(rig.run(5.0)) == {"m0"}
+
+
+@pytest.mark.parametrize("state", ["spare", "draining"])
+def test_where_a_worker_is_spare_or_about_to_be_nobody_does(state: InstanceState) -> None:
+    models, workers = sharing(1, 1)
+    rig = Rig(KEEPS, (*workers, worker_record("w", models[0] if state == "draining" else None, state)))
+    rig.show(*models)
+    assert gone(rig.run(5.0)) == set()
+
+
+def test_a_worker_that_is_to_be_free_is_not_spare() -> None:
+    models, workers = sharing(1, 1)
+    rig = Rig(KEEPS, (*workers, msgspec.structs.replace(worker_record("w", None, "spare"), cordoned=True)))
+    rig.show(*models)
+    assert gone(rig.run(5.0)) == {"m0"}
+
+
+def test_a_model_that_is_alone_keeps_what_the_last_minute_needed() -> None:
+    models, workers = sharing(3)
+    rig = Rig(KEEPS, workers)
+    rig.show(*models)
+    assert gone(rig.run(50.0)) == set()
+
+
+def test_who_has_been_idle_for_longest_gives_back_first() -> None:
+    models, workers = sharing(1, 1)
+    rig = Rig(KEEPS, workers)
+    rig.show(*models)
+    busy = report(model="m0", instance_id="m0-0", running_requests=1, decode_request_s=0.001)
+    for _ in range(15):
+        rig.watch.on_load(busy, rig.now_s)
+        rig.run(TICK_S)
+    assert gone(rig.run(5.0)) == {"m1"}
+
+
+def test_a_model_that_may_not_be_scaled_by_load_does_not_keep_the_others_from_it() -> None:
+    (first, second), workers = sharing(1, 1)
+    rig = Rig(KEEPS, workers)
+    rig.show(msgspec.structs.replace(first, advise=True), second)
+    assert gone(rig.run(5.0)) == {"m0", "m1"}
+
+
+def test_nor_does_one_with_a_keep_alive() -> None:
+    (first, second), workers = sharing(1, 1)
+    rig = Rig(KEEPS, workers)
+    rig.show(msgspec.structs.replace(first, keep_alive_s=300.0), second)
+    assert gone(rig.run(5.0)) == {"m1"}
+
+
+def test_a_shorter_window_than_what_keeping_is_worth_stays() -> None:
+    models, workers = sharing(1, 1)
+    rig = Rig(dataclasses.replace(KEEPS, down_window_s=1.0), workers)
+    rig.show(*models)
+    assert gone(rig.run(1.5)) == {"m0", "m1"}
