@@ -102,6 +102,8 @@ def command(
         for option, path in (("dir", folder), ("record", record)):
             if path is not None and path.exists() and not path.is_dir():
                 raise BadRequest(f"{path} is no directory", param=option)
+    if setting.trace.skipped_rows:
+        say(f"{setting.trace.name}: {setting.trace.skipped_rows} rows without tokens are left out")
     say(f"tuning window {setting.windows.tuning}, measured {', '.join(map(str, setting.windows.measured))}")
     profile = setting.model.profile()
     played = Played.of(

@@ -31,11 +31,16 @@ class Judged:
     relative: Slo | None
     absolute: Slo
 
+    @property
+    def is_void(self) -> bool:
+        """It does not count."""
+        return bool(self.run.document.void)
+
 
 def relative_slo(static_full: Kept) -> Slo | None:
-    """Five times its means (the paper, section 6.2). None: nothing was completed."""
+    """Five times its means (the paper, section 6.2). None: nothing was completed, or the run is void."""
     result = static_full.document.result
-    if result.ttft_s is None or result.tbt_s is None:
+    if static_full.document.void or result.ttft_s is None or result.tbt_s is None:
         return None
     return Slo(FACTOR * result.ttft_s.mean, FACTOR * result.tbt_s.mean)
 
@@ -70,8 +75,8 @@ class Block:
     """The requests that were due within some seconds of one run."""
 
     requests: int
-    within: int
-    """The relative objectives."""
+    within: int | None
+    """The relative objectives; None: there are none."""
     within_absolute: int
     ttft_s: _Values
     gaps_s: _Values
@@ -90,15 +95,15 @@ def _blocks_of(one: Judged) -> Iterator[Block]:
         good = [(row, gaps_s) for row, gaps_s in held if row.failure is None]
         yield Block(
             requests=len(held),
-            within=sum(_meets(one.relative, row) for row, _ in good),
+            within=None if one.relative is None else sum(_meets(one.relative, row) for row, _ in good),
             within_absolute=sum(_meets(one.absolute, row) for row, _ in good),
             ttft_s=np.array([row.ttft_s for row, _ in good if row.ttft_s is not None]),
             gaps_s=np.array([gap_s for _, gaps_s in good for gap_s in gaps_s]),
         )
 
 
-def _meets(slo: Slo | None, row: RequestRow) -> bool:
-    return slo is not None and slo.meets_ttft(row) and slo.meets_tbt(row)
+def _meets(slo: Slo, row: RequestRow) -> bool:
+    return slo.meets_ttft(row) and slo.meets_tbt(row)
 
 
 def figures(judged: Sequence[Judged], *, num_gpus: int = 1) -> Figures:
@@ -108,7 +113,7 @@ def figures(judged: Sequence[Judged], *, num_gpus: int = 1) -> Figures:
     documents = [one.run.document for one in judged]
     clusters = [d.cluster for d in documents if d.cluster is not None]
     planned = sum(d.result.planned for d in documents)
-    within = sum(part.within for part in parts)
+    within = sum(part.within or 0 for part in parts)
     absolute = sum(part.within_absolute for part in parts)
     cached = [c.host_cache_max_bytes for c in clusters if c.host_cache_max_bytes is not None]
     nic: dict[str, int] = defaultdict(int)
@@ -147,15 +152,15 @@ def figures(judged: Sequence[Judged], *, num_gpus: int = 1) -> Figures:
 
 
 def medians(of: Sequence[Figures]) -> Figures:
-    """Of repetitions, each figure by itself; durations of operations are listed together."""
+    """Of repetitions, each figure by itself, of those that have it; durations of operations are listed together."""
     found: dict[str, object] = {}
     for name in Figures.__struct_fields__:
-        values = [getattr(one, name) for one in of]
+        values = [value for one in of if (value := getattr(one, name)) is not None]
         if name == "scale_out_s":
             found[name] = tuple(value for one in values for value in one)
         elif name == "nic_bytes":
             found[name] = {key: round(statistics.median(v[key] for v in values)) for key in values[0]}
-        elif any(value is None for value in values):
+        elif not values:
             found[name] = None
         else:
             median = statistics.median(values)
@@ -176,16 +181,14 @@ def intervals(judged: Sequence[Judged], *, seed: int, resamples: int = RESAMPLES
     parts = blocks(judged)
     if not parts:
         return {}
-    has_relative = all(one.relative is not None for one in judged)
     of: dict[str, Callable[[list[Block]], float | None]] = {
         "ttft_mean_s": lambda drawn: _mean(_joined(part.ttft_s for part in drawn)),
         "ttft_p99_s": lambda drawn: _p99(_joined(part.ttft_s for part in drawn)),
         "tbt_mean_s": lambda drawn: _mean(_joined(part.gaps_s for part in drawn)),
         "tbt_p99_s": lambda drawn: _p99(_joined(part.gaps_s for part in drawn)),
         "slo_attainment_absolute": lambda drawn: _share(drawn, lambda part: part.within_absolute),
+        "slo_attainment": lambda drawn: _share(drawn, lambda part: part.within),
     }
-    if has_relative:
-        of["slo_attainment"] = lambda drawn: _share(drawn, lambda part: part.within)
     random_ = random.Random(f"bootstrap/{seed}")
     values: dict[str, list[float]] = defaultdict(list)
     for _ in range(resamples):
@@ -208,5 +211,7 @@ def _p99(values: _Values) -> float | None:
     return float(np.percentile(values, 99)) if values.size else None
 
 
-def _share(drawn: list[Block], count: Callable[[Block], int]) -> float:
-    return sum(count(part) for part in drawn) / sum(part.requests for part in drawn)
+def _share(drawn: list[Block], count: Callable[[Block], int | None]) -> float | None:
+    """Of the requests of blocks that are counted."""
+    counted = [(number, part.requests) for part in drawn if (number := count(part)) is not None]
+    return sum(number for number, _ in counted) / sum(of for _, of in counted) if counted else None

@@ -16,30 +16,32 @@ from bench.sim.tables import in_ms, in_percent, table_of_systems
 
 
 class Summed(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a system: medians over repetitions, with intervals, and each repetition."""
+    """Of a system: medians over repetitions, with intervals, and each repetition; those without a void run."""
 
-    medians: Figures
+    medians: Figures | None
+    """None: no repetition counts."""
     intervals: dict[str, Interval]
     repetitions: tuple[Figures, ...]
     void: int
-    """Runs that do not count, and yet are in these figures."""
+    """Runs that do not count: none of their repetitions is in these figures."""
 
     @classmethod
     def of(cls, repetitions: Sequence[Sequence[Judged]], *, seed: int, num_gpus: int) -> Summed:
         """``repetitions``: the runs of each, which are pooled."""
-        each = tuple(figures(judged, num_gpus=num_gpus) for judged in repetitions)
-        together = [one for judged in repetitions for one in judged]
+        counting = [judged for judged in repetitions if not any(one.is_void for one in judged)]
+        each = tuple(figures(judged, num_gpus=num_gpus) for judged in counting)
         return cls(
-            medians=medians(each),
-            intervals=intervals(together, seed=seed),
+            medians=medians(each) if each else None,
+            intervals=intervals([one for judged in counting for one in judged], seed=seed),
             repetitions=each,
-            void=sum(bool(one.run.document.void) for one in together),
+            void=sum(one.is_void for judged in repetitions for one in judged),
         )
 
     def flat(self) -> dict[str, Any]:
-        """The medians are keys of the whole."""
+        """The medians are keys of the whole; null where no repetition counts."""
         rest = {name: getattr(self, name) for name in ("intervals", "repetitions", "void")}
-        return msgspec.structs.asdict(self.medians) | rest
+        nothing = dict.fromkeys(Figures.__struct_fields__)
+        return (nothing if self.medians is None else msgspec.structs.asdict(self.medians)) | rest
 
 
 class Summary:
@@ -67,6 +69,7 @@ class Summary:
         measured = zip(setting.windows.measured, self.by_window, strict=True)
         return {
             "trace": setting.trace.name,
+            "skipped_rows": setting.trace.skipped_rows,
             "spread_seconds": setting.spread_seconds,
             "model": setting.model.name,
             "seed": setting.seed,
@@ -105,12 +108,16 @@ class Summary:
         ]
 
     def table(self) -> Table:
-        """The pooled figures, as the simulator shows its own; ``void``: runs that do not count, and are in them."""
+        """The pooled figures, as the simulator shows its own; ``void``: runs that do not count, nor do their
+        repetitions."""
         shown = table_of_systems(
             self._title(), ("TTFT", "p99", "TBT", "p99", "5x", "abs.", "GPU s", "host", "lost", "void")
         )
         for name, summed in self.pooled.items():
             one = summed.medians
+            if one is None:
+                shown.add_row(name, *["-"] * 9, f"{summed.void}")
+                continue
             shown.add_row(
                 name,
                 in_ms(one.ttft_mean_s),
@@ -128,7 +135,7 @@ class Summary:
 
     def _title(self) -> str:
         setting = self._setting
-        num_requests = max(summed.medians.requests for summed in self.pooled.values())
+        num_requests = max((s.medians.requests for s in self.pooled.values() if s.medians is not None), default=0)
         return (
             f"{setting.trace.name}, {setting.model.name}: {num_requests:,} requests in {len(self.by_window)} windows, "
             f"{setting.repetitions} repetitions, {self._outcome.found.scale_rate:.3g} times the rate; ms and % in SLO"

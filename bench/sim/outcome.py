@@ -75,6 +75,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     failed: int
     unfinished: int
+    """Had not ended when the simulation did: neither completed nor failed."""
     scale_outs: int
     """Operations that loaded instances."""
     scale_out_p50_s: float | None
@@ -98,6 +99,8 @@ def figures(outcome: Outcome, relative: Slo, absolute: Slo, split: tuple[int, in
         if operation.direction == "out" and operation.num_bytes and operation.trigger_to_serving_ms is not None
     ]
     cluster = outcome.cluster
+    failures = [record.failure.kind for record in outcome.records if record.failure is not None]
+    unfinished = failures.count("unfinished")
     return Figures(
         ttft_mean_s=_mean(ttft),
         ttft_p50_s=_percentile(ttft, 50),
@@ -111,8 +114,8 @@ def figures(outcome: Outcome, relative: Slo, absolute: Slo, split: tuple[int, in
         host_cache_bytes_max=cluster.host_cache_max_bytes or 0,
         nic_bytes={str(purpose): count for purpose, count in (cluster.nic_bytes or {}).items()},
         requests=len(outcome.requests),
-        failed=sum(record.failure is not None for record in outcome.records),
-        unfinished=len(outcome.requests) - len(outcome.records),
+        failed=len(failures) - unfinished,
+        unfinished=unfinished,
         scale_outs=len(outs),
         scale_out_p50_s=_percentile(np.array(outs), 50),
         scale_out_max_s=max(outs, default=None),

@@ -65,3 +65,9 @@ def test_without_root_nothing_is_begun(trace: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [str(trace), "--dir", str(tmp_path / "runs")])
     assert result.exit_code == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_rows_that_are_left_out_are_said(trace: Path) -> None:
+    trace.write_text(trace.read_text() + "400.0,20,0\n")
+    result = CliRunner().invoke(app, [str(trace)])
+    assert "trace.csv: 1 rows without tokens are left out" in result.output

@@ -63,7 +63,8 @@ def test_medians_are_of_each_figure() -> None:
     found = medians([figures([_judged(ttft_s=ttft_s)]) for ttft_s in (0.3, 0.1, 0.2)])
     assert found.ttft_mean_s == pytest.approx(0.4)
     assert found.requests == 4
-    assert medians([figures([_judged()]), figures([_judged(None)])]).slo_attainment is None
+    assert medians([figures([_judged()]), figures([_judged(None)])]).slo_attainment == 0.5, "of those that have it"
+    assert medians([figures([_judged(None)])] * 2).slo_attainment is None
 
 
 def test_blocks_are_of_ten_seconds_of_each_run() -> None:

@@ -7,11 +7,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from bench.evaluate.figures import Judged
 from bench.evaluate.measure import Found, Outcome, Setting
 from bench.evaluate.models import find_model
-from bench.evaluate.result import Summary
+from bench.evaluate.result import Summary, Summed
 from bench.evaluate.windows import Window, Windows
 from bench.lab.played import Played
+from bench.replay.objectives import Slo
 from bench.systems import find
 from bench.traces.request import Trace
 from tests.bench.evaluate.runs import plan, run
@@ -59,7 +61,7 @@ def test_the_document_has_the_named_figures_pooled_and_by_window() -> None:
         assert list(systems) == ["blitz", "static-full"]
         for one in systems.values():
             assert {*keys, "host_cache_bytes_max", "requests", "failed", "intervals"} <= one.keys()
-            assert len(one["repetitions"]) == 3
+        assert [len(one["repetitions"]) for one in systems.values()] == [3, 2], "one has a void run"
     # Two windows of four requests, of which one failed; the median repetition.
     assert (document["systems"]["blitz"]["requests"], document["systems"]["blitz"]["failed"]) == (8, 2)
     assert document["systems"]["blitz"]["ttft_mean_s"] == pytest.approx(0.4)
@@ -68,15 +70,26 @@ def test_the_document_has_the_named_figures_pooled_and_by_window() -> None:
 
 
 def test_each_repetition_is_judged_by_the_reference_in_it() -> None:
-    """Five times 0.2 s: of ``blitz``'s times in the third repetition all are within, and one request failed."""
-    one = _summary().pooled["blitz"].repetitions[2]
-    assert one.slo_attainment == 0.75
-    assert one.slo_attainment_absolute == 0.25
+    """Five times 0.2 s: of ``blitz``'s times in the second repetition all are within, and one request failed."""
+    blitz = _summary().pooled["blitz"]
+    assert blitz.repetitions[1].slo_attainment == 0.75
+    assert blitz.repetitions[2].slo_attainment is None, "the reference is void"
+    assert blitz.repetitions[2].slo_attainment_absolute == 0.25
+    assert blitz.medians is not None
+    assert blitz.medians.slo_attainment == 0.75, "of the repetitions that have it"
+    assert blitz.intervals["slo_attainment"].high == 0.75
+
+
+def test_where_all_runs_are_void_there_are_no_figures() -> None:
+    one = run(late_s=0.1)
+    summed = Summed.of([[Judged(one, None, Slo(0.45, 0.15))]] * 2, seed=0, num_gpus=1)
+    assert (summed.medians, summed.repetitions, summed.intervals, summed.void) == (None, (), {}, 2)
+    assert summed.flat()["ttft_mean_s"] is None
 
 
 def test_gpu_seconds_are_of_all_gpus_of_an_instance() -> None:
-    small, large = (_summary(model).pooled["blitz"].medians.gpu_seconds for model in ("llama3-8b", "qwen2.5-72b"))
-    assert large == pytest.approx(4 * small)
+    small, large = (_summary(model).pooled["blitz"].repetitions[0] for model in ("llama3-8b", "qwen2.5-72b"))
+    assert large.gpu_seconds == pytest.approx(4 * small.gpu_seconds)
 
 
 def test_the_table_names_systems_and_void_runs() -> None:

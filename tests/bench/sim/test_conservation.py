@@ -23,7 +23,10 @@ from bench.sim.setup import Frame, Setup, WorkerSettings
 from bench.systems import SYSTEMS, Split
 from bench.traces.request import Trace, TraceRequest
 
-NAMES = sorted(name for name, system in SYSTEMS.items() if not system.simulated_only)
+NAMES = sorted(SYSTEMS)
+WITH_FAULTS = sorted(name for name, system in SYSTEMS.items() if not system.pipelines)
+MODELS = [("llama3-8b", 1), ("mistral-24b", 2)]
+"""With the GPUs of an instance."""
 EXAMPLES = int(os.environ.get("BLITZ_TEST_EXAMPLES", "8"))
 
 
@@ -81,10 +84,15 @@ def bursts(draw: st.DrawFn) -> tuple[Trace, tuple[Fault, ...]]:
 
 
 def run(
-    trace: Trace, cluster: Cluster, name: str, kv_blocks: int, struck: tuple[Fault, ...] = ()
+    trace: Trace,
+    cluster: Cluster,
+    name: str,
+    kv_blocks: int,
+    struck: tuple[Fault, ...] = (),
+    of: tuple[str, int] = MODELS[0],
 ) -> tuple[RequestRecord, ...]:
     """What became of the requests; nothing of them is left."""
-    model, system = known_model("llama3-8b", "a100"), SYSTEMS[name]
+    model, system = known_model(of[0], "a100", degree=of[1]), SYSTEMS[name]
     worker = WorkerSettings(kv_bytes=16 * kv_blocks * model.kv_bytes_per_token)
     setup = Setup(cluster=cluster, model=model, worker=worker, patience_s=300.0)
     requests = plan_requests(trace, Shape(context_tokens=8192))
@@ -111,9 +119,17 @@ def check_ended_once(records: tuple[RequestRecord, ...], requests: tuple[Planned
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(trace=traces(), cluster=clusters(), name=st.sampled_from(NAMES), kv_blocks=st.sampled_from([600, 2000, 100_000]))
-def test_every_request_ends_once(trace: Trace, cluster: Cluster, name: str, kv_blocks: int) -> None:
-    records = run(trace, cluster, name, kv_blocks)
+@given(
+    trace=traces(),
+    cluster=clusters(),
+    name=st.sampled_from(NAMES),
+    kv_blocks=st.sampled_from([600, 2000, 100_000]),
+    of=st.sampled_from(MODELS),
+)
+def test_every_request_ends_once(
+    trace: Trace, cluster: Cluster, name: str, kv_blocks: int, of: tuple[str, int]
+) -> None:
+    records = run(trace, cluster, name, kv_blocks, of=of if of[1] <= cluster.gpus_per_domain else MODELS[0])
     assert not [record.failure for record in records if record.failure is not None]
 
 
@@ -121,7 +137,7 @@ def test_every_request_ends_once(trace: Trace, cluster: Cluster, name: str, kv_b
 @given(
     drawn=bursts(),
     cluster=clusters(),
-    name=st.sampled_from(NAMES),
+    name=st.sampled_from(WITH_FAULTS),
     kv_blocks=st.sampled_from([600, 2000, 100_000]),
 )
 def test_every_request_ends_once_whoever_dies(

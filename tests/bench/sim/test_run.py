@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -165,6 +166,32 @@ def rows(names: tuple[str, ...]) -> bytes:
     """What a few systems come to in some seconds."""
     few = requests()[:60]
     return msgspec.json.encode([figures(simulate(setup(), SYSTEMS[name], few), SLO, SLO) for name in names])
+
+
+def test_what_has_not_ended_when_the_simulation_does_is_neither_completed_nor_failed() -> None:
+    outcome = simulate(replace(setup(), patience_s=0.0), SYSTEMS["blitz"], requests())
+    row = figures(outcome, SLO, SLO)
+    completed = sum(record.failure is None for record in outcome.records)
+    assert row.unfinished > 0
+    assert (row.requests, row.failed) == (completed + row.unfinished, 0)
+
+
+def test_the_same_command_gives_the_same_bytes_under_another_hash_seed(tmp_path: Path) -> None:
+    """With a search of rate and splits, workers that die, and a sweep."""
+    command = [
+        "--synthetic", "azure-code", "--duration", "8", "--cluster", "b", "--systems", "blitz,static-full,static-half",
+        "--scale-rate", "half", "--kill-every", "7", "--what-if", "give-back=0.5,60",
+    ]  # fmt: skip
+    written = []
+    for seed in ("1", "77"):
+        file = tmp_path / f"{seed}.json"
+        script = "from bench.sim.cli import app; import sys; app(sys.argv[1:])"
+        environ = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run(
+            [sys.executable, "-c", script, *command, "--json", str(file)], check=True, capture_output=True, env=environ
+        )
+        written.append(file.read_bytes())
+    assert written[0] == written[1]
 
 
 def test_the_same_run_gives_the_same_bytes_under_another_hash_seed() -> None:
