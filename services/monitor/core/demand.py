@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from services.monitor.core.capability import Estimate
 from services.monitor.core.decoding import Decoding
+from services.monitor.core.give_back import idle_window_s
 from services.monitor.core.need import Capability, Load, Need, need_of, worth_moving
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.reported import ARRIVALS_S, Reported, serving, waiting_requests
@@ -44,8 +45,8 @@ class Settings(NamedTuple):
     """How long the last instance stays after the last request, if that is longer than it would by itself."""
     connected_since_s: float = -inf
     """When this process's own connection came up."""
-    wanted: bool = False
-    """Other models may want the workers, and none is spare."""
+    crowded: bool = False
+    """Another model has no instance, and no worker is spare."""
 
 
 NO_SETTINGS = Settings()
@@ -150,6 +151,11 @@ class ModelDemand:
     def hears(self, now_s: float, settings: Settings) -> bool:
         """Whether the connection has been up for so long that silence says that there are no requests."""
         return now_s - settings.connected_since_s >= self._policy.report_ttl_s
+
+    def is_awake(self, now_s: float, settings: Settings) -> bool:
+        """Whether requests came so lately that a last instance stays for others."""
+        idle_s = now_s - self._idle_since_s if self._idle_since_s is not None else 0.0
+        return idle_s < max(self._policy.down_window_s or idle_window_s(self._load_s), settings.keep_alive_s)
 
     def colocated(
         self, now_s: float, observed: int, settings: Settings = NO_SETTINGS, *, alone: bool = False
@@ -268,7 +274,7 @@ class ModelDemand:
             settings.keep_alive_s,
             now_s - settings.connected_since_s,
             now_s - self._idle_since_s if self._idle_since_s is not None else 0.0,
-            settings.wanted,
+            settings.crowded,
         )
 
     @property

@@ -41,11 +41,11 @@ def verdicts(
     now_s: float,
     *,
     connected_since_s: float = float("-inf"),
-    wanted: bool = False,
+    crowded: bool = False,
 ) -> Mapping[Role, Verdict]:
-    """For every role; ``desired`` is within the model's limits and floors, and ``idle`` is beyond these. ``wanted``:
-    other models may want the workers, and none is spare."""
-    settings = Settings(model.slo_ttft_s, model.slo_tbt_s, model.keep_alive_s, connected_since_s, wanted)
+    """For every role; ``desired`` is within the model's limits and floors, and ``idle`` is beyond these. ``crowded``:
+    another model has no instance, and no worker is spare."""
+    settings = Settings(model.slo_ttft_s, model.slo_tbt_s, model.keep_alive_s, connected_since_s, crowded)
     if model.serving == "disaggregated":
         by_load = demand.disaggregated(now_s, {role: there[role].observed for role in ROLES}, settings)
     else:
@@ -59,8 +59,10 @@ def verdicts(
             continue
         here, verdict = there[role], _NONE
         if here.observed or here.floor is not None:  # nearly all models have instances of one role
-            hears = demand.hears(now_s, settings)
-            verdict = _surplus(role, there, wanted, model, hears=hears) if model.serving else _by_hand(here)
+            verdict = _by_hand(here)
+            if model.serving:
+                hears, awake = demand.hears(now_s, settings), demand.is_awake(now_s, settings)
+                verdict = _surplus(role, there, wanted, model, hears=hears, awake=awake)
             verdict = _limited(verdict, bounded(verdict.desired, model, here.floor, role), model, here, role)
         found[role] = verdict
         most -= verdict.desired
@@ -111,9 +113,16 @@ def _by_hand(there: There) -> Verdict:
 
 
 def _surplus(
-    role: Role, there: Mapping[Role, There], wanted: Mapping[Role, int], model: ModelRecord, *, hears: bool
+    role: Role,
+    there: Mapping[Role, There],
+    wanted: Mapping[Role, int],
+    model: ModelRecord,
+    *,
+    hears: bool,
+    awake: bool,
 ) -> Verdict:
-    """Of a role that the model is not served by. ``hears``: whether it is known what is ``wanted``."""
+    """Of a role that the model is not served by. ``hears``: whether it is known what is ``wanted``; ``awake``: whether
+    a last instance stays though nothing is."""
     stays = 0
     if role in TAKES_PROMPTS and not hears:
         stays = there[role].observed
@@ -126,6 +135,8 @@ def _surplus(
             coming=sum(there[mine].observed - there[mine].serving for mine in wanted),
             lacking=sum(max(0, wanted[mine] - there[mine].observed) for mine in wanted),
         )
+        if awake and not any(there[mine].serving for mine in ours):
+            stays = max(stays, min(there[role].observed, 1))
     why = f"the model is served {model.serving}"
     going = there[role].observed - stays
     return Verdict(stays, stays, f"{why}, once others take their prompts" if stays else why, going, going)

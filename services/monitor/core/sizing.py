@@ -3,13 +3,13 @@
 - Up to ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit fewer instances with
   headroom, or when there was no request anywhere for as long; and no earlier than a window after the connection to
   the bus: before, silence says nothing. How long the window is, the policy or ``services.monitor.core.give_back`` says;
-  this one where somebody else may want the worker.
+  the latter of one instance where another model has none and no worker is spare.
 - What is not needed now is idle. It is spare, too, if two windows of the rate would fit what remains with headroom: a
   role may do without it that would have to load one again, however long that takes.
 - The last instance stays for the model's keep-alive after its last request.
-- While prompts are overdue, ``needed`` does not fall: the instances were asked for when the prompts came. If all of
-  them serve and the overdue prompts still do not become fewer, the instances are slower than they say: one more is
-  needed, and so on.
+- While prompts are overdue, ``needed`` does not fall: the instances were asked for when the prompts came. If as many
+  serve and the overdue prompts still do not become fewer, the instances are slower than they say: one more is needed,
+  and so on.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Situation(NamedTuple):
     """Since when this process's connection is up."""
     idle_s: float
     """Since when there is no request anywhere."""
-    wanted: bool = False
-    """Other models may want the workers, and none is spare."""
+    crowded: bool = False
+    """Another model has no instance, and no worker is spare."""
 
 
 class Size(NamedTuple):
@@ -60,6 +60,8 @@ class Sizing:
     def __init__(self, policy: DemandPolicy) -> None:
         self._policy = policy
         self._needed = MaxWindow(max(MAX_WINDOW_S, policy.down_window_s))
+        self._asked = MaxWindow(MAX_WINDOW_S)
+        """What the load asked for, without what is held for what is overdue: that must not hold itself."""
         self._overdue = _Overdue(policy.rate_window_s)
 
     def size(
@@ -74,51 +76,48 @@ class Sizing:
     ) -> Size:
         """``most``: as many as there are requests to use them. ``least``: not less, however little is needed."""
         policy, observed = self._policy, situation.observed
+        self._asked.add(now_s, needed)
         if overdue_tokens > 0:
-            self._needed.add(now_s, needed)
-            lately = self._needed.largest(now_s, self._worth_s(situation))
+            lately = self._asked.largest(now_s, self._worth_s(situation))
             needed = max(needed, self._overdue.hold(overdue_tokens, lately, situation.num_serving, now_s))
         else:
             self._overdue.end()
         needed = min(needed, most)
         self._needed.add(now_s, needed)
-        desired, idle, spare = max(rounded_up(needed), least), 0, 0
+        desired, idle, spare, window_s = max(rounded_up(needed), least), 0, 0, 0.0
         if desired < observed:
             if situation.connected_s >= policy.report_ttl_s:
                 idle = observed - desired
                 lately_s = 2 * policy.rate_window_s
                 if self._needed.full(now_s, lately_s):
                     spare = max(0, min(idle, observed - self._fitting(now_s, lately_s)))
-            desired = min(observed, max(desired, self._kept(situation, now_s)))
-        return Size(desired, needed, idle, spare, self._window_s(situation) if desired < observed else 0.0)
+            kept, window_s = self._kept(policy.down_window_s, situation, now_s)
+            if situation.crowded and kept >= observed:
+                # One at a time: it is not known whether the next one is wanted, too.
+                kept, window_s = self._kept(0.0, situation, now_s)
+                kept = max(kept, observed - 1)
+            desired = min(observed, max(desired, kept))
+        return Size(desired, needed, idle, spare, window_s if desired < observed else 0.0)
 
     def _fitting(self, now_s: float, within_s: float) -> int:
         """Instances that the largest need of that time fits with headroom."""
         return rounded_up(self._needed.largest(now_s, within_s) / self._policy.down_headroom)
 
-    def _kept(self, situation: Situation, now_s: float) -> int:
-        """Instances that stay for what may come, whatever is needed now."""
-        policy, window_s = self._policy, self._window_s(situation)
-        if situation.connected_s < max(window_s, policy.report_ttl_s):
-            return situation.observed
-        idle_window = self._set_window_s(situation) or idle_window_s(situation.load_s)
-        last = 1 if situation.idle_s < max(idle_window, situation.keep_alive_s) else 0
-        if situation.idle_s >= idle_window:
-            return last
+    def _kept(self, set_s: float, situation: Situation, now_s: float) -> tuple[int, float]:
+        """Instances that stay for what may come, whatever is needed now, and for how long that was looked at.
+        ``set_s``: for which they stay; 0: for as long as that is worth it."""
+        # Never shorter than two windows of the rate, or random arrivals would be taken for ups and downs.
+        window_s = set_s or self._worth_s(situation)
+        if situation.connected_s < max(window_s, self._policy.report_ttl_s):
+            return situation.observed, window_s
+        idle_s = set_s or idle_window_s(situation.load_s)
+        last = 1 if situation.idle_s < max(idle_s, situation.keep_alive_s) else 0
+        if situation.idle_s >= idle_s:
+            return last, idle_s
         if not self._needed.full(now_s, window_s):
-            return situation.observed
+            return situation.observed, window_s
         # In small steps of evidence: the whole window's peak must fit what would remain.
-        return max(last, self._fitting(now_s, window_s))
-
-    def _window_s(self, situation: Situation) -> float:
-        """Whose load has to fit fewer instances. Never shorter than two windows of the rate, or random arrivals
-        would be taken for ups and downs."""
-        return self._set_window_s(situation) or self._worth_s(situation)
-
-    def _set_window_s(self, situation: Situation) -> float:
-        """As the policy has it; 0: what keeping an instance is worth decides, as where others want the worker."""
-        set_s = self._policy.down_window_s
-        return 0.0 if situation.wanted and set_s > self._worth_s(situation) else set_s
+        return max(last, self._fitting(now_s, window_s)), window_s
 
     def _worth_s(self, situation: Situation) -> float:
         """For how long keeping an instance costs less than to fetch it again. What is overdue has waited for about as
@@ -147,7 +146,7 @@ class _Overdue:
         elif self._since is None or overdue_tokens < self._since[1]:
             self._since = (now_s, overdue_tokens)
         elif now_s - self._since[0] >= self._patience_s:
-            self._held, self._since = num_serving + 1.0, None
+            self._held, self._since = rounded_up(self._held) + 1.0, None
         return self._held
 
 

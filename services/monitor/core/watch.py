@@ -9,9 +9,9 @@ Rules
 - A follower knows as much as the leader, and says nothing.
 - How a model is served says on which roles its load decides (``services.monitor.core.roles``).
 - What an instance reported in a role that it has no longer does not count.
-- Where several models share the workers and none is spare or about to be, one model after the other, those first whose
-  instances have been idle for longest, keeps these for as long only as they are worth: so the next model that wakes up
-  finds a worker.
+- Where a model has no instance and no worker is spare or about to be, another one gives one back that is kept for
+  longer than that is worth: who has the most to spare, and of equals who has been idle for longest. So a model that
+  wakes up finds a worker.
 - A gateway's first report that requests wait for a model without instances is urgent.
 """
 
@@ -87,7 +87,7 @@ class _Group:
     def set_idle(self, idle: int, spare: int, unix_s: float) -> bool:
         """Whether they are other numbers than before."""
         before = self.idle, self.spare
-        if idle > self.idle:
+        if idle > self.idle or unix_s < self.idle_since_s:  # or the clock was set
             self.idle_since_s = unix_s
         self.idle, self.spare = idle, spare
         return before != (idle, spare)
@@ -102,9 +102,12 @@ class _Model:
     """Gateways that hold requests for which there is no instance, as of their last reports."""
 
     @property
-    def idle_since_s(self) -> float:
-        """Since when (unix time) an instance has been idle; infinite if none is."""
-        return min((group.idle_since_s for group in self.groups.values() if group.idle), default=inf)
+    def keeps(self) -> tuple[int, float]:
+        """The lower, the sooner it can do without an instance: how many are spare (negative), and since when (unix
+        time) some have been idle."""
+        groups = self.groups.values()
+        idle_since_s = min((group.idle_since_s for group in groups if group.idle), default=inf)
+        return -max(group.spare for group in groups), idle_since_s
 
     @property
     def has_instances(self) -> bool:
@@ -123,8 +126,8 @@ class Watch:
         self._roles: dict[str, Role] = {}
         """By instance id, as of the last snapshot."""
         self._figures: dict[About, Figures] = {}
-        self._full = False
-        """Several models share the workers, and none of these is spare or about to be; as of the last snapshot."""
+        self._crowded = False
+        """A model has no instance, and no worker is spare or about to be; as of the last snapshot."""
 
     @property
     def knows_models(self) -> bool:
@@ -168,15 +171,16 @@ class Watch:
                 self._figures.pop((name, role), None)
         observed: Counter[About] = Counter()
         serving: Counter[About] = Counter()
-        full = bool(view.workers) and len(models) > 1
+        is_full = True
         for worker in view.workers:
             about = counted_as(worker, models)
             if about is not None:
                 observed[about] += 1
                 serving[about] += worker.state == "serving"
             elif not worker.leaves:
-                full = False
-        self._full = full
+                is_full = False
+        scaled = {name for name, model in models.items() if not model.advise}
+        self._crowded = is_full and bool(scaled - {name for name, _ in observed})
         # A profile is of one kind of worker: where they differ, it says nothing.
         kinds = {(worker.worker.engine, worker.worker.device) for worker in view.workers}
         for name, record in models.items():
@@ -202,14 +206,14 @@ class Watch:
     def evaluate(self, now_s: float, *, unix_s: float, connected_since_s: float, leads: bool) -> list[Wish]:
         """What has to be said now, by model; it counts as said. ``connected_since_s``: since when reports can be
         heard. ``leads``: whether it is this monitor that speaks."""
-        wishes, wanted = [], self._full
+        wishes, crowded = [], self._crowded
         for name, model in self._in_turn():
             there = {role: group.there for role, group in model.groups.items()}
             found = verdicts(
-                model.demand, model.record, there, now_s, connected_since_s=connected_since_s, wanted=wanted
+                model.demand, model.record, there, now_s, connected_since_s=connected_since_s, crowded=crowded
             )
-            if wanted and not model.record.advise and any(found[r].desired < there[r].observed for r in there):
-                wanted = False  # a worker will be spare
+            if crowded and not model.record.advise and any(found[r].desired < there[r].observed for r in there):
+                crowded = False  # a worker will be spare
             for role, group in model.groups.items():
                 verdict = found[role]
                 if is_scaled_by_load(model.record.serving, role):
@@ -231,10 +235,10 @@ class Watch:
         return wishes
 
     def _in_turn(self) -> list[tuple[str, _Model]]:
-        """By name; those first that have been idle for longest where their workers are wanted."""
-        if not self._full:
+        """By name; where their workers are wanted, those first that can do without one."""
+        if not self._crowded:
             return sorted(self._models.items())
-        return sorted(self._models.items(), key=lambda item: (item[1].idle_since_s, item[0]))
+        return sorted(self._models.items(), key=lambda item: (*item[1].keeps, item[0]))
 
     def published(self, wish: Wish) -> None:
         """It reached the bus. One that did not is repeated like the others."""

@@ -198,7 +198,8 @@ class Fleet:
                 # Not the last that takes prompts: what only decodes is of no use without it, and goes first.
                 spendable = min(spendable, sum(up[name, takes] for takes in TAKES_PROMPTS) - 1)
             if spendable > 0:
-                holdings.append(self._holding(view.models[name], role, found, spendable, at.moment.monotonic_s))
+                holding = self._holding(view.models[name], role, found, up[name, role], spendable, at)
+                holdings.append(holding)
         taken: dict[About, list[Taking]] = {}
         for taking in allocate(wants, holdings, freeing, now_s):
             taken.setdefault((taking.model, taking.role), []).append(taking)
@@ -219,12 +220,18 @@ class Fleet:
         model: ModelRecord,
         role: Role,
         serving: Sequence[tuple[WorkerRecord, InstanceInfo]],
+        up: int,
         spendable: int,
-        now_s: float,
+        at: Situation,
     ) -> Holding:
+        """``up``: how many serve, of which those of ``serving`` could go."""
         spendable = min(spendable, len(serving))
-        said = self.said(model.name, role, now_s)
-        idle, idle_since_s = (min(said.idle, spendable), said.idle_since_s) if said is not None else (0, 0.0)
+        said = self.said(model.name, role, at.moment.monotonic_s)
+        idle, idle_since_s = 0, 0.0
+        if said is not None:
+            # Of what was observed some may still load, and replaces nothing that is needed.
+            needed = max(0, said.observed - said.idle)
+            idle, idle_since_s = max(0, min(said.idle, spendable, up - needed)), said.idle_since_s
         return Holding(
             model.name,
             role,

@@ -215,7 +215,8 @@ class Mutations:
                 needed.append(said.observed - spare)
                 why = why or f"{said.idle} of {there} {role} instances have been idle for {idle_s:.1f} s"
         # What still loads replaces nothing: as many as are to stay serve now.
-        surplus = min(surplus_of(there, least, needed), max(0, asked.serving(role) - least))
+        stay = max(least, min(needed, default=there))
+        surplus = min(surplus_of(there, least, needed), max(0, asked.serving(role) - stay))
         return Offer(role, surplus, why, self._movable(asked.by_role[role], kept, asked.at.moment))
 
 

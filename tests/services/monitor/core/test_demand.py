@@ -182,6 +182,21 @@ def test_what_was_needed_long_before_a_prompt_was_overdue_was_not_needed_for_it(
     assert verdict.desired < 5, "one that is late now and then does not keep what a burst needed"
 
 
+@pytest.mark.parametrize(("every_s", "load_s"), [(5.0, 1.0), (5.0, 3.0), (20.0, 12.0)])
+def test_late_prompts_now_and_then_keep_no_peak_and_raise_none(every_s: float, load_s: float) -> None:
+    """Each is late for longer than it takes until one more instance is asked for; what is asked for comes at once."""
+    demand, observed, most = ModelDemand(replace(POLICY, down_window_s=60.0)), 10, 0
+    for step in range(3000):
+        now_s = step / 10
+        burst, one = 5000 if now_s < 1.0 else 0, 300 if now_s % every_s > every_s - 2.5 else 0
+        demand.on_load(report(load_s=load_s, running_requests=3), now_s)
+        demand.on_queue("g", queue(5000 + 300 * int((now_s + 2.5) // every_s), burst + one, inflight=3), now_s)
+        observed = max(1, demand.colocated(now_s, observed).desired)
+        if now_s > 120.0:
+            most = max(most, observed)
+    assert most <= 3
+
+
 # --- down ----------------------------------------------------------------------------------------------
 
 

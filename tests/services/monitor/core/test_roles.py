@@ -27,14 +27,16 @@ def found(
     *,
     tokens: int = 0,
     demand: ModelDemand | None = None,
+    at_s: float = 0.0,
     **changes: object,
 ) -> Mapping[Role, Verdict]:
-    """With a burst of so many tokens, in prompts of a hundred."""
+    """With a burst of so many tokens, in prompts of a hundred, at 0 s."""
     demand = demand or ModelDemand(POLICY)
     demand.on_queue("g", queue(tokens, queued_tokens=tokens), 0.0)
     record = model(**{"min_instances": 0, "serving": serving} | changes)
     every: dict[Role, There] = {"colocated": There(), "prefill": There(), "decode": There()}
-    return verdicts(demand, record, every | there, 0.0)
+    verdicts(demand, record, every | there, 0.0)
+    return verdicts(demand, record, every | there, at_s)
 
 
 def numbers(found: Mapping[Role, Verdict]) -> tuple[int, int, int]:
@@ -67,9 +69,9 @@ def test_a_number_that_is_not_the_loads_says_whose_it_is() -> None:
 def test_what_nobody_asked_for_goes_where_the_load_decides_and_stays_where_it_does_not() -> None:
     both: dict[Role, There] = {"prefill": There(1, 1), "decode": There(2, 2)}
     assert numbers(found("", both)) == (0, 1, 2)
-    assert numbers(found("colocated", both)) == (0, 0, 0)
+    assert numbers(found("colocated", both, at_s=2.1)) == (0, 0, 0)
     floor = Floor(model="m", instances=1, until_s=9.0, role="decode")
-    assert numbers(found("colocated", both | {"decode": There(2, 2, floor)})) == (0, 0, 1)
+    assert numbers(found("colocated", both | {"decode": There(2, 2, floor)}, at_s=2.1)) == (0, 0, 1)
     assert numbers(found("", both | {"decode": There(2, 2, floor)})) == (0, 1, 1)
 
 
@@ -80,6 +82,15 @@ def test_surplus_instances_go_as_others_come_to_take_their_prompts() -> None:
     coming = surplus | {"prefill": There(3, 1), "decode": There(1, 0)}
     assert numbers(found("disaggregated", coming, tokens=1500)) == (2, 3, 1)
     assert numbers(found("disaggregated", coming | {"prefill": There(3, 3)}, tokens=1500)) == (0, 3, 1)
+
+
+def test_one_that_takes_prompts_stays_as_long_as_a_last_instance_does() -> None:
+    surplus: dict[Role, There] = {"colocated": There(4, 4)}
+    assert numbers(found("disaggregated", surplus, at_s=1.9)) == (1, 0, 0), "the window is two seconds"
+    assert numbers(found("disaggregated", surplus, at_s=2.1)) == (0, 0, 0)
+    assert numbers(found("disaggregated", surplus, at_s=2.1, keep_alive_s=5.0)) == (1, 0, 0)
+    others: dict[Role, There] = {"prefill": There(1, 1), "decode": There(1, 1)}
+    assert found("disaggregated", surplus | others)["colocated"].desired == 0, "these take what comes"
 
 
 def test_surplus_instances_that_take_prompts_stay_until_it_can_be_known_whether_there_are_any() -> None:

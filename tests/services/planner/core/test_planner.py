@@ -279,3 +279,37 @@ def test_a_plan_without_pairs_is_written_without_a_look_at_other_operations(monk
     assert len(made.plans) == 3
     assert [what for what in happened if what == "is written"] == ["is written"] * 3
     assert all(after == "is written" for what, after in itertools.pairwise(happened) if what == "begins")
+
+
+def test_an_instance_that_still_loads_makes_no_room_in_place_of_one_that_is_needed() -> None:
+    """Of two observed one is idle: the one that loads. The other one has requests."""
+    a, b = model("a", min_instances=0), model("b", min_instances=0)
+    needed, loads = worker_record("w0", a, "serving"), worker_record("w1", a, "loading", epoch=2)
+    workers = [needed, loads, worker_record("w2", b, "serving")]
+    driven = Driven([a, b], workers)
+    for _ in range(3):
+        driven.demand("a", 2, 2, idle=1, idle_since_s=99.0)
+        driven.demand("b", 2, 1)
+        driven.round()
+        driven.now_s += 0.5
+    assert driven.plans == []
+
+
+def test_nor_does_it_let_one_that_is_needed_have_another_role() -> None:
+    pd = model("pd", min_instances=0, serving="disaggregated")
+    workers = [
+        worker_record("w0", pd, "serving", role="prefill"),
+        worker_record("w1", pd, "serving", role="decode"),
+        worker_record("w2", pd, "serving", role="decode", epoch=2),
+        worker_record("w3", pd, "loading", role="decode", epoch=3),
+    ]
+    driven = Driven([pd], workers)
+    driven.demand("pd", 3, 3, role="decode", idle=1, idle_since_s=40.0)
+    driven.demand("pd", 2, 1, role="prefill")
+    driven.round()
+    assert driven.plans == []
+    driven.workers = (*workers[:3], worker_record("w3", pd, "serving", role="decode", epoch=3))
+    driven.demand("pd", 3, 3, role="decode", idle=1, idle_since_s=40.0)
+    driven.demand("pd", 2, 1, role="prefill")
+    driven.round()
+    assert [type(plan).__name__ for plan in driven.plans] == ["MutatePlan"]
