@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     connected_since_s: float = -inf
     """When this process's own connection came up."""
     crowded: bool = False
-    """Another model has no instance, and no worker is spare."""
+    """Another model that was asked for lately has no instance, and no worker is spare."""
 
 
 NO_SETTINGS = Settings()
@@ -115,6 +115,7 @@ class ModelDemand:
         self._decoding = Decoding(policy, self._reported)
         self._idle_since_s: float | None = None
         """Since when there is no request anywhere, and none came."""
+        self._was_asked = False
 
     @property
     def profile(self) -> Profile | None:
@@ -132,7 +133,7 @@ class ModelDemand:
     def on_queue(self, gateway_id: str, queue: ModelQueue, now_s: float) -> None:
         """A gateway reports."""
         if self._reported.on_queue(gateway_id, queue, now_s):
-            self._idle_since_s = None
+            self._was_asked, self._idle_since_s = True, None
 
     def on_role(self, instance_id: str, role: Role) -> None:
         """An instance has another role now."""
@@ -156,6 +157,10 @@ class ModelDemand:
         """Whether requests came so lately that a last instance stays for others."""
         idle_s = now_s - self._idle_since_s if self._idle_since_s is not None else 0.0
         return idle_s < max(self._policy.down_window_s or idle_window_s(self._load_s), settings.keep_alive_s)
+
+    def was_asked_lately(self, now_s: float) -> bool:
+        """Whether requests came within as long as a last instance stays without a keep-alive."""
+        return self._was_asked and self.is_awake(now_s, NO_SETTINGS)
 
     def colocated(
         self, now_s: float, observed: int, settings: Settings = NO_SETTINGS, *, alone: bool = False
@@ -264,7 +269,7 @@ class ModelDemand:
     def _situation(self, observed: int, num_serving: int, busy: bool, now_s: float, settings: Settings) -> Situation:
         """``busy``: whether there are requests anywhere."""
         if busy:
-            self._idle_since_s = None
+            self._was_asked, self._idle_since_s = True, None
         elif self._idle_since_s is None:
             self._idle_since_s = now_s
         return Situation(

@@ -44,7 +44,7 @@ def verdicts(
     crowded: bool = False,
 ) -> Mapping[Role, Verdict]:
     """For every role; ``desired`` is within the model's limits and floors, and ``idle`` is beyond these. ``crowded``:
-    another model has no instance, and no worker is spare."""
+    another model that was asked for lately has no instance, and no worker is spare."""
     settings = Settings(model.slo_ttft_s, model.slo_tbt_s, model.keep_alive_s, connected_since_s, crowded)
     if model.serving == "disaggregated":
         by_load = demand.disaggregated(now_s, {role: there[role].observed for role in ROLES}, settings)
@@ -123,11 +123,10 @@ def _surplus(
 ) -> Verdict:
     """Of a role that the model is not served by. ``hears``: whether it is known what is ``wanted``; ``awake``: whether
     a last instance stays though nothing is."""
-    stays = 0
+    stays, ours = 0, SERVED_BY[model.serving] & TAKES_PROMPTS
     if role in TAKES_PROMPTS and not hears:
         stays = there[role].observed
     elif role in TAKES_PROMPTS:
-        ours = [mine for mine in SERVED_BY[model.serving] if mine in TAKES_PROMPTS]
         stays = staying(
             there[role].observed,
             wanted=sum(wanted[mine] for mine in ours),
@@ -135,10 +134,12 @@ def _surplus(
             coming=sum(there[mine].observed - there[mine].serving for mine in wanted),
             lacking=sum(max(0, wanted[mine] - there[mine].observed) for mine in wanted),
         )
-        if awake and not any(there[mine].serving for mine in ours):
-            stays = max(stays, min(there[role].observed, 1))
-    why = f"the model is served {model.serving}"
     going = there[role].observed - stays
+    if role in TAKES_PROMPTS and awake and not any(there[mine].serving for mine in ours):
+        # Nothing needs it, so others may have it; nor does it take the place of what is needed.
+        has_room = sum(each.observed for each in there.values()) < model.max_instances
+        stays = max(stays, min(there[role].observed, 1)) if has_room else stays
+    why = f"the model is served {model.serving}"
     return Verdict(stays, stays, f"{why}, once others take their prompts" if stays else why, going, going)
 
 

@@ -9,7 +9,7 @@
 - The last instance stays for the model's keep-alive after its last request.
 - While prompts are overdue, ``needed`` does not fall: the instances were asked for when the prompts came. If as many
   serve and the overdue prompts still do not become fewer, the instances are slower than they say: one more is needed,
-  and so on.
+  and so on; if they become more, one more than serve.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Situation(NamedTuple):
     idle_s: float
     """Since when there is no request anywhere."""
     crowded: bool = False
-    """Another model has no instance, and no worker is spare."""
+    """Another model that was asked for lately has no instance, and no worker is spare."""
 
 
 class Size(NamedTuple):
@@ -146,7 +146,9 @@ class _Overdue:
         elif self._since is None or overdue_tokens < self._since[1]:
             self._since = (now_s, overdue_tokens)
         elif now_s - self._since[0] >= self._patience_s:
-            self._held, self._since = rounded_up(self._held) + 1.0, None
+            # What is kept for what may come is too few only if there is even more to do in spite of it.
+            too_few = num_serving if overdue_tokens > self._since[1] else 0
+            self._held, self._since = max(rounded_up(self._held), too_few) + 1.0, None
         return self._held
 
 

@@ -9,16 +9,16 @@ Rules
 - A follower knows as much as the leader, and says nothing.
 - How a model is served says on which roles its load decides (``services.monitor.core.roles``).
 - What an instance reported in a role that it has no longer does not count.
-- Where a model has no instance and no worker is spare or about to be, another one gives one back that is kept for
-  longer than that is worth: who has the most to spare, and of equals who has been idle for longest. So a model that
-  wakes up finds a worker.
+- Where a model that was asked for lately has no instance and no worker is spare or about to be, another one gives one
+  back (of each role) that is kept for longer than that is worth: who has the most to spare, and of equals who has been
+  idle for longest. So who wakes up again finds a worker.
 - A gateway's first report that requests wait for a model without instances is urgent.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -126,8 +126,9 @@ class Watch:
         self._roles: dict[str, Role] = {}
         """By instance id, as of the last snapshot."""
         self._figures: dict[About, Figures] = {}
-        self._crowded = False
-        """A model has no instance, and no worker is spare or about to be; as of the last snapshot."""
+        self._asleep: list[_Model] = []
+        """Models without an instance that could have one, where no worker is spare or about to be; as of the last
+        snapshot."""
 
     @property
     def knows_models(self) -> bool:
@@ -179,8 +180,6 @@ class Watch:
                 serving[about] += worker.state == "serving"
             elif not worker.leaves:
                 is_full = False
-        scaled = {name for name, model in models.items() if not model.advise}
-        self._crowded = is_full and bool(scaled - {name for name, _ in observed})
         # A profile is of one kind of worker: where they differ, it says nothing.
         kinds = {(worker.worker.engine, worker.worker.device) for worker in view.workers}
         for name, record in models.items():
@@ -192,7 +191,17 @@ class Watch:
             for role, group in known.groups.items():
                 about = name, role
                 group.there = There(observed[about], serving[about], view.floors.get(about))
+        self._asleep = self._sleeping(view, {name for name, _ in observed}) if is_full else []
         self._hear_roles(view)
+
+    def _sleeping(self, view: RegistryView, awake: Set[str]) -> list[_Model]:
+        """Models that could have an instance, and have none."""
+        largest = max((worker.worker.arena_bytes for worker in view.workers if not worker.leaves), default=0)
+        return [
+            self._models[name]
+            for name, model in view.models.items()
+            if name not in awake and not model.advise and model.max_instances and model.weights_bytes <= largest
+        ]
 
     def _hear_roles(self, view: RegistryView) -> None:
         before, self._roles = self._roles, {w.instance.instance_id: w.instance.role for w in view.workers if w.instance}
@@ -206,13 +215,13 @@ class Watch:
     def evaluate(self, now_s: float, *, unix_s: float, connected_since_s: float, leads: bool) -> list[Wish]:
         """What has to be said now, by model; it counts as said. ``connected_since_s``: since when reports can be
         heard. ``leads``: whether it is this monitor that speaks."""
-        wishes, crowded = [], self._crowded
-        for name, model in self._in_turn():
+        wishes, crowded = [], any(model.demand.was_asked_lately(now_s) for model in self._asleep)
+        for name, model in self._in_turn(crowded=crowded):
             there = {role: group.there for role, group in model.groups.items()}
             found = verdicts(
                 model.demand, model.record, there, now_s, connected_since_s=connected_since_s, crowded=crowded
             )
-            if crowded and not model.record.advise and any(found[r].desired < there[r].observed for r in there):
+            if crowded and not model.record.advise and any(found[r].desired < there[r].serving for r in there):
                 crowded = False  # a worker will be spare
             for role, group in model.groups.items():
                 verdict = found[role]
@@ -234,9 +243,9 @@ class Watch:
                 wishes.append(_wish(name, role, group, verdict))
         return wishes
 
-    def _in_turn(self) -> list[tuple[str, _Model]]:
+    def _in_turn(self, *, crowded: bool) -> list[tuple[str, _Model]]:
         """By name; where their workers are wanted, those first that can do without one."""
-        if not self._crowded:
+        if not crowded:
             return sorted(self._models.items())
         return sorted(self._models.items(), key=lambda item: (*item[1].keeps, item[0]))
 

@@ -238,18 +238,19 @@ class Fleet:
             idle,
             idle_since_s,
             spendable,
-            min(self._slice_ends_s(record, instance) for record, instance in serving),
+            min(self._slice_ends_s(record, instance, at.moment.unix_s) for record, instance in serving),
             [
                 Room(record.worker.worker_id, record.worker.arena_bytes)
                 for record, _ in sorted(serving, key=lambda one: staying(one[0], (), self._at_work))
             ],
         )
 
-    def _slice_ends_s(self, record: WorkerRecord, instance: InstanceInfo) -> float:
-        """What began before this planner remembers has served for long."""
+    def _slice_ends_s(self, record: WorkerRecord, instance: InstanceInfo, unix_s: float) -> float:
+        """What began before this planner remembers, or its clock was set, has served for long."""
         operation = self._operations.get(instance.plan_id)
         since = operation.served_since(record.worker.worker_id) if operation is not None else None
-        return since[0] + QUANTUM_S + since[1] if since is not None else 0.0
+        # Nothing served in the future: the clock was set.
+        return since[0] + QUANTUM_S + since[1] if since is not None and since[0] <= unix_s else 0.0
 
 
 def _roles(name: str, at: Situation) -> Counter[Role]:

@@ -197,6 +197,20 @@ def test_late_prompts_now_and_then_keep_no_peak_and_raise_none(every_s: float, l
     assert most <= 3
 
 
+def test_if_what_is_overdue_grows_although_many_are_kept_more_than_these_are_needed() -> None:
+    demand, needed = ModelDemand(replace(POLICY, down_window_s=60.0)), []
+    for step in range(150):
+        now_s = step / 10
+        slow_s = max(0.0, now_s - 10.0)
+        for index in range(10):
+            demand.on_load(report(f"i{index}", running_requests=1), now_s)
+        arrived = 5000 + round(400 * slow_s)
+        demand.on_queue("g", queue(arrived, queued_tokens=5000 if now_s < 1 else arrived - 5000, inflight=30), now_s)
+        needed.append(demand.colocated(now_s, 10).needed)
+    assert max(needed[:100]) == 10.0
+    assert max(needed[100:130]) == 11.0, "within three seconds, and not one a second from one on"
+
+
 # --- down ----------------------------------------------------------------------------------------------
 
 

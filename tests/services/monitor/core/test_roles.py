@@ -93,6 +93,13 @@ def test_one_that_takes_prompts_stays_as_long_as_a_last_instance_does() -> None:
     assert found("disaggregated", surplus | others)["colocated"].desired == 0, "these take what comes"
 
 
+def test_what_stays_for_what_may_come_is_anybodys_and_takes_nobodys_place() -> None:
+    one: dict[Role, There] = {"colocated": There(1, 1)}
+    verdict = found("disaggregated", one, at_s=1.9)["colocated"]
+    assert (verdict.desired, verdict.idle) == (1, 1)
+    assert numbers(found("disaggregated", one, at_s=1.9, max_instances=1)) == (0, 0, 0)
+
+
 def test_surplus_instances_that_take_prompts_stay_until_it_can_be_known_whether_there_are_any() -> None:
     record, demand = model(serving="disaggregated", min_instances=0), ModelDemand(POLICY)
     there: dict[Role, There] = {"colocated": There(4, 4), "prefill": There(), "decode": There(1, 1)}

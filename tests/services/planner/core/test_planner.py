@@ -18,6 +18,7 @@ from services.planner.core.rounds.waiting import ROOM_WAIT_S, SHORT_S
 from shared.errors import Conflict, NoCapacity, Unavailable
 from shared.messages.codec import encode
 from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
+from shared.messages.progress import ProgressEvent
 from shared.messages.registry import WorkerRecord
 from tests.records import model, worker_record
 from tests.services.monitor.core.reports import report
@@ -313,3 +314,31 @@ def test_nor_does_it_let_one_that_is_needed_have_another_role() -> None:
     driven.demand("pd", 2, 1, role="prefill")
     driven.round()
     assert [type(plan).__name__ for plan in driven.plans] == ["MutatePlan"]
+
+
+def test_a_clock_that_is_set_back_does_not_make_a_slice_last() -> None:
+    class Shifted(Driven):
+        shift_s = 0.0
+
+        @property
+        def moment(self) -> Moment:
+            return Moment(self.now_s + self.shift_s, self.now_s)
+
+    a, b = model("a", min_instances=0), model("b", min_instances=0)
+    made = Shifted([a, b], spare(1))
+    made.demand("a", 1)
+    made.round()
+    (plan,) = made.plans
+    (target,) = plan.targets
+    events: tuple[ProgressEvent, ...] = ("accepted", "loaded", "serving")
+    for event in events:
+        made.now_s += 0.3
+        made.report(plan.plan_id, event, target.worker_id, target.instance_id)
+    record = worker_record("w0", a, "serving")
+    assert record.instance is not None
+    instance = msgspec.structs.replace(record.instance, plan_id=plan.plan_id, instance_id=target.instance_id)
+    made.workers = (msgspec.structs.replace(record, instance=instance),)
+    made.now_s, made.shift_s = made.now_s + 5.0, -50.0
+    made.demand("b", 1)
+    made.round()
+    assert [type(plan) for plan in made.plans[1:]] == [DrainPlan]
