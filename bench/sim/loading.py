@@ -152,7 +152,8 @@ class Loads:
         return any(
             load.upstream(number).kind == "gpu" and load.upstream(number).worker_id == worker_id
             for load in loads
-            if load.running
+            # Others may have started some of them, by other flows.
+            if load.running and self._newest.get(load.worker_id) is load
             for number in range(len(load.flows))
         )
 

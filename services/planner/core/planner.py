@@ -24,7 +24,7 @@ out what is decided. Unix times begin after 0, which says of many things that th
    ``operations.just_finished()`` has the operations that ended. Once a second: the steps of ``evacuations``, begun as
    above without a lease, and ``migrations.make_room``, whose plans go to the workers that they name.
 4. A pair asks for a split: ``splits.request``, then ``live.split.assign`` (a simulation bounds its solver by
-   ``max_nodes`` and not by time, or leaves it out, and says how long that takes), then ``splits.gates``, whose revision
+   ``max_nodes`` and not by time, and says how long that takes), then ``splits.gates``, whose revision
    goes to both members. Meanwhile rounds go on.
 """
 

@@ -222,3 +222,23 @@ def test_the_nth_target_of_a_burst_costs_next_to_nothing() -> None:
     alone_s = model.record.weights_bytes * 8 / 256e9
     took_s = [ended - 0.1 * number for number, ended in enumerate(staggered.ended.values())]
     assert took_s == pytest.approx([alone_s] * 5, rel=0.02)
+
+
+def test_loads_that_somebody_else_starts_in_more_parts_are_not_asked_for_their_upstreams() -> None:
+    """As λScale's, which come in blocks."""
+    cluster, model, clock = known_cluster("b"), known_model("llama3-8b", "a100"), Clock()
+    fabric, network = Fabric(cluster), Network(clock)
+    plan, _ = plan_of(cluster, fabric, model, (0,), 1, "chain")
+    (target,) = plan.targets
+    part = part_of(plan, target.worker_id)
+    assert part is not None
+    gpus = list(fabric.gpus)
+    ours = Load(plan, part, model.weights, target.worker_id, None, lambda: None)
+    loads = Loads(clock, network, fabric, lambda worker_id: worker_id)
+    loads.start({target.worker_id: ours}, max(chain.chunk_bytes for chain in plan.chains))
+    assert loads.is_read(gpus[0], [ours])
+    theirs = Load(plan, part, model.weights, target.worker_id, None, lambda: None)
+    theirs.started(16)
+    theirs.flows[15] = ours.flows[0]
+    assert theirs.running
+    assert not loads.is_read(gpus[0], [theirs])
