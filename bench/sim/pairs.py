@@ -1,7 +1,7 @@
 """All live pairs of a run: the planner's assignments, as the workers carry them out.
 
-A split of a pair's batches is looked for by the planner's own search and its solver, which is bounded by nodes and takes
-a fixed time: what a solver finds in so many seconds depends on the machine.
+A split of a pair's batches is looked for by the planner's own search and its solver, which is bounded by nodes and
+takes a fixed time: what a solver finds in so many seconds depends on the machine.
 """
 
 from __future__ import annotations
