@@ -36,14 +36,14 @@ class InstanceIndex:
     def keep(self, instance_ids: Iterable[str]) -> None:
         """These instances are there, and no others. Those that were keep their offers; new ones offer nothing."""
         there = set(instance_ids)
-        for instance_id in self._leaves.keys() - there:
+        for instance_id in sorted(self._leaves.keys() - there):
             self.withdraw(instance_id)
             leaf = self._leaves.pop(instance_id)
             self._ids[leaf] = ""
             self._free.append(leaf)
         if not self._size or len(there) > self._size:
             self._grow(len(there))
-        for instance_id in there - self._leaves.keys():
+        for instance_id in sorted(there - self._leaves.keys()):
             leaf = self._free.pop()
             self._ids[leaf], self._leaves[instance_id] = instance_id, leaf
 

@@ -115,9 +115,10 @@ class Cluster:
         self.memory_version += bool(asked or workers)
         workers.update(worker_id for worker_id, _ in asked)
         models.update(model_hash for _, model_hash in asked if model_hash)
-        for worker_id in workers:
+        # In an order that no hash seed changes, as what is kept has it.
+        for worker_id in sorted(workers):
             self._refresh_worker(worker_id)
-        for model_hash in models:
+        for model_hash in sorted(models):
             self._refresh_model(model_hash)
 
     def _refresh_worker(self, worker_id: str) -> None:
