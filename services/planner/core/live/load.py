@@ -104,7 +104,7 @@ class LoadView:
         known = self._instances.get(instance_id)
         return known[1] if known is not None else None
 
-    def overloaded(
+    def candidates(
         self,
         model: str,
         instance_ids: Collection[str],

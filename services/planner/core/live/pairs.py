@@ -1,10 +1,11 @@
 """Which instances scale live, with whom (paper, section 5.2, "Selecting instances for live scaling"), and the messages
 that make them do it. Pure.
 
-By default a pair is made only where both hold: loading first and serving then would break the SLO, and an overloaded
-instance is there to cooperate with. Each overloaded instance gets one loading instance: a tail of the chains, which
-feeds no other, so that its activations and KV compete with no weights. The slowest tail goes to the instance with the
-longest queue, since it would otherwise stand idle the longest.
+By default a pair is made only where both hold: loading first and serving then would break the SLO, and prompts wait at
+an instance to cooperate with. Whether they exceed that instance's own slack at this moment does not matter: more
+instances were asked for because of what arrives, which gateways send to whoever has less. Each such instance gets one
+loading instance: a tail of the chains, which feeds no other, so that its activations and KV compete with no weights.
+The slowest tail goes to the instance with the longest queue, since it would otherwise stand idle the longest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shared.messages.registry import WorkerRecord
 
 @dataclass(frozen=True, slots=True)
 class SourceCandidate:
-    """An instance whose queue is too long for its SLO, or may be."""
+    """An instance that a loading one could help."""
 
     instance_id: str
     queue_s: float
@@ -57,31 +58,31 @@ class Selection:
         return (*(f"live: {line}" for line in pairs), *(f"not live: {line}" for line in declined))
 
 
-def num_sources(overloaded: Sequence[SourceCandidate], choice: LiveChoice = "auto") -> int:
+def num_sources(candidates: Sequence[SourceCandidate], choice: LiveChoice = "auto") -> int:
     """How many instances would take a partner, and so how many tails are useful."""
-    return len(_sources(overloaded, choice)[0])
+    return len(_sources(candidates, choice)[0])
 
 
 def select_pairs(
-    overloaded: Sequence[SourceCandidate],
+    candidates: Sequence[SourceCandidate],
     tails: Mapping[str, float],
     *,
     choice: LiveChoice = "auto",
     margin_s: float = 0.0,
 ) -> Selection:
-    """Pair ``tails`` with overloaded instances, as the module's docstring says.
+    """Pair ``tails`` with instances where prompts wait, as the module's docstring says.
 
     ``tails``: predicted seconds until each worker that feeds no other has everything; 0: unknown, taken for late.
     Only those that may go live (a decode instance never does: weights and KV would both come in). ``choice``:
-    ``always`` asks neither for overload nor for lateness, ``never`` makes no pairs. ``margin_s``: predictions this
+    ``always`` asks neither for a queue nor for lateness, ``never`` makes no pairs. ``margin_s``: predictions this
     close to the slack count as late.
     """
     if choice == "never":
         return Selection((), ())
     finish_s = {t: at_s or float("inf") for t, at_s in tails.items()}
     free = sorted(finish_s, key=lambda t: (-finish_s[t], t))
-    sources, declined = _sources(overloaded, choice)
-    if choice == "always" and not overloaded:
+    sources, declined = _sources(candidates, choice)
+    if choice == "always" and not candidates:
         declined.append("no instance serves that could be a source")
     pairs: list[Pair] = []
     for source in sources:
@@ -120,22 +121,18 @@ def _queue(source: SourceCandidate) -> str:
     return f"{source.queue_s:.3f} s of queue and {source.slack_s:.3f} s of slack"
 
 
-def _sources(overloaded: Sequence[SourceCandidate], choice: LiveChoice) -> tuple[list[SourceCandidate], list[str]]:
+def _sources(candidates: Sequence[SourceCandidate], choice: LiveChoice) -> tuple[list[SourceCandidate], list[str]]:
     """Those that want a partner, the longest queue first, and why the others do not."""
     sources: list[SourceCandidate] = []
     declined: list[str] = []
     if choice == "never":
         return sources, declined
-    for one in sorted(overloaded, key=lambda o: (-o.queue_s, o.instance_id)):
+    for one in sorted(candidates, key=lambda o: (-o.queue_s, o.instance_id)):
         if one.live:
             declined.append(f"{one.instance_id}: it is in a pair already")
         elif choice == "auto" and not one.queue_s:
             # Even if one prompt alone would take longer than the SLO allows.
             declined.append(f"{one.instance_id}: nothing waits")
-        elif choice == "auto" and one.queue_s <= one.slack_s:
-            declined.append(
-                f"{one.instance_id}: not overloaded; {one.queue_s:.3f} s of queue within {one.slack_s:.3f} s of slack"
-            )
         else:
             sources.append(one)
     return sources, declined

@@ -74,7 +74,7 @@ def plan(
     ``Targets``: grouped already, by the same load).
 
     ``sharded=False`` feeds every group from a single copy. ``tails``: chains to start at least, where copies with
-    unspent egress allow (one per overloaded instance to be paired).
+    unspent egress allow (one per instance to be paired).
     Raises ``BadRequest`` for a negative ``n`` or no bytes, ``BadTopology`` for unknown, repeated or contradicting ids.
     """
     if n < 0 or tails < 1:

@@ -1,4 +1,4 @@
-"""Live scaling in a round: finds the overloaded instances, and chooses the pairs."""
+"""Live scaling in a round: finds the instances that could be helped, and chooses the pairs."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class PairPlanner:
             return "never"
         return self._settings.choice if asked == "auto" else asked
 
-    def overloaded(
+    def candidates(
         self, model: ModelRecord, workers: Iterable[WorkerRecord], role: Role, now_s: float
     ) -> tuple[SourceCandidate, ...]:
         """The queue of each instance that could be a source for new instances of ``role``. ``workers``: all that have
         an instance of the model; ``now_s``: monotonic."""
         sources = self._sources(model, workers)
         # Of all of them: what gateways hold goes to instances of either role.
-        queues = self.load.overloaded(
+        queues = self.load.candidates(
             model.name,
             tuple(sources),
             slo_ttft_s=model.slo_ttft_s or self._settings.slo_ttft_s,
@@ -94,7 +94,7 @@ class PairPlanner:
         }
 
     def select(
-        self, overloaded: tuple[SourceCandidate, ...], planned: WorkerChains, asked: LiveChoice, role: Role
+        self, candidates: tuple[SourceCandidate, ...], planned: WorkerChains, asked: LiveChoice, role: Role
     ) -> Selection:
         """The pairs between them and the tails of a plan for ``role``, as the request asks for them."""
         choice = self.choice(asked, role)
@@ -103,7 +103,7 @@ class PairPlanner:
         if choice == "never":
             return Selection((), ("asked for" if asked == "never" else "the planner's default is never",))
         predicted_s = planned.predicted_s
-        return select_pairs(overloaded, {t: predicted_s[t] for t in planned.tails}, choice=choice)
+        return select_pairs(candidates, {t: predicted_s[t] for t in planned.tails}, choice=choice)
 
     def assignments(
         self, plan: ScalePlan, planned: WorkerChains, selection: Selection, workers: Iterable[WorkerRecord]

@@ -22,6 +22,7 @@ async def test_a_burst_at_prefill_instances(redis_url: str, policy: LivePolicy) 
         assert pair is not None
         await burst.ends()
         await burst.clean()
+        await eventually(lambda: cluster.live_reports)
         (report,) = cluster.live_reports
         assert report.outcome == "dissolved"
         assert report.batches

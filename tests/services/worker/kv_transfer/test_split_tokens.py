@@ -52,7 +52,7 @@ async def test_the_tokens_are_those_of_one_instance(redis_url: str, temperature:
         assert outcomes_at(burst.source) == {"moved": len(PROMPTS)}, "in chunks"
         await same("")
         await eventually(lambda: cluster.live_reports)
-        assert outcomes_at(burst.target)["shared"] > 0, "a premise: both ran layers"
+        await eventually(lambda: outcomes_at(burst.target).get("shared", 0) > 0)  # a premise: both ran layers
         await burst.clean()
         (report,) = cluster.live_reports
         assert report.outcome == "dissolved"

@@ -49,10 +49,10 @@ def queue(
     return QueueReport(gateway_id=gateway_id, published_at_s=0.0, models=(held,))
 
 
-def overloaded(
+def candidates(
     book: LoadView, *instance_ids: str, now_s: float = 0.0, slo_ttft_s: float = 1.0
 ) -> list[SourceCandidate]:
-    return list(book.overloaded("m", instance_ids, slo_ttft_s=slo_ttft_s, now_s=now_s))
+    return list(book.candidates("m", instance_ids, slo_ttft_s=slo_ttft_s, now_s=now_s))
 
 
 # --- speed -----------------------------------------------------------------------------------------
@@ -107,13 +107,13 @@ def test_the_queue_is_its_own_and_an_even_share_of_the_gateways() -> None:
     book.on_queue(queue("g0", requests=1, tokens=300), 0.0)
     book.on_queue(queue("g1", requests=1, tokens=100), 0.0)
     book.on_queue(queue("g2", model="other", requests=9, tokens=9000), 0.0)
-    assert [(o.instance_id, o.queue_s) for o in overloaded(book, "i1", "i0")] == [("i0", 0.7), ("i1", 0.3)]
+    assert [(o.instance_id, o.queue_s) for o in candidates(book, "i1", "i0")] == [("i0", 0.7), ("i1", 0.3)]
 
 
 def test_the_slack_is_what_the_earliest_has_left_after_its_own_prefill() -> None:
     book = LoadView(assumed_tokens_per_s=1000.0)
     book.on_load(load(queued_requests=2, queued_tokens=800, oldest_queued_s=0.25), 0.0)
-    (one,) = overloaded(book, "i0", slo_ttft_s=2.0)
+    (one,) = candidates(book, "i0", slo_ttft_s=2.0)
     assert one.slack_s == pytest.approx(2.0 - 0.25 - 0.4)
 
 
@@ -121,25 +121,25 @@ def test_the_mean_prompt_is_of_what_waits_at_gateways_else_of_what_arrived_there
     book = LoadView(assumed_tokens_per_s=1000.0)
     book.on_load(load(queued_requests=1, queued_tokens=900), 0.0)
     book.on_queue(queue(arrived=10, arrived_tokens=1000), 0.0)
-    assert overloaded(book, "i0")[0].slack_s == pytest.approx(0.9)
+    assert candidates(book, "i0")[0].slack_s == pytest.approx(0.9)
     book.on_queue(queue(requests=2, tokens=400, arrived=12, arrived_tokens=1400), 0.0)
-    assert overloaded(book, "i0")[0].slack_s == pytest.approx(0.8)
+    assert candidates(book, "i0")[0].slack_s == pytest.approx(0.8)
 
 
 def test_nothing_known_is_no_queue_and_all_the_slack() -> None:
-    assert overloaded(LoadView(), "i0", slo_ttft_s=1.5) == [SourceCandidate("i0", 0.0, 1.5)]
-    assert overloaded(LoadView()) == []
+    assert candidates(LoadView(), "i0", slo_ttft_s=1.5) == [SourceCandidate("i0", 0.0, 1.5)]
+    assert candidates(LoadView()) == []
 
 
 def test_an_instance_that_reports_nothing_has_its_share_of_the_gateways() -> None:
     book = LoadView(assumed_tokens_per_s=1000.0)
     book.on_load(load("i0", queued_tokens=500), 0.0)
     book.on_queue(queue(requests=1, tokens=400), 0.0)
-    assert [o.queue_s for o in overloaded(book, "i0", "i1")] == [0.7, 0.2]
+    assert [o.queue_s for o in candidates(book, "i0", "i1")] == [0.7, 0.2]
 
 
 def test_members_of_pairs_are_marked() -> None:
-    found = LoadView().overloaded("m", ("i0", "i1"), slo_ttft_s=1.0, now_s=0.0, in_pairs={"i1"})
+    found = LoadView().candidates("m", ("i0", "i1"), slo_ttft_s=1.0, now_s=0.0, in_pairs={"i1"})
     assert [(o.instance_id, o.live) for o in found] == [("i0", False), ("i1", True)]
 
 
@@ -148,15 +148,15 @@ def test_only_the_latest_report_counts() -> None:
     for tokens in (900, 100):
         book.on_load(load(queued_tokens=tokens), 0.0)
         book.on_queue(queue(requests=1, tokens=tokens), 0.0)
-    assert overloaded(book, "i0")[0].queue_s == pytest.approx(0.2)
+    assert candidates(book, "i0")[0].queue_s == pytest.approx(0.2)
 
 
 def test_the_silent_are_forgotten() -> None:
     book = LoadView(assumed_tokens_per_s=1000.0)
     book.on_load(load(queued_tokens=500), 0.0)
     book.on_queue(queue(requests=1, tokens=500), 0.0)
-    assert overloaded(book, "i0", now_s=REPORT_TTL_S)[0].queue_s == pytest.approx(1.0)
-    assert overloaded(book, "i0", now_s=REPORT_TTL_S + 0.01)[0].queue_s == 0.0
+    assert candidates(book, "i0", now_s=REPORT_TTL_S)[0].queue_s == pytest.approx(1.0)
+    assert candidates(book, "i0", now_s=REPORT_TTL_S + 0.01)[0].queue_s == 0.0
 
 
 def test_an_instance_that_was_profiled_is_as_fast_as_that_says_at_the_length_of_what_waits() -> None:
@@ -164,7 +164,7 @@ def test_an_instance_that_was_profiled_is_as_fast_as_that_says_at_the_length_of_
     book.on_load(load("i0", queued_tokens=1000, queued_requests=10, prefill_tokens_per_s=7.0), 0.0)
     book.on_load(load("i1", queued_tokens=1000, queued_requests=10, prefill_tokens_per_s=50.0), 0.0)
     of = {"i0": profile()}
-    short = book.overloaded("m", ("i0", "i1"), slo_ttft_s=5.0, now_s=0.0, profiles=of)
+    short = book.candidates("m", ("i0", "i1"), slo_ttft_s=5.0, now_s=0.0, profiles=of)
     # 1000 tokens per second at 100 tokens, and no word of the other one.
     assert [(one.queue_s, one.slack_s) for one in short] == [
         pytest.approx((1.0, 4.9)),
@@ -172,7 +172,7 @@ def test_an_instance_that_was_profiled_is_as_fast_as_that_says_at_the_length_of_
     ]
     book.on_load(load("i0", queued_tokens=2000, queued_requests=1), 0.0)
     book.on_load(load("i1"), 0.0)
-    (long, _) = book.overloaded("m", ("i0", "i1"), slo_ttft_s=5.0, now_s=0.0, profiles=of)
+    (long, _) = book.candidates("m", ("i0", "i1"), slo_ttft_s=5.0, now_s=0.0, profiles=of)
     assert long.queue_s == pytest.approx(4.0)  # 500 per second at 1000 tokens or more
 
 
@@ -181,9 +181,9 @@ def test_what_is_too_old_does_not_count_and_to_ask_about_one_model_goes_through_
     book.on_load(load("i0", queued_tokens=400), 0.0)
     book.on_load(load("i1", running_requests=1), 0.0)
     book.on_queue(queue(requests=1, tokens=600), 0.0)
-    (found,) = overloaded(book, "i0")
+    (found,) = candidates(book, "i0")
     assert found.queue_s == 1.0
-    (late,) = overloaded(book, "i0", now_s=REPORT_TTL_S + 1)
+    (late,) = candidates(book, "i0", now_s=REPORT_TTL_S + 1)
     assert late.queue_s == 0.0
     assert book.is_at_work("i1"), "a round asks for each of its loads; what is old is forgotten elsewhere, once"
 

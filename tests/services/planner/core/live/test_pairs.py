@@ -33,10 +33,11 @@ def test_only_a_tail_that_would_be_late_goes_live() -> None:
     assert ends(with_margin) == [("y", "c")]
 
 
-def test_an_instance_that_is_not_overloaded_needs_no_partner() -> None:
-    selection = select_pairs([SourceCandidate("x", 0.5, 0.6)], TAILS)
-    assert selection.pairs == ()
-    assert "not overloaded" in selection.declined[0]
+def test_what_waits_within_its_slack_is_helped_too() -> None:
+    """More arrives while a tail loads, and gateways send it to whoever has less."""
+    selection = select_pairs([SourceCandidate("x", 0.8, 0.3), SourceCandidate("y", 0.2, 0.3)], TAILS)
+    assert ends(selection) == [("x", "d"), ("y", "c")]
+    assert select_pairs([SourceCandidate("y", 0.2, 5.0)], TAILS).pairs == (), "loading first is in time"
 
 
 def test_an_instance_where_nothing_waits_needs_no_partner_however_long_a_prompt_takes() -> None:
@@ -61,7 +62,7 @@ def test_a_tail_of_which_nobody_knows_when_it_is_done_counts_as_the_slowest() ->
     assert "nobody knows when" in selection.pairs[0].why
 
 
-def test_always_asks_neither_for_overload_nor_for_lateness() -> None:
+def test_always_asks_neither_for_a_queue_nor_for_lateness() -> None:
     idle = [SourceCandidate("x", 0.0, 9.0), SourceCandidate("y", 0.1, 9.0), SourceCandidate("z", 5.0, 0.0, live=True)]
     selection = select_pairs(idle, TAILS, choice="always")
     assert ends(selection) == [("y", "d"), ("x", "c")]
