@@ -247,3 +247,34 @@ async def test_vllms_benchmark_finds_an_event_per_token_and_usage_at_the_end(sta
     tokens = [c["text"] if "text" in c else c["delta"]["content"] for c in choices if "role" not in c.get("delta", {})]
     assert tokens == list("hello")
     assert stack.workers[0].submits[0].sampling.ignore_eos
+
+
+AIPERF = {
+    "/v1/completions": {"prompt": "ab", "max_tokens": 5, "min_tokens": 5},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "ab"}],
+        "max_completion_tokens": 5,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    },
+}
+"""What `aiperf profile` asks for (0.13; chat with `--per-chunk-usage`), beside the fields that both routes share."""
+
+
+@pytest.mark.parametrize("route", AIPERF)
+async def test_aiperf_finds_the_objects_that_it_knows_and_counts_of_the_servers(stack: Stack, route: str) -> None:
+    body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    response = await stack.http.post(route, json=body | AIPERF[route], headers={"Accept": "text/event-stream"})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.removesuffix("\n\n").split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    known = "text_completion" if route == "/v1/completions" else "chat.completion.chunk"
+    assert {chunk["object"] for chunk in chunks} == {known}, "it takes no other for an answer"
+    usage = chunks[-1]["usage"]
+    assert usage["completion_tokens"] == 5
+    assert usage["prompt_tokens"] > 0
+    texts = [c["text"] if "text" in c else c["delta"].get("content") for chunk in chunks for c in chunk["choices"]]
+    assert "".join(text for text in texts if text) == "hello"
+    if route == "/v1/chat/completions":
+        worded = [chunk for chunk in chunks if chunk["choices"] and chunk["choices"][0]["delta"].get("content")]
+        assert [chunk["usage"]["completion_tokens"] for chunk in worded] == [1, 2, 3, 4, 5], "so far, with every word"
