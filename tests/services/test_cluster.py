@@ -299,6 +299,32 @@ async def test_two_overlapping_plans_for_one_model_both_end(redis_url: str) -> N
         assert len(cluster.digests(await cluster.serving(5))) == 1
 
 
+def _one_box(_worker_id: str) -> dict[str, object]:
+    return {"host": "box", "scale_up_domain": "box/nvlink", "scale_up_gbps": 1600.0}
+
+
+async def test_a_plan_that_continues_anothers_chain_outlives_the_one_in_between(redis_url: str) -> None:
+    async with running_cluster(redis_url, 4, monitor=False, each=_one_box) as cluster:
+        await cluster.add_model()
+        await cluster.scale(1)
+        (source,) = await cluster.serving(1)
+        cluster.workers[source.worker.worker_id].transport.tamper = lose_from(8)
+        first = (await cluster.start_scale(2)).plan_id
+        (between,) = [m.worker_id for m in cluster.plans()[-1].targets]
+        await cluster.reported(first, "first_byte", between)
+        second = (await cluster.start_scale(3)).plan_id
+        ((chain,), (behind,)) = cluster.plans()[-1].chains, [m.worker_id for m in cluster.plans()[-1].targets]
+        assert {s.source for hop in chain.hops for s in hop.stripes} == {between}, "where the chain before it ends"
+        await cluster.reported(second, "first_byte", behind)
+        cluster.workers[source.worker.worker_id].transport.tamper = None
+        await cluster.workers[between].kill()
+        lost, found = await cluster.record(first), await cluster.record(second)
+        assert (lost.status, found.status) == ("failed", "done")
+        instances = await cluster.serving(2)
+        assert {w.worker.worker_id for w in instances} == {source.worker.worker_id, behind}
+        assert len(cluster.digests(instances)) == 1
+
+
 async def test_a_slow_link_in_the_middle_slows_a_chain_and_breaks_nothing(redis_url: str) -> None:
     async with running_cluster(redis_url, 4, monitor=False) as cluster:
         await cluster.add_model()
