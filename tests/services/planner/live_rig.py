@@ -60,14 +60,12 @@ class LiveRig(Rig):
         )
         await self.client.publish(subjects.load(), message)
 
-    async def queue(self, queued_tokens: int, requests: int | None = None) -> None:
-        """``requests``: how many these are; of 100 tokens each unless told."""
-        requests = max(1, queued_tokens // 100) if requests is None else requests
+    async def queue(self, queued_tokens: int) -> None:
         held = ModelQueue(
             model="m",
-            queued_requests=requests,
+            queued_requests=max(1, queued_tokens // 100),
             queued_tokens=queued_tokens,
-            arrived_requests_total=requests,
+            arrived_requests_total=max(1, queued_tokens // 100),
             arrived_prompt_tokens_total=queued_tokens,
             inflight_requests=0,
         )

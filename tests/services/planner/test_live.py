@@ -61,7 +61,7 @@ async def test_an_overloaded_instance_gets_a_target_of_the_plan(rig: LiveRig) ->
         subjects.worker_plans(target.worker_id),
     ]
     assert any(line.startswith("live: ") for line in plan.explain)
-    assert any(line.startswith("not live: i-w1: no tail is left") for line in plan.explain)
+    assert any(line.startswith("not live: i-w1: not overloaded") for line in plan.explain)
     assert plan.explain == record.explain
     assert [(pair.pair_id, pair.outcome) for pair in record.live] == [(made.pair_id, "running")]
 
@@ -75,24 +75,19 @@ async def test_what_gateways_hold_overloads_too(rig: LiveRig) -> None:
     assert len(plan.chains) == 2, "every pair has a tail of its own"
 
 
-@pytest.mark.parametrize("profiled", [False, True])
-async def test_whether_loading_first_is_too_late_follows_from_the_profile(tmp_path: Path, profiled: bool) -> None:
+async def test_whether_an_instance_is_overloaded_follows_from_its_profile(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_bytes(b"{")
     rig = LiveRig(LiveSettings(report_ttl_s=60.0), profiles=tmp_path)
-    rig.model = msgspec.structs.replace(rig.model, slo_ttft_s=2 * LOADING_S)
-    rig.pool.models = (rig.model,)
-    if profiled:
-        point = PrefillPoint(prompt_tokens=100, seconds=1e-4, repetitions=1)
-        write_profile(tmp_path / "m.json", profile(rig.model, prefill=(point,)))
+    point = PrefillPoint(prompt_tokens=100, seconds=1e-4, repetitions=1)
+    write_profile(tmp_path / "m.json", profile(rig.model, prefill=(point,)))
     async with running(rig):
-        # A prompt of 25 s at the speed that is assumed, of 0.05 s at that of the profile.
-        await rig.queue(50_000, requests=1)
+        await rig.load("w0", 50_000)  # 25 s at the speed that would be assumed, 0.05 s at this one
         await rig.scale(3)
-    assert len(rig.assignments()) == (0 if profiled else 1)
+    assert rig.assignments() == []
 
 
-async def test_instances_where_nothing_waits_are_not_paired(rig: LiveRig) -> None:
-    await rig.load("w0", 0)
+async def test_instances_without_load_are_not_paired(rig: LiveRig) -> None:
+    await rig.load("w0", 100)
     record = await rig.scale(3)
     assert rig.assignments() == []
     assert record.live == ()
@@ -184,6 +179,19 @@ async def test_two_overloaded_prefill_instances_get_a_chain_and_a_tail_each(rig:
     tails = {chain.hops[-1].targets[0] for chain in plan.chains}
     assert {target for _, target in rig.pairs()} == tails
     assert {source for source, _ in rig.pairs()} == {"w0", "w1"}
+
+
+@pytest.mark.parametrize("role", ["colocated", "prefill"])
+async def test_a_tail_that_nobody_needs_helps_a_prefill_instance_within_its_slack(rig: LiveRig, role: Role) -> None:
+    rig.pool.workers = (
+        rig.record_of("w0", "serving", role),
+        rig.record_of("w1", "serving", "decode"),
+        rig.record_of("w2"),
+    )
+    await rig.load("w0", 100)
+    record = await rig.scale(2, role=role)
+    assert rig.pairs() == ([("w0", "w2")] if role == "prefill" else [])
+    assert any("not overloaded" in line for line in record.explain) == (role == "colocated")
 
 
 @pytest.mark.parametrize("asked", ["auto", "always", "never"])

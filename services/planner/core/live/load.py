@@ -138,7 +138,8 @@ class LoadView:
             queued_tokens = share_tokens + (report.queued_tokens if report is not None else 0)
             waited_s = report.oldest_queued_s if report is not None else 0.0
             slack_s = slo_ttft_s - waited_s - prompt_tokens / speed
-            made.append(SourceCandidate(instance_id, queued_tokens / speed, slack_s, instance_id in in_pairs))
+            lacks_kv = report is not None and report.head_blocks > 0
+            made.append(SourceCandidate(instance_id, queued_tokens / speed, slack_s, instance_id in in_pairs, lacks_kv))
         return tuple(made)
 
 

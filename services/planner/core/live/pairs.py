@@ -1,11 +1,14 @@
 """Which instances scale live, with whom (paper, section 5.2, "Selecting instances for live scaling"), and the messages
 that make them do it. Pure.
 
-By default a pair is made only where both hold: loading first and serving then would break the SLO, and prompts wait at
-an instance to cooperate with. Whether they exceed that instance's own slack at this moment does not matter: more
-instances were asked for because of what arrives, which gateways send to whoever has less. Each such instance gets one
-loading instance: a tail of the chains, which feeds no other, so that its activations and KV compete with no weights.
-The slowest tail goes to the instance with the longest queue, since it would otherwise stand idle the longest.
+By default a pair is made only where both hold: loading first and serving then would break the SLO, and an overloaded
+instance is there to cooperate with. Each overloaded instance gets one loading instance: a tail of the chains, which
+feeds no other, so that its activations and KV compete with no weights. The slowest tail goes to the instance with the
+longest queue, since it would otherwise stand idle the longest.
+
+A tail that no overloaded instance needs may go to a prefill instance whose queue is still within its slack: more
+instances were asked for because of what arrives, and pairs are made with plans only, so it would load without a task
+while that instance drowns.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from shared.messages.registry import WorkerRecord
 
 @dataclass(frozen=True, slots=True)
 class SourceCandidate:
-    """An instance that a loading one could help."""
+    """An instance that could be a source."""
 
     instance_id: str
     queue_s: float
@@ -32,6 +35,8 @@ class SourceCandidate:
     """Time that the earliest waiting request has left of its TTFT, its own prefill subtracted; negative: too late."""
     live: bool = False
     """It is in a pair already."""
+    lacks_kv: bool = False
+    """What waits there waits for KV, which a partner does not give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Selection:
 
 
 def num_sources(candidates: Sequence[SourceCandidate], choice: LiveChoice = "auto") -> int:
-    """How many instances would take a partner, and so how many tails are useful."""
+    """How many instances need a partner, and so how many tails are planned for."""
     return len(_sources(candidates, choice)[0])
 
 
@@ -69,37 +74,51 @@ def select_pairs(
     *,
     choice: LiveChoice = "auto",
     margin_s: float = 0.0,
+    share_left: bool = False,
 ) -> Selection:
-    """Pair ``tails`` with instances where prompts wait, as the module's docstring says.
+    """Pair ``tails`` with overloaded instances, as the module's docstring says.
 
     ``tails``: predicted seconds until each worker that feeds no other has everything; 0: unknown, taken for late.
     Only those that may go live (a decode instance never does: weights and KV would both come in). ``choice``:
-    ``always`` asks neither for a queue nor for lateness, ``never`` makes no pairs. ``margin_s``: predictions this
-    close to the slack count as late.
+    ``always`` asks neither for overload nor for lateness, ``never`` makes no pairs. ``margin_s``: predictions this
+    close to the slack count as late. ``share_left``: tails that no overloaded instance gets may go to others with
+    something to compute; for prefill instances only, where no decode step waits for layers.
     """
     if choice == "never":
         return Selection((), ())
     finish_s = {t: at_s or float("inf") for t, at_s in tails.items()}
     free = sorted(finish_s, key=lambda t: (-finish_s[t], t))
-    sources, declined = _sources(candidates, choice)
+    sources, within, declined = _sources(candidates, choice)
     if choice == "always" and not candidates:
         declined.append("no instance serves that could be a source")
     pairs: list[Pair] = []
-    for source in sources:
-        name = source.instance_id
-        if not free:
-            declined.append(f"{name}: no tail is left to go live")
-            continue
+
+    def pair(source: SourceCandidate) -> None:
         late = [t for t in free if choice == "always" or finish_s[t] + margin_s > source.slack_s]
         if not late:
             declined.append(
-                f"{name}: stop-the-world meets the SLO; the slowest tail, {free[0]}, has all layers in "
+                f"{source.instance_id}: stop-the-world meets the SLO; the slowest tail, {free[0]}, has all layers in "
                 f"{finish_s[free[0]]:.3f} s, the slack is {source.slack_s:.3f} s"
             )
-            continue
+            return
         target = late[0]
         free.remove(target)
-        pairs.append(Pair(name, target, (_asked if choice == "always" else _needed)(source, target, tails[target])))
+        why = (_asked if choice == "always" else _needed)(source, target, tails[target])
+        pairs.append(Pair(source.instance_id, target, why))
+
+    for source in sources:
+        if free:
+            pair(source)
+        else:
+            declined.append(f"{source.instance_id}: no tail is left to go live")
+    for source in within:
+        if free and share_left and not source.lacks_kv:
+            pair(source)
+        else:
+            declined.append(
+                f"{source.instance_id}: not overloaded; {source.queue_s:.3f} s of queue within {source.slack_s:.3f} s "
+                "of slack"
+            )
     return Selection(tuple(pairs), tuple(declined))
 
 
@@ -121,21 +140,27 @@ def _queue(source: SourceCandidate) -> str:
     return f"{source.queue_s:.3f} s of queue and {source.slack_s:.3f} s of slack"
 
 
-def _sources(candidates: Sequence[SourceCandidate], choice: LiveChoice) -> tuple[list[SourceCandidate], list[str]]:
-    """Those that want a partner, the longest queue first, and why the others do not."""
+def _sources(
+    candidates: Sequence[SourceCandidate], choice: LiveChoice
+) -> tuple[list[SourceCandidate], list[SourceCandidate], list[str]]:
+    """Those that need a partner; those with something to compute that do not, both by queue, the longest first; and why
+    the others get none."""
     sources: list[SourceCandidate] = []
+    within: list[SourceCandidate] = []
     declined: list[str] = []
     if choice == "never":
-        return sources, declined
+        return sources, within, declined
     for one in sorted(candidates, key=lambda o: (-o.queue_s, o.instance_id)):
         if one.live:
             declined.append(f"{one.instance_id}: it is in a pair already")
         elif choice == "auto" and not one.queue_s:
             # Even if one prompt alone would take longer than the SLO allows.
             declined.append(f"{one.instance_id}: nothing waits")
+        elif choice == "auto" and one.queue_s <= one.slack_s:
+            within.append(one)
         else:
             sources.append(one)
-    return sources, declined
+    return sources, within, declined
 
 
 def zigzag_assignments(

@@ -103,7 +103,8 @@ class PairPlanner:
         if choice == "never":
             return Selection((), ("asked for" if asked == "never" else "the planner's default is never",))
         predicted_s = planned.predicted_s
-        return select_pairs(candidates, {t: predicted_s[t] for t in planned.tails}, choice=choice)
+        tails = {t: predicted_s[t] for t in planned.tails}
+        return select_pairs(candidates, tails, choice=choice, share_left=role == "prefill")
 
     def assignments(
         self, plan: ScalePlan, planned: WorkerChains, selection: Selection, workers: Iterable[WorkerRecord]

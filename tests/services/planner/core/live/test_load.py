@@ -210,3 +210,10 @@ def test_how_long_a_waiting_request_has_lacked_kv_is_known_as_long_as_it_does() 
     view.on_load(load(head_blocks=5), 11.2)
     assert view.lacking(11.5) == {"i0": pytest.approx(0.3)}
     assert view.lacking(20.0) == {}, "it is silent"
+
+
+def test_who_waits_for_kv_is_known() -> None:
+    book = LoadView()
+    book.on_load(load("i0", queued_tokens=100, head_blocks=3), 0.0)
+    book.on_load(load("i1", queued_tokens=100), 0.0)
+    assert [one.lacks_kv for one in candidates(book, "i0", "i1", "i2")] == [True, False, False]

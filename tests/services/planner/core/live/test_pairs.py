@@ -33,11 +33,27 @@ def test_only_a_tail_that_would_be_late_goes_live() -> None:
     assert ends(with_margin) == [("y", "c")]
 
 
-def test_what_waits_within_its_slack_is_helped_too() -> None:
-    """More arrives while a tail loads, and gateways send it to whoever has less."""
-    selection = select_pairs([SourceCandidate("x", 0.8, 0.3), SourceCandidate("y", 0.2, 0.3)], TAILS)
-    assert ends(selection) == [("x", "d"), ("y", "c")]
-    assert select_pairs([SourceCandidate("y", 0.2, 5.0)], TAILS).pairs == (), "loading first is in time"
+def test_an_instance_that_is_not_overloaded_needs_no_partner() -> None:
+    selection = select_pairs([SourceCandidate("x", 0.5, 0.6)], TAILS)
+    assert selection.pairs == ()
+    assert "not overloaded" in selection.declined[0]
+
+
+def test_a_tail_that_nobody_needs_may_go_to_what_is_computed_within_its_slack() -> None:
+    """More arrives while it loads, and gateways send it to whoever has less."""
+    within = [SourceCandidate("y", 0.2, 0.3), SourceCandidate("x", 0.8, 0.3), SourceCandidate("z", 0.0, 0.3)]
+    selection = select_pairs(within, TAILS, share_left=True)
+    assert ends(selection) == [("x", "d"), ("y", "c")], "who is overloaded goes first"
+    assert selection.declined == ("z: nothing waits",)
+    assert num_sources(within) == 1, "no chain is begun for others"
+    none_left = select_pairs(within, {"d": 4.0}, share_left=True)
+    assert ends(none_left) == [("x", "d")]
+    assert any(line.startswith("y: not overloaded") for line in none_left.declined)
+
+
+@pytest.mark.parametrize("source", [SourceCandidate("y", 0.2, 5.0), SourceCandidate("y", 0.2, 0.3, lacks_kv=True)])
+def test_but_not_where_loading_first_is_in_time_or_what_waits_lacks_kv(source: SourceCandidate) -> None:
+    assert select_pairs([source], TAILS, share_left=True).pairs == ()
 
 
 def test_an_instance_where_nothing_waits_needs_no_partner_however_long_a_prompt_takes() -> None:
@@ -62,7 +78,7 @@ def test_a_tail_of_which_nobody_knows_when_it_is_done_counts_as_the_slowest() ->
     assert "nobody knows when" in selection.pairs[0].why
 
 
-def test_always_asks_neither_for_a_queue_nor_for_lateness() -> None:
+def test_always_asks_neither_for_overload_nor_for_lateness() -> None:
     idle = [SourceCandidate("x", 0.0, 9.0), SourceCandidate("y", 0.1, 9.0), SourceCandidate("z", 5.0, 0.0, live=True)]
     selection = select_pairs(idle, TAILS, choice="always")
     assert ends(selection) == [("y", "d"), ("x", "c")]
