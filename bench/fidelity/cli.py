@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +12,12 @@ from msgspec.structs import asdict
 from bench import machine
 from bench.command_line import JsonFile, check_folder, one_line, say, show, unfinished, usage, write, writing
 from bench.fidelity.comparison import Row, pooled, rows
-from bench.fidelity.condensed import File, read
+from bench.fidelity.condensed import Figures, File, read
+from bench.fidelity.figures import Compared, beside
 from bench.fidelity.groups import Group, groups, labels
 from bench.fidelity.simulation import Simulation
 from bench.fidelity.tables import pooled_table, rows_table
+from bench.replay.options import Outputs, PngFile
 from bench.sim.choices import chosen_trace
 
 
@@ -34,11 +37,12 @@ def command(
         Path | None, typer.Option(metavar="FILE", help="Write there what this needs of the runs, without the trace.")
     ] = None,
     json_file: JsonFile = None,
+    png_file: PngFile = None,
 ) -> None:
     """Each run of an evaluation in the lab, simulated: how far times to the first token, scale-outs and GPU seconds
     are off. Void runs do not count."""
     with usage():
-        check_folder(json_file)
+        outputs = Outputs.checked(json_file, png_file, None)
         check_folder(keep)
         simulation = Simulation(chosen_trace(trace, synthetic, seed, duration))
         found = read(runs)
@@ -50,13 +54,17 @@ def command(
     )
     asked = f"blitzscale bench fidelity {runs.name} {given}{'' if imposed else ' --no-imposed'}"
     compared: list[tuple[str, list[Row]]] = []
+    drawn: list[Compared] = []
     with one_line("fidelity"):
         if keep is not None:
             with writing(keep):
                 File(runs=found).write(keep)
         with unfinished():
             for label, group in zip(labels(grouped), grouped, strict=True):
-                compared.append((f"{label}: {group.counts}", _rows(simulation, group, imposed=imposed)))
+                simulated = simulation.repeated(group.runs) if group.runs else []
+                compared.append((f"{label}: {group.counts}", _rows(simulation, group, simulated, imposed=imposed)))
+                if group.runs:
+                    drawn.append(Compared(group.plan, [run.figures for run in group.runs], simulated))
                 say(f"{label}: {group.counts}" + (f" ({group.why})" if group.void else ""))
         rows_of_all = [row for _, of in compared for row in of]
         pool = pooled(rows_of_all)
@@ -69,9 +77,11 @@ def command(
             "pooled": [asdict(one) | {"share": one.share} for one in pool],
         }
         write(json_file, document | {"machine": machine.describe(), "command": asked})
+        if drawn:
+            outputs.draw((), beside(drawn))
 
 
-def _rows(simulation: Simulation, group: Group, *, imposed: bool) -> list[Row]:
+def _rows(simulation: Simulation, group: Group, simulated: Sequence[Figures], *, imposed: bool) -> list[Row]:
     """None of a group without a run that counts."""
     if not group.runs:
         return []
@@ -79,7 +89,7 @@ def _rows(simulation: Simulation, group: Group, *, imposed: bool) -> list[Row]:
         group.plan.window.start_s,
         group.plan.system,
         [run.figures for run in group.runs],
-        simulation.repeated(group.runs),
+        simulated,
         simulation.imposed(group.runs) if imposed else (),
     )
 

@@ -94,6 +94,8 @@ class Beside:
     """Of three, or of two that are larger, below the other panels. Colours are those of the documents."""
     lines: tuple[str, ...] = ()
     """Said below the figures, where there is room."""
+    legend: tuple[tuple[str, str], ...] = ()
+    """Names and colours, where there are no documents that have them."""
 
 
 NOTHING = Beside()

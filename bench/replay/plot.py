@@ -45,8 +45,8 @@ _LABEL = 6.5
 
 
 def save(documents: Sequence[Document], path: Path, beside: Beside = NOTHING) -> None:
-    """Write a PNG. Raises ``OSError``."""
-    rows = [*panels(documents), *beside.rows]
+    """Write a PNG: of documents, or of what is beside them alone. Raises ``OSError``."""
+    rows = [*(panels(documents) if documents else ()), *beside.rows]
     void = [f"{label_of(d)}: {reason}" for d in documents for reason in d.void]
     with mpl.rc_context(_STYLE):
         # Fewer panels in a row are larger, in both directions.
@@ -60,8 +60,9 @@ def save(documents: Sequence[Document], path: Path, beside: Beside = NOTHING) ->
                 axes = figure.add_subplot(grid[number, width * place : width * (place + 1)])
                 _draw(axes, panel)
                 drawn.append((axes, panel))
-        handles = [Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2.0) for i in range(len(documents))]
-        figure.legend(handles, [label_of(d) for d in documents], loc="outside lower center", ncols=len(documents))
+        legend = [(label_of(d), COLOURS[i % len(COLOURS)]) for i, d in enumerate(documents)] or beside.legend
+        handles = [Line2D([], [], color=colour, linewidth=2.0) for _, colour in legend]
+        figure.legend(handles, [name for name, _ in legend], loc="outside lower center", ncols=len(legend))
         if void:
             figure.suptitle("\n".join(["VOID", *void]), color=_VOID, fontsize=8, fontweight="bold")
         if any(curve.labels for _, panel in drawn for curve in panel.curves):

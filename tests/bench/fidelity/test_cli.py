@@ -49,8 +49,18 @@ def call(*arguments: object) -> tuple[int, str]:
 
 def test_runs_are_simulated_and_stand_beside_each_other(tmp_path: Path) -> None:
     Runs(tmp_path / "runs").keep(run(of_look_alike()))
-    code, said = call(tmp_path / "runs", *LIKE, "--json", tmp_path / "out.json", "--keep", tmp_path / "kept.json")
+    code, said = call(
+        tmp_path / "runs",
+        *LIKE,
+        "--json",
+        tmp_path / "out.json",
+        "--keep",
+        tmp_path / "kept.json",
+        "--png",
+        tmp_path / "out.png",
+    )
     assert code == 0, said
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "blitz, 15 s" in said
     result = json.loads((tmp_path / "out.json").read_bytes())
     found = result["rows"]
