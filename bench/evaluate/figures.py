@@ -84,21 +84,25 @@ class Block:
 
 def blocks(judged: Iterable[Judged]) -> list[Block]:
     """By ``BLOCK_S`` of each run."""
-    return [block for one in judged for block in _blocks_of(one)]
+    return [block for one in judged for _, block in _blocks_of(one)]
 
 
-def _blocks_of(one: Judged) -> Iterator[Block]:
+def _blocks_of(one: Judged) -> Iterator[tuple[int, Block]]:
+    """With their numbers."""
     rows: dict[int, list[tuple[RequestRow, tuple[float, ...]]]] = defaultdict(list)
     for row, gaps_s in zip(one.run.document.records, one.run.gaps_s, strict=True):
         rows[math.floor(row.due_s / BLOCK_S)].append((row, gaps_s))
-    for _, held in sorted(rows.items()):
+    for number, held in sorted(rows.items()):
         good = [(row, gaps_s) for row, gaps_s in held if row.failure is None]
-        yield Block(
-            requests=len(held),
-            within=None if one.relative is None else sum(_meets(one.relative, row) for row, _ in good),
-            within_absolute=sum(_meets(one.absolute, row) for row, _ in good),
-            ttft_s=np.array([row.ttft_s for row, _ in good if row.ttft_s is not None]),
-            gaps_s=np.array([gap_s for _, gaps_s in good for gap_s in gaps_s]),
+        yield (
+            number,
+            Block(
+                requests=len(held),
+                within=None if one.relative is None else sum(_meets(one.relative, row) for row, _ in good),
+                within_absolute=sum(_meets(one.absolute, row) for row, _ in good),
+                ttft_s=np.array([row.ttft_s for row, _ in good if row.ttft_s is not None]),
+                gaps_s=np.array([gap_s for _, gaps_s in good for gap_s in gaps_s]),
+            ),
         )
 
 
@@ -176,11 +180,15 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def intervals(judged: Sequence[Judged], *, seed: int, resamples: int = RESAMPLES) -> dict[str, Interval]:
-    """Of the figures of requests, by resampling blocks of 10 s of all repetitions: requests of one burst do not
-    count as independent. A figure that was not measured has none."""
-    parts = blocks(judged)
-    if not parts:
+    """Of the figures of requests, by resampling blocks of 10 s of the trace, each with all of its repetitions: neither
+    requests of one burst nor repetitions of a request are independent. A figure that was not measured has none."""
+    same: dict[tuple[float, int], list[Block]] = defaultdict(list)
+    for one in judged:
+        for number, block in _blocks_of(one):
+            same[one.run.plan.window.start_s, number].append(block)
+    if not same:
         return {}
+    parts = list(same.values())
     of: dict[str, Callable[[list[Block]], float | None]] = {
         "ttft_mean_s": lambda drawn: _mean(_joined(part.ttft_s for part in drawn)),
         "ttft_p99_s": lambda drawn: _p99(_joined(part.ttft_s for part in drawn)),
@@ -192,7 +200,7 @@ def intervals(judged: Sequence[Judged], *, seed: int, resamples: int = RESAMPLES
     random_ = random.Random(f"bootstrap/{seed}")
     values: dict[str, list[float]] = defaultdict(list)
     for _ in range(resamples):
-        drawn = random_.choices(parts, k=len(parts))
+        drawn = [block for part in random_.choices(parts, k=len(parts)) for block in part]
         for name, figure in of.items():
             if (value := figure(drawn)) is not None:
                 values[name].append(value)
