@@ -24,8 +24,8 @@ FOLDER = Path(__file__).parents[3] / "docs" / "results"
 FILES = sorted(FOLDER.glob("fidelity-*.json"))
 GOAL = 0.15
 KNOWN = {("fidelity-azure-code", 2162.0, "blitz", "ttft_p99_s"): 0.2}
-"""What is farther off, and by how much at most: of two prompts that come within 10 ms before instances are asked for, one
-waits for the other in the lab (``docs/results.md``)."""
+"""What is farther off, and by how much at most: in a burst that pairs work off, prompts take longer in the lab than
+simulated (``docs/results.md``)."""
 LOOK_ALIKE_S = 300.0
 
 
