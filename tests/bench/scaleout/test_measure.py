@@ -40,7 +40,7 @@ async def test_copies_in_host_memory_are_one_per_model_and_one_per_host_with_a_c
 
 async def test_a_plan_that_knows_of_a_stream_keeps_away_from_its_source() -> None:
     # Large beside what waits in sockets where a busy machine does not let the stream's receiver run.
-    result = await measure(4, Rate.parse("500mbit"), 24, repetitions=1, strategies=(), background=True)
+    result = await measure(4, Rate.parse("500mbit"), 64, repetitions=1, strategies=(), background=True)
     assert result.background is not None
     assert result.background.median("naive", "busy_source_share") > 0.9
     assert result.background.median("planned", "busy_source_share") < 0.5
