@@ -12,7 +12,7 @@ from bench.fidelity.condensed import Figures
 from bench.fidelity.figures import Compared, beside
 from bench.replay import plot
 from tests.bench.evaluate.runs import plan
-from tests.bench.fidelity.test_comparison import figures
+from tests.bench.fidelity.runs import figures
 
 
 def at(system: str, start_s: float) -> Plan:

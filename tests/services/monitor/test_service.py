@@ -19,12 +19,12 @@ from shared import subjects
 from shared.errors import Unavailable
 from shared.leading import Leader
 from shared.messages.common import Role
-from shared.messages.load import Demand, ModelQueue, QueueReport
+from shared.messages.load import Demand, QueueReport
 from shared.messages.registry import ModelRecord, RouteChanges, RouteTable
 from shared.profile import PrefillPoint, write_profile
 from tests.records import model, profile, worker_record
 from tests.services.fake_pool import FakePool
-from tests.services.monitor.core.reports import report
+from tests.services.monitor.core.reports import queue, report
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
 
@@ -75,15 +75,8 @@ class Rig:
 
     async def queue(self, tokens: int, gateway_id: str = "gw") -> None:
         """A gateway reports this many waiting prompt tokens, in prompts of a hundred."""
-        queue = ModelQueue(
-            model="m",
-            queued_requests=tokens // 100,
-            queued_tokens=tokens,
-            arrived_requests_total=tokens // 100,
-            arrived_prompt_tokens_total=tokens,
-            inflight_requests=0,
-        )
-        message = QueueReport(gateway_id=gateway_id, published_at_s=time.time(), models=(queue,))
+        waiting = queue(tokens, tokens)
+        message = QueueReport(gateway_id=gateway_id, published_at_s=time.time(), models=(waiting,))
         await self.client.publish(subjects.queue(), message)
 
     async def wanted(self, desired: int) -> Demand:

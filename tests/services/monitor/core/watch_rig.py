@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.watch import Watch, Wish
 from shared.messages.common import Role
-from shared.messages.load import ModelQueue, QueueReport
+from shared.messages.load import QueueReport
 from shared.messages.registry import Floor, ModelRecord, WorkerRecord
 from shared.profile import Profile
 from shared.registry_view import RegistryView
 from tests.records import worker_record
+from tests.services.monitor.core.reports import queue
 
 POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.1, report_ttl_s=1.0, prefill_tokens_per_s=1000.0, slack_s=1.0)
 REPEAT_S = 1.0
@@ -53,15 +54,8 @@ class Rig:
 
     def queue(self, tokens: int, gateway_id: str = "gw") -> bool:
         """A gateway reports this many waiting prompt tokens, in prompts of a hundred."""
-        queue = ModelQueue(
-            model="m",
-            queued_requests=tokens // 100,
-            queued_tokens=tokens,
-            arrived_requests_total=tokens // 100,
-            arrived_prompt_tokens_total=tokens,
-            inflight_requests=0,
-        )
-        message = QueueReport(gateway_id=gateway_id, published_at_s=UNIX_S + self.now_s, models=(queue,))
+        waiting = queue(tokens, tokens)
+        message = QueueReport(gateway_id=gateway_id, published_at_s=UNIX_S + self.now_s, models=(waiting,))
         return self.watch.on_queue(message, self.now_s)
 
     def evaluate(self) -> list[Wish]:
