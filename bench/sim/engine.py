@@ -199,7 +199,8 @@ class SimEngine:
         if partial is None or seconds is None:
             return False
         self._began_s = self._clock.now_s
-        self._step = self._clock.after(seconds, self._end_layer, partial)
+        # A turn of the engine's loop, as any step.
+        self._step = self._clock.after(seconds + self._compute.overhead_s, self._end_layer, partial)
         return True
 
     def _end_layer(self, partial: PartialSteps) -> None:
