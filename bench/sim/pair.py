@@ -16,7 +16,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from bench.sim.clock import Clock, Event
+from bench.sim.clock import Clock
 from bench.sim.instance import SimInstance
 from bench.sim.pair_steps import SourceSteps
 from bench.sim.pair_target import PairTarget
@@ -102,8 +102,6 @@ class SimPair:
         self._arrived = False
         self._is_ending = False
         self._free = False
-        self._free_later: Event | None = None
-        """When it will be, if that is known."""
         self._loaded = False
         """The target has everything."""
         self._source_knows = False
@@ -251,9 +249,9 @@ class SimPair:
             began_s = self._clock.now_s
             claim, over = yield from self._pull()
             if claim is not None:
-                came_s = yield from self._receive(claim)
+                yield from self._receive(claim)
                 layer_s = max([b.layer_s for b in self.queue.handed.values()], default=0.0)
-                self.time.took(came_s - began_s, layer_s)
+                self.time.took(self._clock.now_s - began_s, layer_s)
             else:
                 self._free = True
             gets_prompts = self.source.state == "serving" and self.source.role in TAKES_PROMPTS
@@ -274,7 +272,7 @@ class SimPair:
         while not self._free:
             yield self._changed, look_at_s
             if self._clock.now_s >= look_at_s:
-                self.source.call(self._look, between_layers=True)
+                self._look()
                 look_at_s = self._clock.now_s + LOOK_S
         self._free = False
 
@@ -288,8 +286,7 @@ class SimPair:
         return claim, over
 
     def _receive(self, claim: Claim) -> Steps:
-        """Get a batch that the target gave, and begin it; when it was here. Its KV follows, or goes straight to who
-        decodes it."""
+        """Get a batch that the target gave, and begin it. Its KV follows, or goes straight to who decodes it."""
         batch = self.queue.handed[claim.batch_id]
         self.queue.pulled.add(claim.batch_id)
         given, run = self.target.given(claim), SourceRun(batch)
@@ -299,7 +296,6 @@ class SimPair:
             hidden, theirs = given
             yield from self._tensors.until_arrived(hidden)
             run = SourceRun(batch, claim.first_layer, self.target.instance.join(theirs, batch.sequences, self.source))
-        came_s = self._clock.now_s
         yield from self._begin(run)
         del self.queue.handed[claim.batch_id]
         if run.kv_direct:
@@ -307,7 +303,6 @@ class SimPair:
             self._start(self._until_decoded_elsewhere(run, claim.claim_id))
         elif run.first_layer:
             self._fetch_soon(run, claim.claim_id)
-        return came_s
 
     def _begin(self, run: SourceRun) -> Steps:
         def start() -> bool:
@@ -319,7 +314,6 @@ class SimPair:
         while not (yield from self._at_source(start)):
             self._free = False
             yield self._changed, self._clock.now_s + LOOK_S
-        self._forget_later()
         self._free = False
         self._look()
         self.source.call(lambda: None, between_layers=True)
@@ -474,26 +468,11 @@ class SimPair:
         return 1 / tokens_per_s if tokens_per_s else budgets.cost.token_s
 
     def _look(self) -> None:
-        """A step of the source has ended: the next batch may be asked for, now or before the next one ends."""
+        """A step of the source has ended: the next batch may be asked for."""
         scheduler = self.source.scheduler
-        in_s = self.source_work.free_in_s(scheduler, self.time.lead_s)
-        if in_s is not None and self.queue.has_room(scheduler):
-            self._forget_later()
-            if in_s > 0:
-                self._free_later = self._clock.after(in_s, self._set_free)
-            else:
-                self._free = True
+        if self.source_work.is_free(scheduler, self.time.lead_s) and self.queue.has_room(scheduler):
+            self._free = True
         self._changed.fire()
-
-    def _set_free(self) -> None:
-        self._free_later = None
-        self._free = True
-        self._changed.fire()
-
-    def _forget_later(self) -> None:
-        if self._free_later is not None:
-            self._clock.cancel(self._free_later)
-            self._free_later = None
 
     def _done(self, run: SourceRun) -> None:
         self._record(run.batch, run.first_layer)

@@ -84,20 +84,6 @@ class Puller:
         """Of pulls, as measured."""
         self.free = asyncio.Event()
         """Set when the engine is free, or there is another reason to look."""
-        self._free_later: asyncio.TimerHandle | None = None
-
-    def free_in(self, seconds: float) -> None:
-        """The engine will be free then, or there will be another reason to look. Takes the place of what was said
-        before of later."""
-        self._forget_later()
-        if seconds > 0:
-            self._free_later = asyncio.get_running_loop().call_later(seconds, self.free.set)
-        else:
-            self.free.set()
-
-    def _forget_later(self) -> None:
-        if self._free_later is not None:
-            self._free_later.cancel()
 
     async def until_free(self) -> None:
         """Until the engine is free for another batch, or there is another reason to look."""
@@ -135,8 +121,8 @@ class Puller:
         answer = await self._link.ask_pair("pull", message, Pulled, wait_s=PULL_WAIT_S)
         if answer.batch_id:
             how = {"kv_apart": answer.kv_apart, "kv_direct": answer.kv_direct}
-            came_s = await self.receive(answer.batch_id, answer.first_layer, claim_id, serial, **how)
-            self._took(came_s - started_s)
+            await self.receive(answer.batch_id, answer.first_layer, claim_id, serial, **how)
+            self._took(time.monotonic() - started_s)
         else:
             self.free.set()  # it still is, unless something comes in between
         return answer
@@ -147,11 +133,8 @@ class Puller:
 
     async def receive(
         self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_apart: bool, kv_direct: bool = False
-    ) -> float:
-        """Get a batch here that the target gave, and begin it. Its KV follows, or goes straight to who decodes it.
-
-        Returns when it was here, of ``time.monotonic``: the engine may have had others to finish before it began.
-        """
+    ) -> None:
+        """Get a batch here that the target gave, and begin it. Its KV follows, or goes straight to who decodes it."""
         batch = self._handed.queue.handed[batch_id]
         self._handed.queue.pulled.add(batch_id)
         pulled, unasked = SourceBatch(batch), None
@@ -171,7 +154,6 @@ class Puller:
         coming = Coming(pulled, claim_id, serial, unasked)
         if pulled.kv_direct:
             self._send_rest(coming)  # before the engine says anything of it
-        came_s = time.monotonic()
         try:
             await self._begin(pulled)
         except BaseException:
@@ -182,7 +164,6 @@ class Puller:
         del self._handed.queue.handed[batch_id]
         if pulled.first_layer and not pulled.kv_direct:
             self._fetch_soon(coming)
-        return came_s
 
     def _send_rest(self, coming: Coming) -> None:
         self._num_direct += 1
@@ -229,7 +210,6 @@ class Puller:
             await self._wait()  # room may have come just before
         # What the engine said before it had this batch does not count any more. But by now it may be done with it, and
         # nothing else would say so.
-        self._forget_later()
         self.free.clear()
         self._ask_engine()
 
@@ -261,7 +241,6 @@ class Puller:
 
     async def stop(self) -> None:
         """At the end of the process."""
-        self._forget_later()
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.wait({self._fetching})

@@ -91,7 +91,7 @@ class LiveSource:
             decode_interval_s=assignment.slo_tbt_s / 2,
             start_at_s=self.record.started_at_s,
             on_done=lambda pulled: self._from_engine(self._batch_done, pulled, time.time()),
-            on_free=lambda in_s: self._from_engine(self._free_in, in_s),
+            on_free=lambda: self._from_engine(self._look),
             on_token=lambda sequence, token: self._from_engine(kv_sender.computed_rest, sequence, token),
             has_room=self.handed_over.has_room,
         )
@@ -253,11 +253,8 @@ class LiveSource:
         return self.instance.state == "serving" and self.instance.role in TAKES_PROMPTS
 
     def _look(self) -> None:
-        self._free_in(0.0)
-
-    def _free_in(self, seconds: float) -> None:
         if self._puller is not None:
-            self._puller.free_in(seconds)
+            self._puller.free.set()
 
     # --- the end -----------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class SourceBatch(SourceRun):
 
 class SourceStepper:
     """``PartialWork`` of the source. On the engine's thread, but for ``remaining_s``; so are ``on_done(pulled)`` and
-    ``on_free(in_s)``."""
+    ``on_free()``."""
 
     num_requests = 0
     """The scheduler counts all of them: they were accepted here."""
@@ -56,13 +56,12 @@ class SourceStepper:
         decode_interval_s: float,
         start_at_s: float,
         on_done: Callable[[SourceBatch], None],
-        on_free: Callable[[float], None],
+        on_free: Callable[[], None],
         on_token: Callable[[Sequence, Sampled], None] = lambda _sequence, _token: None,
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``on_free``: told in how many seconds the next batch is to be asked for; what it is told last counts.
-        ``on_token``: a request of a batch whose KV leaves from both members has its first token. ``has_room()``: asked
-        on the engine's thread, whether the batch that probably comes fits."""
+        """``on_token``: a request of a batch whose KV leaves from both members has its first token. ``has_room()``:
+        asked on the engine's thread, whether the batch that probably comes fits."""
         self._loop = loop
         self._work: SourceWork[SourceBatch] = SourceWork(
             loop.engine.num_layers, loop.scheduler.config.prefill_chunk_tokens
@@ -87,11 +86,9 @@ class SourceStepper:
         return self._work.remaining_s
 
     @property
-    def free_in_s(self) -> float | None:
-        """When another batch may be asked for: there is nothing else to run then, and room for more. None: that cannot
-        be said before the next step has ended."""
-        in_s = self._work.free_in_s(self._loop.scheduler, self.lead_s)
-        return in_s if in_s is not None and self._has_room() else None
+    def is_free(self) -> bool:
+        """Another batch may be asked for: there is nothing else to run soon, and room for more."""
+        return self._work.is_free(self._loop.scheduler, self.lead_s) and self._has_room()
 
     def start(self, pulled: SourceBatch) -> None:
         """Run the rest of a batch, after those that are here already. If it has a ``first_layer``, its KV may be
@@ -142,8 +139,8 @@ class SourceStepper:
     def stepped(self, output: StepOutput) -> None:
         if output.outputs:
             self.tokens.add(time.time(), sum(len(o.token_ids) for o in output.outputs))
-        if (in_s := self.free_in_s) is not None:
-            self._on_free(in_s)
+        if self.is_free:
+            self._on_free()
 
     def _advance(self, pulled: SourceBatch) -> StepOutput | None:
         """One layer, or a part; the output once it was the last."""

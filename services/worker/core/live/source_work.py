@@ -50,16 +50,6 @@ class SourceRun:
         self.kv = Kv.COMING if self.first_layer else Kv.HERE
         self.next_layer = self.first_layer
 
-    @property
-    def layer_s(self) -> float:
-        """A layer's seconds, as its layers took so far; before the first one as expected."""
-        run = self.next_layer - self.first_layer + self.next_token / self.batch.num_tokens
-        return self.busy_s / run if run > 0 else self.batch.layer_s
-
-    def left_s(self, num_layers: int) -> float:
-        """Seconds that what has not run of ``num_layers`` takes."""
-        return self.layer_s * (num_layers - self.next_layer - self.next_token / self.batch.num_tokens)
-
 
 R = TypeVar("R", bound=SourceRun)
 
@@ -83,21 +73,13 @@ class SourceWork(Generic[R]):
 
     @property
     def remaining_s(self) -> float:
-        """Expected seconds until the batches here are done, from the end of the last part on. From any thread."""
-        return sum(run.left_s(self.num_layers) for run in list(self._runs))
+        """Expected seconds until the batches here are done. From any thread."""
+        return sum(run.batch.layer_s * (self.num_layers - run.next_layer) for run in list(self._runs))
 
-    def free_in_s(self, scheduler: Scheduler, lead_s: float) -> float | None:
-        """Between two parts: in how many seconds the next batch may be asked for, if there is room: ``lead_s`` before
-        those here are done. None: that cannot be said yet, for it is not while the next part runs, or an own prefill is
-        unfinished."""
-        if scheduler.has_prefill:
-            return None
-        in_s = self.remaining_s - lead_s if self._runs else 0.0
-        if in_s <= 0:
-            return 0.0
-        run = self._runs[0]
-        begin, end = self.next_part(run)
-        return in_s if in_s < run.layer_s * (end - begin) / run.batch.num_tokens else None
+    def is_free(self, scheduler: Scheduler, lead_s: float) -> bool:
+        """No prefill is unfinished here, or none for longer than ``lead_s``: the next batch may be asked for, if there
+        is room."""
+        return not scheduler.has_prefill and not (self._runs and self.remaining_s > lead_s)
 
     def begin(self, run: R, now_s: float) -> None:
         """Run it after those that are here already."""

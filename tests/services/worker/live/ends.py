@@ -337,7 +337,7 @@ class SourceEnd:
             decode_interval_s=1.0,
             start_at_s=0.0,
             on_done=lambda pulled: self.done.append(pulled.batch.batch_id),
-            on_free=lambda in_s: loop.call_soon_threadsafe(self.puller.free_in, in_s),
+            on_free=lambda: loop.call_soon_threadsafe(self.puller.free.set),
             has_room=self.handed.has_room,
         )
         self.puller = Puller(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -16,7 +15,7 @@ from shared.messages.live import HandOver, Pull, PullKv, Settle
 from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
 from tests.services.waiting import eventually
-from tests.services.worker.live.ends import Ends, InsideLayer, SourceEnd, running_ends
+from tests.services.worker.live.ends import Ends, SourceEnd, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
 
 NAMES = "ab"
@@ -223,33 +222,6 @@ async def test_what_never_went_there_is_begun_here_first_come_first_served() -> 
         await eventually(lambda: source.done == ["pair-0", "pair-1"])
         await source.end()
         await _tokens_are_right(ends)
-
-
-async def test_the_next_is_asked_for_when_the_engine_said_that_it_will_be_free_last() -> None:
-    async with running_ends(batch_tokens=9) as ends:
-        source = await _handed_over(ends, 2)
-        puller = source.puller
-        puller.free.clear()
-        puller.free_in(3600.0)
-        puller.free_in(0.02)
-        started_s = time.monotonic()
-        await asyncio.wait_for(puller.free.wait(), 10)
-        assert time.monotonic() - started_s >= 0.019
-        puller.free_in(3600.0)
-        assert puller.free.is_set(), "who was free, and was not asked, is"
-        await source.end()
-
-
-async def test_what_was_said_before_a_batch_was_begun_does_not_count() -> None:
-    async with running_ends(batch_tokens=9) as ends:
-        source = await _handed_over(ends, 2)
-        async with InsideLayer(ends.source) as layer:
-            source.puller.free_in(0.5)
-            await source.puller.pull()
-            await layer.until_inside()
-            await asyncio.sleep(0.6)
-            assert not source.puller.free.is_set()
-        await source.end()
 
 
 async def test_what_a_pull_takes_is_measured_and_is_the_lead_of_the_next() -> None:

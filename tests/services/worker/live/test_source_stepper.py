@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.core.live.batch import PromptBatch
 from services.worker.core.scheduling.sequence import Sequence
-from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.engine.loop import EngineLoop
 from services.worker.live.steppers import SourceBatch, SourceStepper, engine_batch
 from shared.errors import EngineBroken, PeerLost
 from shared.transport.base import Buffer
@@ -33,7 +33,7 @@ class Source:
         self.loop: EngineLoop = make_loop(self.clock, **changes)
         self.done: list[SourceBatch] = []
         self.kv: dict[str, Buffer] = {}
-        self.free_in_s: list[float] = []
+        self.num_free = 0
         self.work = SourceStepper(
             self.loop,
             decode_interval_s=decode_interval_s,
@@ -47,8 +47,8 @@ class Source:
         self.loop.scheduler.table.lending = True
         self.lent = self.loop.scheduler.lend()
 
-    def _free(self, in_s: float) -> None:
-        self.free_in_s.append(in_s)
+    def _free(self) -> None:
+        self.num_free += 1
 
     def pull(self, batch: PromptBatch, first_layer: int = 0) -> SourceBatch:
         """As if the target had run the layers before ``first_layer``."""
@@ -215,14 +215,16 @@ def test_hidden_states_that_are_not_the_batchs_are_computed_again_and_give_no_ot
 
 def test_it_is_free_when_no_prefill_is_unfinished_or_soon() -> None:
     source = Source(request("a", 9))
-    assert source.work.free_in_s == 0.0
-    source.start(batch_of("a", *source.lent, layer_s=2.0), NUM_LAYERS - 1)
-    assert source.work.free_in_s is None
-    source.work.lead_s = 0.5
-    source.work.stepped(StepOutput(()))
-    assert source.free_in_s == [1.5], "one layer of 2 s is left"
+    assert source.work.is_free
+    source.start(batch_of("a", *source.lent, layer_s=2.0))
+    assert not source.work.is_free
+    for _ in range(NUM_LAYERS - 1):
+        source.loop.step()
+    assert source.num_free == 0
+    source.work.lead_s = 2.0
+    assert source.work.is_free, "one layer of 2 s is left"
     source.loop.step()
-    assert source.free_in_s == [1.5, 0.0]
+    assert source.num_free == 1
 
 
 def test_its_own_unfinished_prefill_keeps_it_from_pulling() -> None:
@@ -230,12 +232,12 @@ def test_its_own_unfinished_prefill_keeps_it_from_pulling() -> None:
     loop = make_loop(clock, prefill_chunk_tokens=2)
     free: list[bool] = []
     work = SourceStepper(
-        loop, decode_interval_s=1.0, start_at_s=0.0, on_done=lambda _: None, on_free=lambda _in_s: free.append(True)
+        loop, decode_interval_s=1.0, start_at_s=0.0, on_done=lambda _: None, on_free=lambda: free.append(True)
     )
     loop.add(request("own", 6))
     loop.step()
     loop.partial = work
-    assert work.free_in_s is None
+    assert not work.is_free
     loop.step()
     assert free == []
     loop.step()

@@ -37,39 +37,24 @@ def test_layers_are_run_in_parts_and_the_first_layer_is_the_first_that_the_targe
     assert work.is_through(run)
 
 
-def test_the_next_is_asked_for_a_pull_before_what_is_left_is_done() -> None:
+def test_it_is_free_when_what_is_left_takes_no_longer_than_a_pull() -> None:
     scheduler, (a, b) = scheduler_of("a", "b")
     work: SourceWork[SourceRun] = SourceWork(NUM_LAYERS, 100)
-    assert work.free_in_s(scheduler, 0.0) == 0.0
+    assert work.is_free(scheduler, 0.0)
     work.begin(a, 0.0)
     assert work.remaining_s == 2.0
-    assert work.free_in_s(scheduler, 2.0) == work.free_in_s(scheduler, 9.0) == 0.0
-    assert work.free_in_s(scheduler, 1.5) == 0.5, "while the last layer runs"
-    assert work.free_in_s(scheduler, 0.0) is None, "not before its end"
+    assert not work.is_free(scheduler, 1.9)
+    assert work.is_free(scheduler, 2.0)
     work.begin(b, 0.0)
-    assert work.free_in_s(scheduler, 2.0) is None
-    assert work.free_in_s(scheduler, 2.5) == 1.5
+    assert not work.is_free(scheduler, 2.0)
     for run in (a, b):
         work.ran(run, 10)
         work.done(run, scheduler)
-    assert work.free_in_s(scheduler, 0.0) == 0.0
+    assert work.is_free(scheduler, 0.0)
     scheduler.table.lending = False
     scheduler.add(request("c", 600))
     scheduler.schedule()
-    assert work.free_in_s(scheduler, 9.0) is None, "a prompt of its own is unfinished"
-
-
-def test_parts_of_a_layer_that_have_run_count_as_run_and_say_how_long_the_others_take() -> None:
-    scheduler, (a,) = scheduler_of("a")
-    work: SourceWork[SourceRun] = SourceWork(NUM_LAYERS, 4)
-    work.begin(a, 0.0)
-    a.busy_s = 0.4
-    assert not work.ran(a, 4)
-    assert a.layer_s == pytest.approx(1.0), "2.0 was expected"
-    assert work.remaining_s == pytest.approx(0.6)
-    assert work.next_part(a) == (4, 7)
-    assert work.free_in_s(scheduler, 0.4) == pytest.approx(0.2), "the next part takes 0.3"
-    assert work.free_in_s(scheduler, 0.2) is None
+    assert not work.is_free(scheduler, 9.0), "a prompt of its own is unfinished"
 
 
 @pytest.mark.parametrize("kv_first", [False, True])
