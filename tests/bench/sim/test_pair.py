@@ -35,8 +35,8 @@ CONFIG = SchedulerConfig(
 class Linear(Compute):
     """A layer takes a millisecond for each token."""
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(profile())
+    def __init__(self, num_layers: int, overhead_s: float) -> None:
+        super().__init__(profile(), overhead_s=overhead_s)
         self.num_layers = num_layers
         self.kv_bytes_per_token = 131_072
 
@@ -53,6 +53,7 @@ class Rig:
         policy: str = "zigzag",
         *,
         message_s: float = 0.0,
+        overhead_s: float = 0.0,
         hidden_bytes_per_token: int = 1,
         gbps: float = 1.0,
         role: Role = "colocated",
@@ -62,6 +63,7 @@ class Rig:
         self.world = World(gbps=1e6 if hidden_bytes_per_token == 1 else gbps)
         self.clock, self.heard = self.world.clock, self.world.heard
         self.num_layers = num_layers
+        self.overhead_s = overhead_s
         self.decode_at: DecodePlace | None = None
         if role == "prefill":
             self.decoder = self._member("decoder", "decode", decoder)
@@ -98,7 +100,7 @@ class Rig:
             role=role,
             config=config,
             kv=self.world.kv,
-            compute=Linear(self.num_layers),
+            compute=Linear(self.num_layers, self.overhead_s),
             expects_profile=False,
         )
         member.scheduler.budgets.cost.expect(self.num_layers / 1000, 0.0)
@@ -176,6 +178,16 @@ def test_first_tokens_come_when_the_playback_says() -> None:
         case = Case(seed)
         played = case.played(Policy.ZIGZAG)
         assert case.simulated(Policy.ZIGZAG) == pytest.approx(played.completions, abs=1e-6), seed
+
+
+def test_each_layer_is_a_step_of_the_engine() -> None:
+    rig = Rig(4, overhead_s=0.25)
+    rig.submit([2000])
+    rig.load([100.0, 200.0, 300.0, 400.0])
+    rig.pair.begin()
+    rig.clock.run()
+    rig.clean()
+    assert rig.first_tokens() == {"r0": pytest.approx(4 * (2.0 + 0.25))}
 
 
 @pytest.mark.parametrize("policy", [Policy.OVERLAP, Policy.STOP_THE_WORLD])
