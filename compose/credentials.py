@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -21,7 +23,22 @@ ACCOUNT = "BLITZ"
 NATS_CONF = "nats.conf"
 REDIS_CONF = "redis.conf"
 REDIS_PASSWORD = "redis.password"
+CLUSTER_PASSWORD = "nats-cluster.password"
+"""Of the NATS servers among themselves."""
+CLUSTER_USER = "cluster"
 _PASSWORD_BYTES = 32
+_MEMBER = re.compile(r"([A-Za-z0-9._-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """NATS servers that are one bus. Each is started with this configuration and a ``--name`` of its own."""
+
+    members: tuple[str, ...]
+    """Where each reaches the others: ``host:port``, the port being the same for all that listen on ``listen``."""
+    password: str
+    listen: str = ""
+    """``address:port``; empty: the members' port, on all addresses."""
 
 
 def password_file(user: User) -> str:
@@ -35,20 +52,28 @@ def files_of_credentials() -> tuple[str, ...]:
 
 
 def _password_files() -> tuple[str, ...]:
-    return (REDIS_PASSWORD, *(password_file(user) for user in USERS))
+    return (REDIS_PASSWORD, CLUSTER_PASSWORD, *(password_file(user) for user in USERS))
 
 
-def make(folder: Path, *, mode: int = 0o600, http: str = "", renew: bool = True) -> None:
+def make(folder: Path, *, mode: int = 0o600, http: str = "", renew: bool = True, cluster: tuple[str, ...] = ()) -> None:
     """Write passwords and both servers' configuration. The folder is closed to all others, whatever ``mode`` says.
 
     With ``renew`` off the passwords that are there stay, and the configuration is made again with them: another version
-    permits its services other things. ``http``: where NATS answers health checks, such as ``127.0.0.1:8222``. Raises
-    ``StackRefused`` if ``renew`` is off and only some of the passwords are there, or the folder cannot be written.
+    permits its services other things. ``http``: where NATS answers health checks, such as ``127.0.0.1:8222``.
+    ``cluster``: where the NATS servers of a cluster reach each other, ``host:port`` each. Raises ``StackRefused`` if
+    one of these is none, if ``renew`` is off and only some of the passwords are there, or if the folder cannot be
+    written.
     """
+    for member in cluster:
+        if not _MEMBER.fullmatch(member):
+            raise StackRefused(
+                f"{member!r} is not where a NATS server can be reached: give HOST:PORT, such as nats-0:6222"
+            )
     known = {} if renew else _known(folder)
     passwords = {name: known.get(name) or secrets.token_urlsafe(_PASSWORD_BYTES) for name in _password_files()}
     texts = {name: f"{password}\n" for name, password in passwords.items() if name not in known}
-    texts[NATS_CONF] = nats_conf({user: passwords[password_file(user)] for user in USERS}, http=http)
+    members = Cluster(cluster, passwords[CLUSTER_PASSWORD]) if cluster else None
+    texts[NATS_CONF] = nats_conf({user: passwords[password_file(user)] for user in USERS}, http=http, cluster=members)
     texts[REDIS_CONF] = f'{_base(REDIS_CONF)}\nrequirepass "{passwords[REDIS_PASSWORD]}"\n'
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -74,7 +99,11 @@ def _known(folder: Path) -> dict[str, str]:
 
 
 def nats_conf(
-    passwords: Mapping[User, str], *, http: str = "", others: Mapping[str, tuple[str, Grant]] | None = None
+    passwords: Mapping[User, str],
+    *,
+    http: str = "",
+    cluster: Cluster | None = None,
+    others: Mapping[str, tuple[str, Grant]] | None = None,
 ) -> str:
     """The whole configuration. ``others``: users besides those of the table, with password and rights (tests)."""
     users = [_user(name, password, grant(name)) for name, password in passwords.items()]
@@ -83,6 +112,7 @@ def nats_conf(
     parts = [
         _base(NATS_CONF),
         f"http: {json.dumps(http)}\n" if http else "",
+        _cluster(cluster) if cluster is not None else "",
         "# The server's own account has no users. It exports one thing only: which connections have ended.",
         "system_account: SYS",
         "accounts {",
@@ -99,6 +129,27 @@ def nats_conf(
         "",
     ]
     return "\n".join(parts)
+
+
+def _cluster(cluster: Cluster) -> str:
+    listen = cluster.listen or f"0.0.0.0:{cluster.members[0].rpartition(':')[2]}"
+    routes = [f"nats-route://{CLUSTER_USER}:{cluster.password}@{member}" for member in cluster.members]
+    lines = [
+        "cluster {",
+        "  name: blitzscale",
+        f"  listen: {json.dumps(listen)}",
+        f"  authorization {{ user: {CLUSTER_USER}, password: {json.dumps(cluster.password)} }}",
+        f"  routes: {json.dumps(routes)}",
+        "  # Clients are told the servers' addresses by their own settings, not by those that servers have here.",
+        "  no_advertise: true",
+        "  # A server that stands still is cut off after three of these. Processes that were connected to it are",
+        "  # connected to another one long before, and hear what is sent to them there.",
+        '  ping_interval: "3s"',
+        "  ping_max: 2",
+        "}",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _user(name: str, password: str, rights: Grant) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from compose.credentials import nats_conf
+from compose.credentials import Cluster, nats_conf
 from compose.ports import free_port
 from shared.permissions import USERS, Grant
 
@@ -37,6 +39,8 @@ class Server:
         self._is_up = is_up
         self._process: subprocess.Popen[bytes] | None = None
         self.port = port
+        self.monitor_port = 0
+        """Where a NATS server of a cluster tells who is connected."""
         self.url = f"{scheme}://127.0.0.1:{port}"
 
     def start(self, *, wait_for_greeting: bool = True) -> None:
@@ -89,6 +93,30 @@ def guarded_nats_server(folder: Path, *, others: Mapping[str, tuple[str, Grant]]
     where = ["-a", "127.0.0.1", "-p", str(port), "-sd", str(folder)]
     command = [binary("nats-server"), "-c", str(config), *where]
     return Server(command, port, "nats", lambda port: _greets(port, b"", b"INFO"))
+
+
+def nats_cluster(folder: Path, size: int) -> list[Server]:
+    """NATS servers that are one bus and know the users of ``shared.permissions``; not started."""
+    ports, routes = [free_port() for _ in range(size)], [free_port() for _ in range(size)]
+    members = tuple(f"127.0.0.1:{port}" for port in routes)
+    servers = []
+    for number, port in enumerate(ports):
+        config = folder / f"nats-{number}.conf"
+        cluster = Cluster(members, "cluster-password", listen=members[number])
+        passwords = {user: password_of(user) for user in USERS}
+        monitor = free_port()
+        config.write_text(nats_conf(passwords, http=f"127.0.0.1:{monitor}", cluster=cluster))
+        where = ["-a", "127.0.0.1", "-p", str(port), "-sd", str(folder / str(number))]
+        command = [binary("nats-server"), "-c", str(config), "--name", f"nats-{number}", *where]
+        servers.append(Server(command, port, "nats", lambda port: _greets(port, b"", b"INFO")))
+        servers[-1].monitor_port = monitor
+    return servers
+
+
+def holds_connection(server: Server, kind: str) -> bool:
+    """Whether a process of that kind is connected to this NATS server."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.monitor_port}/connz", timeout=START_TIMEOUT_S) as answer:
+        return any(found.get("name", "").startswith(f"{kind}.") for found in json.load(answer)["connections"])
 
 
 def password_of(user: str) -> str:

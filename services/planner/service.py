@@ -161,7 +161,7 @@ class PlannerService:
             return await handler(message)
 
         # Another planner that led, and hangs, may still be there.
-        return await self._bus.respond(subjects.planner(operation), kind, guarded, shared=False)
+        return await self._bus.respond(subjects.planner(operation), kind, guarded)
 
     # --- regularly ---------------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ class LeadingPool:
                 self._routes.wake()
 
         # Another process that led and now hangs may still be subscribed.
-        self._subscriptions.append(await self._bus.respond(subjects.pool(operation), kind, guarded, shared=False))
+        self._subscriptions.append(await self._bus.respond(subjects.pool(operation), kind, guarded))
 
     async def _check_leads(self) -> None:
         """Raises ``Unavailable`` if the lease is over, and is not renewed at once: this process may just have been

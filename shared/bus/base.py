@@ -65,14 +65,9 @@ class Bus(Protocol):
         """One RPC. Raises ``NoResponder``, ``DeadlineExceeded``, ``PayloadTooLarge``,
         ``MalformedMessage`` (of the reply) or the typed error that the responder raised."""
 
-    async def respond(
-        self, subject: str, kind: type[M], responder: Responder[M, R], *, shared: bool = True
-    ) -> Subscription:
-        """Answer RPCs on ``subject``. Several processes may respond: each request goes to one.
-
-        Who is not ``shared`` gets every request, whoever else responds, and the first answer counts: for processes of
-        which one leads, as one that hangs would take its share of the requests with it.
-        """
+    async def respond(self, subject: str, kind: type[M], responder: Responder[M, R]) -> Subscription:
+        """Answer RPCs on ``subject``. Where several processes respond, each gets every request, and the first answer
+        counts: one that hangs takes nothing with it."""
 
     async def publish_event(self, subject: str, message: Message, *, message_id: str) -> None:
         """Append to the plan stream, once per ``message_id``. Returns when the server has it.

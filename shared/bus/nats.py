@@ -183,12 +183,10 @@ class NatsBus(Bus):
                 raise Unavailable(f"cannot send a request on {subject}: {error}") from error
         return reply_of(answer.data, answer.headers, reply)
 
-    async def respond(
-        self, subject: str, kind: type[M], responder: Responder[M, R], *, shared: bool = True
-    ) -> Subscription:
+    async def respond(self, subject: str, kind: type[M], responder: Responder[M, R]) -> Subscription:
         with self._refusals.watch("subscription", subject) as refused:
             try:
-                subscription = await self._service.add(subject, kind, responder, shared=shared)
+                subscription = await self._service.add(subject, kind, responder)
             except nats.errors.Error as error:
                 raise Unavailable(f"cannot respond on {subject}: {error}") from error
             await round_trip(self._client)

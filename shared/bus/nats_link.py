@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import secrets
 import time
 from collections.abc import Callable, Collection
@@ -28,6 +29,8 @@ _RECONNECT_WAIT_S = 0.25
 _PING_INTERVAL_S = 0.4
 """A server that stopped answering is noticed after three of these: sooner than the default lease of 2 s,
 after which the silence would be blamed on peers."""
+_ATTEMPT_S = 2
+"""For one server to take a connection: of several, one that stands still must not cost more than a lease."""
 _REFUSED_FOR_S = 5.0
 """A server that comes back and does not know this user may be about to read its new passwords; not for longer."""
 _UNKNOWN_USER = "authorization violation"
@@ -78,6 +81,8 @@ class Link:
         self._down, self._up_again = down, up_again
         access = self._access
         servers = [server.strip() for server in url.split(",")]
+        # Once, and not again by the client after each loss: it tries in turn, the one that it has just lost last.
+        random.shuffle(servers)
         places = ", ".join(_without_password(server) for server in servers)
         try:
             connecting = asyncio.create_task(
@@ -97,7 +102,8 @@ class Link:
                     closed_cb=self._on_closed,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
-                    connect_timeout=max(1, int(timeout_s)),
+                    connect_timeout=_ATTEMPT_S,
+                    dont_randomize=True,
                     ping_interval=_PING_INTERVAL_S,  # type: ignore[arg-type]
                 )
             )

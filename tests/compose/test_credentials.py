@@ -10,7 +10,15 @@ import pytest
 
 from compose.children import nats_server
 from compose.cli.app import run
-from compose.credentials import NATS_CONF, REDIS_CONF, REDIS_PASSWORD, files_of_credentials, make, password_file
+from compose.credentials import (
+    CLUSTER_PASSWORD,
+    NATS_CONF,
+    REDIS_CONF,
+    REDIS_PASSWORD,
+    files_of_credentials,
+    make,
+    password_file,
+)
 from compose.errors import StackRefused
 from shared.permissions import USERS
 
@@ -31,8 +39,9 @@ def test_only_their_owner_can_read_them(tmp_path: Path) -> None:
 
 
 def test_each_user_has_a_password_that_nobody_else_has(tmp_path: Path) -> None:
-    make(tmp_path)
+    make(tmp_path, cluster=("nats-0:6222",))
     passwords = [(tmp_path / password_file(user)).read_text().strip() for user in USERS]
+    passwords.append((tmp_path / CLUSTER_PASSWORD).read_text().strip())
     passwords.append((tmp_path / REDIS_PASSWORD).read_text().strip())
     assert len(set(passwords)) == len(passwords)
     assert min(map(len, passwords)) >= 40
@@ -44,12 +53,20 @@ def test_each_user_has_a_password_that_nobody_else_has(tmp_path: Path) -> None:
     assert (tmp_path / REDIS_CONF).read_text() != redis
 
 
-def test_the_server_takes_its_configuration(tmp_path: Path) -> None:
-    make(tmp_path, http="127.0.0.1:8222")
+@pytest.mark.parametrize("cluster", [(), ("nats-0:6222", "nats-1:6222", "[fd00::1]:6222")])
+def test_the_server_takes_its_configuration(tmp_path: Path, cluster: tuple[str, ...]) -> None:
+    make(tmp_path, http="127.0.0.1:8222", cluster=cluster)
     checked = subprocess.run(
         [str(nats_server()), "-t", "-c", str(tmp_path / NATS_CONF)], capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("member", ["nats-0", "nats-0:", "", 'nats-0:6222", "x'])
+def test_what_is_no_server_of_a_cluster_is_refused_and_nothing_is_written(tmp_path: Path, member: str) -> None:
+    with pytest.raises(StackRefused, match="HOST:PORT"):
+        make(tmp_path / "credentials", cluster=("nats-0:6222", member))
+    assert not (tmp_path / "credentials").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

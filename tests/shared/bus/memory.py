@@ -7,7 +7,6 @@ Messages are encoded and decoded, as they would be on the wire. ``MemoryBroker``
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import deque
@@ -62,7 +61,6 @@ class MemoryBroker:
         self.departure_watchers: list[MemoryDepartures] = []
         self._buses: list[MemoryBus] = []
         self._event_ids: dict[str, str] = {}
-        self._turn = itertools.count()
 
     def bus(self, name: str) -> MemoryBus:
         """A new connection."""
@@ -103,15 +101,11 @@ class MemoryBroker:
                 loop.call_soon(listener.receive, subject, payload, headers)
 
     def request_raw(self, subject: str, payload: bytes, headers: Headers | None, reply: Reply) -> bool:
-        """Hand a request to one of those that share them, in turn, and to all that do not; False if there are none."""
+        """Hand a request to all who answer such; False if there are none."""
         able = [one for one in self.responders if one.bus.is_up and matches(one.subject, subject)]
-        sharing = [one for one in able if one.shared]
-        chosen = [one for one in able if not one.shared]
-        if sharing:
-            chosen.append(sharing[next(self._turn) % len(sharing)])
-        for one in chosen:
+        for one in able:
             one.receive(payload, headers, reply)
-        return bool(chosen)
+        return bool(able)
 
     def append_raw(self, subject: str, payload: bytes, headers: Headers | None, message_id: str) -> None:
         """Append an event once per id."""
@@ -230,11 +224,9 @@ class MemoryBus(Bus):
             raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:g} s") from error
         return reply_of(reply_payload, reply_headers, reply)
 
-    async def respond(
-        self, subject: str, kind: type[M], responder: Responder[M, R], *, shared: bool = True
-    ) -> Subscription:
+    async def respond(self, subject: str, kind: type[M], responder: Responder[M, R]) -> Subscription:
         self._check_open()
-        subscription = MemoryResponding(self, subject, kind, responder, shared=shared)
+        subscription = MemoryResponding(self, subject, kind, responder)
         self.broker.responders.append(subscription)
         self._subscriptions.add(subscription)
         return subscription
@@ -385,12 +377,9 @@ class MemoryListening(Generic[M]):
 class MemoryResponding(Generic[M, R]):
     """A responder: a task per request."""
 
-    def __init__(
-        self, bus: MemoryBus, subject: str, kind: type[M], responder: Responder[M, R], *, shared: bool
-    ) -> None:
+    def __init__(self, bus: MemoryBus, subject: str, kind: type[M], responder: Responder[M, R]) -> None:
         self.bus = bus
         self.subject = subject
-        self.shared = shared
         self._kind = kind
         self.responder = responder
         self._tasks: set[asyncio.Task[None]] = set()
