@@ -11,8 +11,8 @@ from typing import Literal
 
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError, NoResponder, Unavailable
-from shared.messages.registry import GetSnapshot, Lead, Leadership, Snapshot
+from shared.errors import BlitzError, Unavailable
+from shared.messages.registry import Lead, Leadership
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Leader:
         self._owner = f"{service}-{secrets.token_hex(6)}"
         self._until_s = float("-inf")
         self.term = 0
-        """Higher than that of any leader before; 0 with a pool of 0.1, which knows no leaders: there all lead."""
+        """Higher than that of any leader before. 0: it never led."""
         self.follows = asyncio.Event()
         """Set once another process was seen to lead."""
 
@@ -86,11 +86,6 @@ class Leader:
         message = Lead(service=self._service, owner=self._owner, ttl_s=self._ttl_s, term=self.term)
         try:
             answer = await self._bus.request(subjects.pool("lead"), message, Leadership, timeout_s=ASK_TIMEOUT_S)
-        except NoResponder:
-            if not await self._pool_knows_no_leaders():
-                return False
-            self.term, self._until_s = 0, asked_s + self._ttl_s
-            return True
         except BlitzError as error:
             log.debug("the pool does not say who leads: %s", error)
             return False
@@ -102,16 +97,6 @@ class Leader:
         self._until_s = float("-inf")
         self.follows.set()
         return False
-
-    async def _pool_knows_no_leaders(self) -> bool:
-        """Whether a pool of 0.1 answers; at start, and while pools take over from each other, none does."""
-        try:
-            page = await self._bus.request(
-                subjects.pool("snapshot"), GetSnapshot(paged=True), Snapshot, timeout_s=ASK_TIMEOUT_S
-            )
-        except BlitzError:
-            return False
-        return not page.version
 
     async def _pause(self, stopping: asyncio.Event, pause_s: float) -> None:
         with contextlib.suppress(TimeoutError):

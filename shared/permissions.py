@@ -125,7 +125,6 @@ TABLE: tuple[Row, ...] = (
             "lead": ("monitor", "planner"),
         },
     ),
-    _row(subjects.routes, _POOL, ("gateway", "monitor")),
     _row(subjects.route_changes, _POOL, ("gateway", "monitor", "planner")),
     # Plans and their records.
     *_operations(
@@ -133,11 +132,11 @@ TABLE: tuple[Row, ...] = (
         "planner",
         {"scale": _GATEWAY, "record": _GATEWAY, "records": _GATEWAY, "split": _WORKER, "destinations": _WORKER},
     ),
-    # Workers read those that are for all of them only while planners of 0.1 lead.
-    _row(subjects.scale_plans, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
-    _row(subjects.drain_plans, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
+    # What planners tell their successors, and what they tell workers.
+    _row(subjects.scale_plans, _PLANNER, _PLANNER, stream=subjects.PLAN_STREAM),
+    _row(subjects.drain_plans, _PLANNER, _PLANNER, stream=subjects.PLAN_STREAM),
     _row(subjects.mutate_plans, _PLANNER, _PLANNER, stream=subjects.PLAN_STREAM),
-    _row(subjects.zigzag_assignments, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
+    _row(subjects.zigzag_assignments, _PLANNER, _PLANNER, stream=subjects.PLAN_STREAM),
     _row(subjects.worker_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
     _row(subjects.scale_records, _PLANNER, _PLANNER, stream=subjects.RECORD_STREAM),
     # The server's own: no client may send on the first, or listen on the second.

@@ -39,16 +39,13 @@ class RegistryReader:
 
     async def _pages(self, timeout_s: float) -> list[Snapshot]:
         pages: list[Snapshot] = []
-        request = GetSnapshot(paged=True, since=self._version)
+        request = GetSnapshot(since=self._version)
         while len(pages) < MAX_PAGES:
             page = await self._bus.request(subjects.pool("snapshot"), request, Snapshot, timeout_s=timeout_s)
             pages.append(page)
-            if page.next_cursor:
-                request = GetSnapshot(paged=True, since=self._version, cursor=page.next_cursor)
-            elif page.next_worker_id and not page.version:  # a pool of 0.1
-                request = GetSnapshot(after_worker_id=page.next_worker_id)
-            else:
+            if not page.next_cursor:
                 return pages
+            request = GetSnapshot(since=self._version, cursor=page.next_cursor)
         raise Unavailable(f"the registry's snapshot has no end: {MAX_PAGES} pages, and more to come")
 
     def _take(self, pages: list[Snapshot]) -> RegistryView:
@@ -66,8 +63,6 @@ class RegistryReader:
             floors={(f.model, f.role): f for floors in self._floors.values() for f in floors},
             unplaced=tuple(entry for name in sorted(self._unplaced) for entry in self._unplaced[name]),
             publisher=first.publisher,
-            sequence=first.sequence,
-            routes_publisher=first.routes_publisher,
             routes_sequence=first.routes_sequence,
         )
 

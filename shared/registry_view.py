@@ -24,9 +24,6 @@ class RegistryView:
     floors: Mapping[tuple[str, Role], Floor]
     unplaced: tuple[Unplaced, ...] = ()
     publisher: str = ""
-    """With ``sequence``: the last ``RouteTable`` that this view includes."""
-    sequence: int = 0
-    routes_publisher: str = ""
     """With ``routes_sequence``: the last ``RouteChanges`` that this view includes."""
     routes_sequence: int = 0
 

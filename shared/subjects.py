@@ -189,11 +189,6 @@ def pool(operation: str) -> str:
     return f"{PREFIX}.pool.{_operation(operation, POOL_OPERATIONS)}"
 
 
-def routes() -> str:
-    """RouteTable events, pool to gateways and monitors of 0.1."""
-    return f"{PREFIX}.events.routes"
-
-
 def route_changes() -> str:
     """RouteChanges events, pool to gateways and monitors."""
     return f"{PREFIX}.events.route_changes"

@@ -70,7 +70,7 @@ class Looker:
 
     async def _look(self) -> bool:
         """Whether there is somebody new on the leaf, whom a worker would connect to."""
-        request, version, fresh = GetSnapshot(paged=True, since=self._version), "", False
+        request, version, fresh = GetSnapshot(since=self._version), "", False
         while True:
             page = await self._bus.request(subjects.pool("snapshot"), request, _Page, timeout_s=_TIMEOUT_S)
             version = version or page.version
@@ -81,4 +81,4 @@ class Looker:
             if not page.next_cursor:
                 self._version = version
                 return fresh
-            request = GetSnapshot(paged=True, since=self._version, cursor=page.next_cursor)
+            request = GetSnapshot(since=self._version, cursor=page.next_cursor)

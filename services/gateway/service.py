@@ -34,7 +34,6 @@ from shared.messages.generation import GatewayHeartbeat, TokenBatch
 from shared.messages.identity import GetHolder, Holder
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import RouteChanges as RegistryChanges
-from shared.messages.registry import RouteTable
 from shared.outage import Outage
 from shared.process import ProcessState
 from shared.registry import RegistryReader, RegistryView
@@ -161,7 +160,6 @@ class Gateway:
             subscriptions.append(await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway))
             subscriptions.append(await bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.dispatcher.on_batch))
             subscriptions.append(await bus.subscribe(subjects.route_changes(), RegistryChanges, self._on_route_changes))
-            subscriptions.append(await bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
             subscriptions += await subscribe_load(bus, self._on_load)
             subscriptions.append(await bus.watch_departures(self.dispatcher.on_departure))
             subscriptions.append(await bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
@@ -207,9 +205,6 @@ class Gateway:
 
     def _on_route_changes(self, event: RegistryChanges) -> None:
         self._took(self.routes.apply_changes(event))
-
-    def _on_routes(self, table: RouteTable) -> None:
-        self._took(self.routes.apply_table(table))
 
     def _took(self, changes: RouteChanges) -> None:
         if changes.gap:

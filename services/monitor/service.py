@@ -19,7 +19,7 @@ from shared.errors import BlitzError
 from shared.leading import Leader
 from shared.load_feed import subscribe_load
 from shared.messages.load import Demand, LoadReport, QueueReport
-from shared.messages.registry import ModelRecord, RouteChanges, RouteTable
+from shared.messages.registry import ModelRecord, RouteChanges
 from shared.outage import Outage
 from shared.profile import Profile
 from shared.profile_directory import ProfileDirectory
@@ -77,7 +77,6 @@ class MonitorService:
             *await subscribe_load(self._bus, self._on_load),
             await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
             await self._bus.subscribe(subjects.route_changes(), RouteChanges, self._on_routes),
-            await self._bus.subscribe(subjects.routes(), RouteTable, self._on_routes),
         ]
         self.subscribed.set()
         self._refresh.set()
@@ -118,7 +117,7 @@ class MonitorService:
         if self._watch.on_queue(report, time.monotonic()):
             self._urgent.set()
 
-    def _on_routes(self, _event: RouteChanges | RouteTable) -> None:
+    def _on_routes(self, _event: RouteChanges) -> None:
         # Instances came or went: look at the whole picture at the next turn.
         self._refresh.set()
 

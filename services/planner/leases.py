@@ -7,9 +7,9 @@ import time
 
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError, NoResponder, StaleTerm
+from shared.errors import BlitzError, StaleTerm
 from shared.messages.common import Ack
-from shared.messages.registry import LeaseBatch, LeaseGrant, LeaseVerdict, LeaseVerdicts, LeaseWorkers, ReleaseWorkers
+from shared.messages.registry import LeaseBatch, LeaseVerdict, LeaseVerdicts, LeaseWorkers, ReleaseWorkers
 
 log = logging.getLogger(__name__)
 
@@ -28,22 +28,8 @@ class Leases:
     async def grant(self, leases: tuple[LeaseWorkers, ...]) -> tuple[LeaseVerdict, ...]:
         """One verdict for each, in order. Raises what ``Bus.request`` raises: then any of them may be granted."""
         batch = LeaseBatch(leases=leases, term=leases[0].term)
-        if batch.term:
-            answer = await self._bus.request(
-                subjects.pool("lease_batch"), batch, LeaseVerdicts, timeout_s=RPC_TIMEOUT_S
-            )
-            return answer.verdicts
-        return tuple([await self._one_by_one(lease) for lease in leases])
-
-    async def _one_by_one(self, lease: LeaseWorkers) -> LeaseVerdict:
-        """As a pool of 0.1 wants it."""
-        try:
-            grant = await self._bus.request(subjects.pool("lease"), lease, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
-        except BlitzError as error:
-            if isinstance(error, NoResponder):
-                raise
-            return LeaseVerdict.refused(lease.plan_id, error)
-        return LeaseVerdict(plan_id=lease.plan_id, grant=grant)
+        answer = await self._bus.request(subjects.pool("lease_batch"), batch, LeaseVerdicts, timeout_s=RPC_TIMEOUT_S)
+        return answer.verdicts
 
     def give_back(self, plan_id: str, worker_ids: tuple[str, ...]) -> None:
         """No plan will use this lease, if it was granted: release it. A lease that is used up stays as it is."""

@@ -18,7 +18,7 @@ from services.pool.config import PoolSettings
 from services.pool.copy_placer import CopyPlacer, PlacementMetrics
 from services.pool.core.grace import Grace
 from services.pool.core.holders import Holders
-from services.pool.core.pages import page_of, whole_page
+from services.pool.core.pages import page_of
 from services.pool.core.registry import Registry
 from services.pool.leases import LeaseGrants, Terms
 from services.pool.model_admin import ModelAdmin
@@ -294,16 +294,7 @@ class LeadingPool:
             # A page per turn of the loop: a thousand readers at once must not hold up a thousand heartbeats, of which
             # each is a hundredth of the work.
             await asyncio.sleep(0)
-            return self._page(request)
-
-    def _page(self, request: GetSnapshot) -> Snapshot:
-        if request.paged:
             page = page_of(self.registry, request.cursor, request.since)
             if page is None:
                 raise Conflict("the snapshot was begun at another pool process: read it from the beginning")
-        else:
-            self._routes.old_reader_seen()
-            page = whole_page(self.registry, request.after_worker_id, max(1, min(request.page_size, 1000)))
-        return msgspec.structs.replace(
-            page, publisher=self.registry.publisher, sequence=self._routes.tables_sequence, taken_at_s=time.time()
-        )
+            return page

@@ -46,7 +46,7 @@ class Terms:
 
     def check(self, service: str, term: int) -> None:
         """Raises ``StaleTerm`` if another process of that kind leads with a newer term."""
-        if 0 < term < self.newest(service):
+        if term < self.newest(service):
             raise StaleTerm(f"a {service} of term {self.newest(service)} leads; yours is {term}")
 
     async def lead(self, request: Lead) -> Leadership:

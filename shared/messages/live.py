@@ -46,7 +46,7 @@ class ZigzagAssignment(Message, frozen=True, kw_only=True, tag="zigzag_assignmen
     """Who has not begun by then never does."""
     revision: int = 0
     gates: tuple[Gate, ...] = ()
-    term: int = 0
+    term: Count
     """As in ``ScalePlan``."""
 
 
@@ -58,7 +58,6 @@ class WorkerOrder(Message, frozen=True, kw_only=True, tag="worker_order.v1"):
     drain: DrainPlan | None = None
     zigzag: ZigzagAssignment | None = None
     mutate: MutatePlan | None = None
-    """Nothing of it reaches a worker of 0.1: it does not know the field. Nor the next."""
     migrate: MigratePlan | None = None
 
 

@@ -120,8 +120,8 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     triggered_at_s: Figure
     """When the load first called for this number."""
     reason: str
-    term: Count = 0
-    """Of the monitor that says so (``shared.messages.registry.Lead``). 0: one of 0.1, which knows no terms."""
+    term: Count
+    """Of the monitor that says so (``shared.messages.registry.Lead``)."""
     idle: Count = 0
     """Of the instances observed, those that another model may have at once: the load does not need them at this moment,
     nor do limits and floors. From a monitor of 0.1: none."""

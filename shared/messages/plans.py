@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import Role
+from shared.messages.common import Count, Role
 from shared.messages.destinations import Destination, SendBack
 from shared.messages.registry import ModelRecord
 
@@ -93,8 +93,8 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
     explain: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     """What was asked for and not planned, and why."""
-    term: int = 0
-    """Of the planner whose plan it is (``shared.messages.registry.Lead``). 0: one of 0.1, which knows no terms."""
+    term: Count
+    """Of the planner whose plan it is (``shared.messages.registry.Lead``)."""
     desired: int = 0
     """Instances that the operation leads to."""
     trace_id: str = ""
@@ -120,7 +120,7 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
 
 
 class DrainTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance to drain, or to revive if it drains. A worker of 0.1 drains without moving anything."""
+    """One instance to drain, or to revive if it drains."""
 
     worker_id: str
     instance_id: str
@@ -137,7 +137,7 @@ class DrainPlan(Message, frozen=True, kw_only=True, tag="drain_plan.v1"):
     targets: tuple[DrainTarget, ...]
     revive: bool = False
     reason: str = ""
-    term: int = 0
+    term: Count
     """As in ``ScalePlan``."""
     role: Role = "colocated"
     desired: int = 0
@@ -158,7 +158,7 @@ class MigratePlan(Message, frozen=True, kw_only=True, tag="migrate_plan.v1"):
     expires_at_s: float
     """A worker that hears of it later does nothing."""
     reason: str = ""
-    term: int = 0
+    term: Count
     """As in ``ScalePlan``."""
     for_head: bool = False
     """Only as much as lets the first waiting request begin; nothing, if none waits for KV when it is heard of."""
@@ -189,7 +189,7 @@ class MutatePlan(Message, frozen=True, kw_only=True, tag="mutate_plan.v1"):
     explain: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     """As in ``ScalePlan``."""
-    term: int = 0
+    term: Count
     """As in ``ScalePlan``."""
     desired: int = 0
     """Instances in the new role that the operation leads to."""

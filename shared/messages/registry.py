@@ -141,8 +141,8 @@ class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
     wants_models: tuple[str, ...] = ()
     """Hashes of models of which the worker reports host copies and that the registry does not know: send a
     ``RestoreModel`` for each."""
-    planner_term: Count = 0
-    """Of the planner that leads: plans of older ones are void. 0: planners know no terms."""
+    planner_term: Count
+    """Of the planner that leads: plans of older ones are void. 0: none has led yet."""
     slo_tbt_s: Figure | None = None
     """The objective that the instance's model has now, for the time between two tokens; 0: none of its own. None: the
     registry does not say."""
@@ -190,16 +190,9 @@ class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):
 
 
 class GetSnapshot(Message, frozen=True, kw_only=True, tag="get_snapshot.v1"):
-    """Ask the pool for its state, page by page (``shared.registry`` reads it whole).
+    """Ask the pool for its state, page by page (``shared.registry`` reads it whole). Pages are bounded by bytes, models
+    and what belongs to them included; ``cursor`` leads from one to the next."""
 
-    A reader of 0.1 leaves ``paged`` out: it gets all models with each page, and pages through workers by
-    ``after_worker_id``.
-    """
-
-    after_worker_id: str = ""
-    page_size: int = 500
-    paged: bool = False
-    """Pages are bounded by bytes, models and what belongs to them included; ``cursor`` leads from one to the next."""
     cursor: str = ""
     """``next_cursor`` of the page before."""
     since: str = ""
@@ -251,28 +244,24 @@ class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
-    """One page of the pool's state. ``next_worker_id`` is empty on the last page."""
+    """One page of the pool's state."""
 
     publisher: str
-    sequence: Count
-    taken_at_s: Figure
     models: tuple[ModelRecord, ...]
     workers: tuple[WorkerRecord, ...]
     floors: tuple[Floor, ...] = ()
-    """With ``paged``: of this page's models."""
-    next_worker_id: str = ""
+    """Of this page's models."""
     unplaced: tuple[Unplaced, ...] = ()
-    """With ``paged``: of this page's models."""
+    """Of this page's models."""
     next_cursor: str = ""
-    """Where the next page begins, with ``paged``; empty on the last one."""
-    version: str = ""
-    """Of the state as the first page began, to ask for changes ``since`` it. Empty: the pool keeps no versions."""
+    """Where the next page begins; empty on the last one."""
+    version: str
+    """Of the state as the first page began, to ask for changes ``since`` it."""
     partial: bool = False
     """Only what changed ``since``; ``gone_models`` and ``gone_workers`` are no more."""
     gone_models: tuple[str, ...] = ()
     gone_workers: tuple[str, ...] = ()
-    routes_publisher: str = ""
-    routes_sequence: Count = 0
+    routes_sequence: Count
     """Of the last ``RouteChanges`` before this page was made."""
 
 
@@ -285,8 +274,8 @@ class LeaseWorkers(Message, frozen=True, kw_only=True, tag="lease_workers.v1"):
     ttl_s: float
     role: Role = "colocated"
     """Of the instances that the plan makes."""
-    term: Count = 0
-    """Of the planner that asks (``Lead``). 0: one of 0.1, which knows no terms."""
+    term: Count
+    """Of the planner that asks (``Lead``)."""
 
 
 class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease_grant.v1"):
@@ -301,7 +290,7 @@ class LeaseBatch(Message, frozen=True, kw_only=True, tag="lease_batch.v1"):
     """The leases of one round of decisions. Each is granted or refused as a whole, in this order."""
 
     leases: tuple[LeaseWorkers, ...]
-    term: Count = 0
+    term: Count
 
 
 class LeaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,7 +316,7 @@ class ReleaseWorkers(Message, frozen=True, kw_only=True, tag="release_workers.v1
 
     plan_id: str
     worker_ids: tuple[str, ...]
-    term: Count = 0
+    term: Count
     """As in ``LeaseWorkers``."""
 
 
@@ -361,7 +350,7 @@ class SetFloor(Message, frozen=True, kw_only=True, tag="set_floor.v1"):
     instances: Count
     hold_s: float
     role: Role = "colocated"
-    term: Count = 0
+    term: Count
     """As in ``LeaseWorkers``."""
 
 
@@ -386,20 +375,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Count = 0
     stopping: bool = False
     """Its worker is about to end: what drains here does not come back."""
-
-
-class RouteTable(Message, frozen=True, kw_only=True, tag="routes.v1"):
-    """All routes of one model (``model`` None: it was removed). A gap in ``sequence`` asks for a snapshot.
-
-    For readers of 0.1; the others hear ``RouteChanges``.
-    """
-
-    publisher: str
-    sequence: Count
-    published_at_s: Figure
-    name: str
-    model: ModelRecord | None
-    routes: tuple[Route, ...]
 
 
 class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):

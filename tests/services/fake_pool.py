@@ -46,7 +46,7 @@ class FakePool:
         self.workers: tuple[WorkerRecord, ...] = ()
         self.floors: tuple[Floor, ...] = ()
         self.page_size = 500
-        self.ack = HeartbeatAck(lease_s=0.6)
+        self.ack = HeartbeatAck(lease_s=0.6, planner_term=1)
         self.errors: dict[str, list[BlitzError]] = defaultdict(list)
         self.heartbeats: list[WorkerHeartbeat] = []
         self.restored: list[ModelRecord] = []
@@ -61,8 +61,6 @@ class FakePool:
         self.term = 1
         self.shows_leases = False
         """Whether snapshots show what was leased, until a test says otherwise."""
-        self.knows_leaders = True
-        """False: as a pool of 0.1."""
         self._epoch = 100
 
     async def start(self) -> None:
@@ -71,9 +69,8 @@ class FakePool:
         await self._respond("snapshot", GetSnapshot, self._on_snapshot)
         await self._respond("lease", LeaseWorkers, self._on_lease)
         await self._respond("release", ReleaseWorkers, self._on_release)
-        if self.knows_leaders:
-            await self._respond("lease_batch", LeaseBatch, self._on_lease_batch)
-            await self._respond("lead", Lead, self._on_lead)
+        await self._respond("lease_batch", LeaseBatch, self._on_lease_batch)
+        await self._respond("lead", Lead, self._on_lead)
         await self._respond("set_floor", SetFloor, self._on_set_floor)
         await self._respond("retire_copy", RetireCopy, self._on_retire)
 
@@ -101,16 +98,16 @@ class FakePool:
 
     async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
         self.num_snapshots += 1
-        rest = [w for w in self.workers if w.worker.worker_id > request.after_worker_id]
+        rest = [w for w in self.workers if w.worker.worker_id > request.cursor]
         page = rest[: self.page_size]
         return Snapshot(
             publisher="fake",
-            sequence=self.num_snapshots,
-            taken_at_s=0.0,
+            version=f"fake/{self.num_snapshots}",
+            routes_sequence=self.num_snapshots,
             models=self.models,
             workers=tuple(page),
             floors=self.floors,
-            next_worker_id=page[-1].worker.worker_id if len(page) < len(rest) else "",
+            next_cursor=page[-1].worker.worker_id if len(page) < len(rest) else "",
         )
 
     async def _on_lease(self, request: LeaseWorkers) -> LeaseGrant:

@@ -73,13 +73,13 @@ async def facts_of(stack: Stack) -> Facts:
     ids = tuple(w.worker_id for w in workers)
     model = view.models[MODEL]
     names = {
-        "worker_id": ids, "worker_ids": ids, "source": ids, "target": ids, "targets": ids, "after_worker_id": ids,
+        "worker_id": ids, "worker_ids": ids, "source": ids, "target": ids, "targets": ids,
         "gateway_id": (*gateways, "gw-9"), "instance_id": (instance.instance_id, ""),
         "incarnation": (serving.incarnation, "", "0"), "host": (serving.host,),
         "transport_address": tuple(w.transport_address for w in workers),
         "model": (MODEL, "other"), "name": (MODEL, "other"), "path": (model.path, "/nowhere"),
         "model_hash": (model.model_hash,), "layout_hash": (model.layout_hash,), "plan_id": (instance.plan_id, "other"),
-        "epoch": (instance.epoch,), "publisher": (view.routes_publisher, view.publisher),
+        "epoch": (instance.epoch,), "publisher": (view.publisher,),
         "sequence": (view.routes_sequence + 1,), "version": (f"{view.publisher}/1",), "pieces": (b"\xff",),
     }  # fmt: skip
     return Facts(ids, gateways, tuple(w.incarnation for w in workers), model, serving, instance, names)

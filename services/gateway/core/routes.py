@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from shared import subjects
 from shared.messages.common import TAKES_PROMPTS, InstanceState
-from shared.messages.registry import ModelRecord, Route, RouteTable
+from shared.messages.registry import ModelRecord, Route
 from shared.messages.registry import RouteChanges as RegistryChanges
 from shared.registry_view import ROUTABLE, RegistryView, route_of
 
@@ -87,7 +87,7 @@ def routes_of(view: RegistryView) -> dict[str, dict[str, Route]]:
 
 
 class RouteView:
-    """The current view. Mutated by ``apply_changes``, ``apply_view`` and, with a pool of 0.1, ``apply_table`` only."""
+    """The current view. Mutated by ``apply_changes`` and ``apply_view`` only."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelRoutes] = {}
@@ -100,8 +100,6 @@ class RouteView:
         """The newest changes, each with how many were heard by then: a view may be of before them."""
         self.num_heard = 0
         """Changes. ``apply_view`` is told what this was when the view was asked for."""
-        self._sequences: dict[str, int] = {}
-        self._last_table: dict[str, tuple[str, int]] = {}
 
     def apply_changes(self, event: RegistryChanges) -> RouteChanges:
         """Take one numbered event; ``gap`` in the result asks for a view."""
@@ -150,32 +148,23 @@ class RouteView:
         """Replace everything by what the registry holds, and what is known to have changed since. ``num_heard``: the
         changes heard when it was asked for, which it knows all."""
         changes = RouteChanges()
-        follows = bool(view.routes_publisher)
         routes = routes_of(view)
         for name in sorted(set(self.models) | set(view.models)):
-            publisher, sequence = self._last_table.get(name, ("", -1))
-            if not follows and publisher == view.publisher and sequence > view.sequence:
-                continue
             record = view.models.get(name)
             if record is None:
                 self._remove(name, changes)
             else:
                 self._set(name, ModelRoutes(record, routes.get(name, {})), changes)
-        if follows:
-            self._catch_up(view, changes, num_heard)
-        self._last_table = {name: last for name, last in self._last_table.items() if name in self.models}
-        # Only this publisher's numbers are known to be whole; another's next event asks again.
-        known = self._sequences.get(view.publisher, view.sequence)
-        self._sequences = {view.publisher: max(view.sequence, known)}
+        self._catch_up(view, changes, num_heard)
         self.ready = True
         return changes
 
     def _catch_up(self, view: RegistryView, changes: RouteChanges, num_heard: int) -> None:
-        if view.routes_publisher != self._publisher:
+        if view.publisher != self._publisher:
             # Events of either may be on their way; and if this view is of the pool that led before, it has just undone
             # what the other one told. The next reading is of one that leads.
             changes.gap = bool(self._publisher)
-            self._publisher, self._sequence = view.routes_publisher, view.routes_sequence
+            self._publisher, self._sequence = view.publisher, view.routes_sequence
             self._recent.clear()
             return
         newer = [(number, event) for number, event in self._recent if event.sequence > view.routes_sequence]
@@ -186,23 +175,6 @@ class RouteView:
                 changes.gap = changes.gap or event.sequence != self._sequence + 1
                 self._sequence = event.sequence
                 self._apply(event, changes)
-
-    def apply_table(self, table: RouteTable) -> RouteChanges:
-        """Take one event of a pool of 0.1; ``gap`` in the result asks for a view."""
-        seen = self._sequences.get(table.publisher)
-        # A pool that numbers its changes sends its tables for gateways of 0.1.
-        if self._publisher or (seen is not None and table.sequence <= seen):
-            return RouteChanges()
-        self._sequences[table.publisher] = table.sequence
-        self._last_table[table.name] = (table.publisher, table.sequence)
-        changes = RouteChanges(gap=seen is None or table.sequence != seen + 1)
-        if table.model is None:
-            self._remove(table.name, changes)
-        else:
-            known = (r for r in table.routes if r.state in ROUTABLE and subjects.is_name(r.worker_id))
-            routes = {r.instance_id: r for r in known}
-            self._set(table.name, ModelRoutes(table.model, routes), changes)
-        return changes
 
     def _set(self, name: str, new: ModelRoutes, changes: RouteChanges) -> None:
         old = self.models.get(name)

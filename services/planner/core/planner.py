@@ -89,10 +89,9 @@ class Planner:
     def on_demand(self, demand: Demand, moment: Moment, origin: Any = None) -> None:
         """The monitor says how many instances a model needs in a role, or could do without."""
         now_s = moment.monotonic_s
-        if 0 < demand.term < self._monitor_term and now_s - self._monitor_heard_s < MONITOR_TERM_S:
+        if demand.term < self._monitor_term and now_s - self._monitor_heard_s < MONITOR_TERM_S:
             return  # from a monitor that no longer leads
-        if demand.term:
-            self._monitor_term, self._monitor_heard_s = demand.term, now_s
+        self._monitor_term, self._monitor_heard_s = demand.term, now_s
         more_idle = self.fleet.on_demand(demand, now_s)
         # What is there is what is wanted: the monitor only says what it could do without, or no longer. Taken for a
         # demand, it would undo what was decided since the monitor looked.

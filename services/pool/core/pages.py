@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from services.pool.core.models import ModelEntry
 from services.pool.core.registry import Registry
@@ -38,37 +37,18 @@ def page_of(registry: Registry, cursor: str, since: str) -> Snapshot | None:
         else:
             workers.append(entry)
     tells_gone = bool(since_version) and not cursor
-    return _snapshot(
-        models,
-        workers,
+    return Snapshot(
+        publisher=registry.publisher,
+        models=tuple(model.record for model in models),
+        workers=tuple(worker.record for worker in workers),
+        floors=tuple(floor for model in models for _, floor in sorted(model.floors.items())),
+        unplaced=tuple(model.unplaced for model in models if model.unplaced is not None),
         next_cursor=next_cursor,
         version=f"{registry.publisher}/{began}",
         partial=bool(since_version),
         gone_models=registry.models.entries.gone_since(since_version) if tells_gone else (),
         gone_workers=registry.workers.gone_since(since_version) if tells_gone else (),
-        routes_publisher=registry.publisher,
         routes_sequence=registry.routes.sequence,
-    )
-
-
-def whole_page(registry: Registry, after_worker_id: str, size: int) -> Snapshot:
-    """A page as readers of 0.1 want it: all models, and ``size`` workers."""
-    left = registry.workers.names_after(after_worker_id)
-    workers = [registry.workers[worker_id] for worker_id in left[:size]]
-    more = left[size - 1] if len(left) > size else ""
-    return _snapshot(list(registry.models.entries.values()), workers, next_worker_id=more)
-
-
-def _snapshot(models: Sequence[ModelEntry], workers: Sequence[WorkerEntry], **fields: Any) -> Snapshot:
-    return Snapshot(
-        publisher="",
-        sequence=0,
-        taken_at_s=0.0,
-        models=tuple(model.record for model in models),
-        workers=tuple(worker.record for worker in workers),
-        floors=tuple(floor for model in models for _, floor in sorted(model.floors.items())),
-        unplaced=tuple(model.unplaced for model in models if model.unplaced is not None),
-        **fields,
     )
 
 

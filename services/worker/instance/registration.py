@@ -57,7 +57,6 @@ class Registration:
         model: Callable[[str], ModelRecord | None],
     ) -> None:
         """``standing`` gives what to report; ``model`` the record of a model hash, if a registry lost it."""
-        self._passing_on: asyncio.Future[None] | None = None
         self._bus = bus
         self._worker = worker
         self._standing = standing
@@ -95,7 +94,7 @@ class Registration:
     async def run(
         self,
         stop_instance: Callable[[str], Awaitable[None]],
-        planner_term: Callable[[int], Awaitable[None]],
+        planner_term: Callable[[int], None],
         keep_tbt: Callable[[str, float], None],
     ) -> None:
         """Report until cancelled. Raises ``DuplicateId`` when another process that lives has this worker's id.
@@ -109,7 +108,7 @@ class Registration:
             now = self._standing()
             ack = await self._report(now)
             if ack is not None:
-                self._pass_on(planner_term, ack.planner_term)
+                planner_term(ack.planner_term)
                 if now.instance is not None and ack.slo_tbt_s is not None:
                     keep_tbt(now.instance.instance_id, ack.slo_tbt_s)
                 if ack.stop_instance:
@@ -125,8 +124,6 @@ class Registration:
     async def leave(self) -> None:
         """The last report: the pool forgets this incarnation at once."""
         self._leaving = True
-        if self._passing_on is not None:
-            self._passing_on.cancel()
         await self._report(self._standing())
 
     async def retire(self, instance: InstanceInfo, undo: bool, *, leaving: bool = False) -> None:
@@ -199,12 +196,6 @@ class Registration:
             await self._restore(model_hash)
         return ack
 
-    def _pass_on(self, planner_term: Callable[[int], Awaitable[None]], term: int) -> None:
-        """``planner_term`` may have to open and close subscriptions: no report waits for that."""
-        if self._passing_on is None or self._passing_on.done():
-            self._passing_on = asyncio.ensure_future(planner_term(term))
-            self._passing_on.add_done_callback(_log_failure)
-
     async def _restore(self, model_hash: str) -> None:
         model = self._model(model_hash)
         if model is None:
@@ -215,11 +206,6 @@ class Registration:
             )
         except BlitzError as error:
             log.warning("the pool did not take model %s back: %s", model.name, error)
-
-
-def _log_failure(task: asyncio.Future[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the planner's term was not taken", exc_info=error)
 
 
 async def wait_until_retired(ask: Callable[[], Awaitable[None]], what: str) -> None:

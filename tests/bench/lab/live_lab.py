@@ -230,7 +230,9 @@ class LiveLab(Lab):
         old = self._plans[pair.record.plan_id]
         (target,) = old.targets
         plan_id = f"{old.plan_id}-newer"
-        member = msgspec.structs.replace(target, instance_id=f"{target.instance_id}-newer", epoch=await self._epoch())
+        member = msgspec.structs.replace(
+            target, instance_id=f"{target.instance_id}-newer", epoch=await self._epoch(old.term)
+        )
         newer = msgspec.structs.replace(
             old, plan_id=plan_id, members=(*[m for m in old.members if m is not target], member)
         )
@@ -239,13 +241,13 @@ class LiveLab(Lab):
         await planner.publish_event(subject, order, message_id=plan_id)
         return newer
 
-    async def _epoch(self) -> int:
+    async def _epoch(self, term: int) -> int:
         """The newest of all: of the lease of a spare worker, which is given back."""
         bus, plan_id = await self.stack.bus_as("planner"), "plan-for-an-epoch"
         (spare, *_) = [w.worker.worker_id for w in await self.stack.workers() if w.state == "spare"]
-        lease = LeaseWorkers(plan_id=plan_id, model=self.stack.model, worker_ids=(spare,), ttl_s=_LEASE_S)
+        lease = LeaseWorkers(plan_id=plan_id, model=self.stack.model, worker_ids=(spare,), ttl_s=_LEASE_S, term=term)
         grant = await bus.request(subjects.pool("lease"), lease, LeaseGrant, timeout_s=_RPC_S)
-        release = ReleaseWorkers(plan_id=plan_id, worker_ids=(spare,))
+        release = ReleaseWorkers(plan_id=plan_id, worker_ids=(spare,), term=term)
         await bus.request(subjects.pool("release"), release, Ack, timeout_s=_RPC_S)
         return grant.epochs[0][1]
 

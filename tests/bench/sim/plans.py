@@ -98,5 +98,6 @@ def plan_of(
         triggered_at_s=0.0,
         planned_at_s=0.0,
         expires_at_s=1.0,
+        term=1,
     )
     return plan, planned

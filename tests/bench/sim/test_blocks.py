@@ -68,6 +68,7 @@ class Ended:
             triggered_at_s=0.0,
             planned_at_s=0.0,
             expires_at_s=1.0,
+            term=1,
         )
         part = part_of(plan, name)
         assert part is not None

@@ -133,6 +133,7 @@ class Staggered:
             triggered_at_s=now_s,
             planned_at_s=now_s,
             expires_at_s=now_s + 99.0,
+            term=1,
         )
         self.plans.append(plan)
         operation = Operation.of_plan(plan)

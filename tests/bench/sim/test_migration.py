@@ -64,6 +64,7 @@ def order(
         destinations=destinations(made, kv_tokens),
         expires_at_s=expires_at_s,
         for_head=for_head,
+        term=1,
     )
     made.clock.at(at_s, made.instances["a"].on_migrate_plan, plan)
 
@@ -375,7 +376,7 @@ def test_every_request_ends_once(seed: int) -> None:
             instance.leave(others, numbers.choice(["none", "waiting", "all"]))
         elif instance.state == "serving":
             plan = MigratePlan(
-                plan_id="", model="m", worker_id="", instance_id=name, destinations=others, expires_at_s=99.0
+                plan_id="", model="m", worker_id="", instance_id=name, destinations=others, expires_at_s=99.0, term=1
             )
             instance.on_migrate_plan(plan)
 

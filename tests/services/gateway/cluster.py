@@ -27,11 +27,13 @@ from shared.messages.registry import (
     AddModel,
     CordonWorker,
     GetSnapshot,
+    GoneRoute,
     InstanceInfo,
     ModelRecord,
+    ModelRoute,
     RemoveModel,
     Route,
-    RouteTable,
+    RouteChanges,
     SetModel,
     Snapshot,
     WorkerInfo,
@@ -258,13 +260,14 @@ class FakeWorker:
 
 
 class FakePool:
-    """Answers snapshots (two workers per page) and publishes route tables."""
+    """Answers snapshots (two workers per page) and publishes changes of routes."""
 
     def __init__(self, broker: MemoryBroker, models: list[ModelRecord], workers: list[FakeWorker]) -> None:
         self.bus = broker.bus("pool")
         self.models = models
         self.workers = workers
         self.sequence = 0
+        self._shown: frozenset[GoneRoute] = frozenset()
         self.added: list[AddModel] = []
         self.changed: list[SetModel] = []
         self.cordons: list[CordonWorker] = []
@@ -278,14 +281,14 @@ class FakePool:
 
     async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
         rows = [w.record(self.models[0]) for w in sorted(self.workers, key=lambda w: w.name)] if self.models else []
-        rows = [row for row in rows if row.worker.worker_id > request.after_worker_id]
+        rows = [row for row in rows if row.worker.worker_id > request.cursor]
         return Snapshot(
             publisher="pool",
-            sequence=self.sequence,
-            taken_at_s=0.0,
+            version=f"pool/{self.sequence}",
+            routes_sequence=self.sequence,
             models=tuple(self.models),
             workers=tuple(rows[:2]),
-            next_worker_id=rows[1].worker.worker_id if len(rows) > 2 else "",
+            next_cursor=rows[1].worker.worker_id if len(rows) > 2 else "",
         )
 
     async def _on_add(self, request: AddModel) -> ModelRecord:
@@ -315,15 +318,16 @@ class FakePool:
     async def publish(self) -> None:
         """Tell gateways what there is now."""
         self.sequence += 1
-        for model in self.models:
-            await self.bus.publish(
-                subjects.routes(),
-                RouteTable(
-                    publisher="pool",
-                    sequence=self.sequence,
-                    published_at_s=0.0,
-                    name=model.name,
-                    model=model,
-                    routes=tuple(w.route() for w in self.workers),
-                ),
-            )
+        found = [(model.name, worker.route()) for model in self.models for worker in self.workers]
+        before, self._shown = self._shown, frozenset(GoneRoute(model=m, instance_id=r.instance_id) for m, r in found)
+        await self.bus.publish(
+            subjects.route_changes(),
+            RouteChanges(
+                publisher="pool",
+                sequence=self.sequence,
+                published_at_s=0.0,
+                models=tuple(self.models),
+                gone=tuple(sorted(before - self._shown, key=lambda gone: gone.instance_id)),
+                routes=tuple(ModelRoute(model=m, route=route) for m, route in found),
+            ),
+        )

@@ -16,7 +16,7 @@ from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
-from shared.messages.registry import RouteTable
+from shared.messages.registry import ModelRoute, RouteChanges
 from tests.servers import Server, guarded_nats_server, password_of
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakeWorker
@@ -76,9 +76,8 @@ async def test_a_process_that_ends_is_known_to_without_a_silence(server: Server,
     assert process.stdout is not None
     record, worker = model_record(checkpoint, "m"), FakeWorker(MemoryBroker(), "w0")
     routes, metrics = RouteView(), GatewayMetrics()
-    routes.apply_table(
-        RouteTable(publisher="pool", sequence=1, published_at_s=0.0, name="m", model=record, routes=(worker.route(),))
-    )
+    found = (ModelRoute(model="m", route=worker.route()),)
+    routes.apply_changes(RouteChanges(publisher="pool", sequence=1, published_at_s=0.0, models=(record,), routes=found))
     running = Dispatcher(
         bus,
         routes,

@@ -20,7 +20,7 @@ from shared.errors import Unavailable
 from shared.leading import Leader
 from shared.messages.common import Role
 from shared.messages.load import Demand, QueueReport
-from shared.messages.registry import ModelRecord, RouteChanges, RouteTable
+from shared.messages.registry import ModelRecord, RouteChanges
 from shared.profile import PrefillPoint, write_profile
 from tests.records import model, profile, worker_record
 from tests.services.fake_pool import FakePool
@@ -204,8 +204,8 @@ async def test_changed_routes_are_looked_at_without_waiting_for_the_next_round(
         await eventually(lambda: rig.pool.num_snapshots == 1)
         rig.pool.models = (model(min_instances=1),)
         await rig.quiet()
-        table = RouteTable(publisher="p", sequence=1, published_at_s=0.0, name="m", model=model(), routes=())
-        await rig.client.publish(subjects.routes(), table)
+        event = RouteChanges(publisher="p", sequence=1, published_at_s=0.0, models=(model(),))
+        await rig.client.publish(subjects.route_changes(), event)
         await rig.wanted(1)
 
 

@@ -124,6 +124,7 @@ class Rig:
             observed=0,
             triggered_at_s=time.time(),
             reason="load",
+            term=1,
         )
         await self.client.publish(subjects.demand(), message)
 

@@ -61,6 +61,7 @@ async def say(
         reason=reason,
         idle=idle,
         idle_since_s=(now_s if idle else 0.0) if idle_since_s is None else idle_since_s,
+        term=1,
     )
     await rig.client.publish(subjects.demand(), demand)
 

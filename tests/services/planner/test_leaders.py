@@ -16,7 +16,6 @@ from shared.leading import Leader
 from shared.messages.codec import encode
 from shared.messages.operations import ScaleRecord
 from shared.messages.plans import ScalePlan
-from shared.messages.registry import LeaseBatch
 from tests.records import worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.planner.rig import Rig, running
@@ -132,21 +131,6 @@ async def test_leases_of_plans_that_never_came_out_are_freed(rig: Rig) -> None:
 def test_leases_of_published_plans_are_kept() -> None:
     workers = [worker_record(f"w{i}", lease_plan_id=f"plan-{i // 2}", lease_model="m") for i in range(4)]
     assert unpublished_leases(workers, {"plan-0"}) == (("plan-1", ("w2", "w3")),)
-
-
-async def test_a_pool_of_the_release_before_has_no_leaders_and_is_served_all_the_same() -> None:
-    broker = MemoryBroker()
-    pool = FakePool(broker)
-    pool.knows_leaders = False
-    rig = Rig(broker=broker, pool=pool)
-    await pool.start()
-    async with running(rig) as made:
-        made.spare("w0")
-        await made.scale(1)
-        (plan,) = made.plans()
-        assert isinstance(plan, ScalePlan)
-        assert plan.term == 0
-        assert not any(isinstance(asked, LeaseBatch) for asked in made.pool.leases)
 
 
 async def test_who_does_not_hear_of_the_pool_does_not_lead() -> None:

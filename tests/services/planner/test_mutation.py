@@ -77,6 +77,7 @@ async def say(
         idle_since_s=now_s - idle_s if idle else 0.0,
         spare=spare,
         urgent=urgent,
+        term=1,
     )
     await rig.client.publish(subjects.demand(), demand)
 

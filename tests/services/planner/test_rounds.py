@@ -40,6 +40,7 @@ async def want(rig: Rig, name: str, desired: int, triggered_at_s: float = 0.0) -
             observed=0,
             triggered_at_s=triggered_at_s or time.time(),
             reason="load",
+            term=1,
         ),
     )
 

@@ -71,7 +71,7 @@ async def test_a_target_that_knows_of_the_new_term_loads_by_the_plan_of_the_old_
     rig.pool.workers = (worker_record("w0", lease_plan_id=plan.plan_id, lease_model="m"),)
     # It had lost its connection when the order came, and the pool told it of the new planner before it read on.
     worker = Worker(rig, "w0")
-    await worker.orders.planner_term(plan.term + 1)
+    worker.orders.planner_term(plan.term + 1)
     await worker.orders.subscribe()
     heir = await succeed(rig)
     await eventually(lambda: worker.scales)
@@ -89,7 +89,7 @@ async def test_an_instance_that_never_heard_that_it_is_to_drain_hears_it_from_th
     # The planner died between the record of the plan and its words to the target.
     rig.broker.forget_events(subjects.worker_plans(target.worker_id))
     worker = Worker(rig, target.worker_id)
-    await worker.orders.planner_term(plan.term + 1)
+    worker.orders.planner_term(plan.term + 1)
     await worker.orders.subscribe()
     heir = await succeed(rig)
     await eventually(lambda: worker.drains)

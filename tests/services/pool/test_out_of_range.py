@@ -20,7 +20,7 @@ from tests.services.pool.test_service import Pool, granting_pool, pool  # noqa: 
 async def test_a_lease_runs_for_a_time_that_ends(granting_pool: Pool, ttl_s: float) -> None:  # noqa: F811
     await granting_pool.know_model()
     await granting_pool.beat(heartbeat("w0"))
-    message = LeaseWorkers(plan_id="plan", model="m", worker_ids=("w0",), ttl_s=ttl_s)
+    message = LeaseWorkers(plan_id="plan", model="m", worker_ids=("w0",), ttl_s=ttl_s, term=1)
     with pytest.raises(BadRequest, match="ttl_s"):
         await granting_pool.ask("lease", message, LeaseGrant)
     assert [w.lease_plan_id for w in (await granting_pool.snapshot()).workers] == [""]
@@ -30,7 +30,7 @@ async def test_a_lease_runs_for_a_time_that_ends(granting_pool: Pool, ttl_s: flo
 async def test_a_floor_holds_for_a_time_that_ends(pool: Pool, hold_s: float) -> None:  # noqa: F811
     await pool.know_model()
     with pytest.raises(BadRequest, match="hold_s"):
-        await pool.ask("set_floor", SetFloor(model="m", instances=1, hold_s=hold_s), Ack)
+        await pool.ask("set_floor", SetFloor(model="m", instances=1, hold_s=hold_s, term=1), Ack)
     assert (await pool.snapshot()).floors == ()
 
 

@@ -61,7 +61,7 @@ class Pool:
         return await self.client.request(subjects.pool(operation), message, reply, timeout_s=5.0)
 
     async def models(self) -> list[str]:
-        return [m.name for m in (await self.ask("snapshot", GetSnapshot(paged=True), Snapshot)).models]
+        return [m.name for m in (await self.ask("snapshot", GetSnapshot(), Snapshot)).models]
 
     async def stored_models(self) -> list[str]:
         found: Any = await self.redis.hkeys("blitz:models")  # type: ignore[misc]
@@ -99,7 +99,7 @@ async def test_what_redis_lost_at_its_end_is_written_again(pool: Pool) -> None:
     await pool.redis.save()
     await give(pool.ask, model("b"))
     await pool.ask("remove_model", RemoveModel(name="gone"), Ack)
-    await pool.ask("set_floor", SetFloor(model="a", instances=1, hold_s=60.0), Ack)
+    await pool.ask("set_floor", SetFloor(model="a", instances=1, hold_s=60.0, term=1), Ack)
     await pool.ask("heartbeat", heartbeat("w0", sequence=2), HeartbeatAck)
     await pool.ask("heartbeat", heartbeat("left", sequence=2, leaving=True), HeartbeatAck)
     await pool.restart_redis()
@@ -125,7 +125,7 @@ async def test_a_worker_whose_last_report_redis_lost_can_be_leased(pool: Pool) -
 
     async def leased() -> bool:
         await asyncio.sleep(0.1)
-        request = LeaseWorkers(plan_id="p", model="a", worker_ids=("w0",), ttl_s=5.0)
+        request = LeaseWorkers(plan_id="p", model="a", worker_ids=("w0",), ttl_s=5.0, term=1)
         try:
             await pool.ask("heartbeat", heartbeat("w0", sequence=next(beats)), HeartbeatAck)
             await pool.ask("lease", request, LeaseGrant)
@@ -193,7 +193,7 @@ async def test_a_worker_that_is_heard_while_redis_forgets_it_lives_on(
 
     monkeypatch.setattr(pool.store, "forget", late)
     await asyncio.wait_for(forgotten.wait(), 10.0)
-    page = await pool.ask("snapshot", GetSnapshot(paged=True), Snapshot)
+    page = await pool.ask("snapshot", GetSnapshot(), Snapshot)
     assert [w.worker.worker_id for w in page.workers] == ["w0"]
     monkeypatch.setattr(pool.store, "forget", forget)
     await pool.ask("heartbeat", heartbeat("w0", model("a"), "serving", sequence=3), HeartbeatAck)

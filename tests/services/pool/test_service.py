@@ -33,7 +33,7 @@ from shared.messages.registry import (
     ReleaseWorkers,
     RemoveModel,
     RestoreModel,
-    RouteTable,
+    RouteChanges,
     SetFloor,
     Snapshot,
     WorkerHeartbeat,
@@ -54,7 +54,7 @@ LONG_S = 60.0
 class Pool:
     broker: MemoryBroker
     redis: Redis
-    tables: list[RouteTable]
+    events: list[RouteChanges]
 
     async def ask(self, operation: str, message: object, reply: type) -> object:
         return await self.broker.bus("client").request(subjects.pool(operation), message, reply, timeout_s=5.0)  # type: ignore[arg-type]
@@ -62,13 +62,13 @@ class Pool:
     async def beat(self, report: WorkerHeartbeat) -> HeartbeatAck:
         return await self.ask("heartbeat", report, HeartbeatAck)  # type: ignore[return-value]
 
-    async def snapshot(self, **fields: object) -> Snapshot:
-        return await self.ask("snapshot", GetSnapshot(**fields), Snapshot)  # type: ignore[return-value, arg-type]
+    async def snapshot(self) -> Snapshot:
+        return await self.ask("snapshot", GetSnapshot(), Snapshot)  # type: ignore[return-value]
 
     async def lease(
         self, *worker_ids: str, plan_id: str = "plan", ttl_s: float = 5.0, role: Role = "colocated"
     ) -> LeaseGrant:
-        message = LeaseWorkers(plan_id=plan_id, model="m", worker_ids=worker_ids, ttl_s=ttl_s, role=role)
+        message = LeaseWorkers(plan_id=plan_id, model="m", worker_ids=worker_ids, ttl_s=ttl_s, role=role, term=1)
         return await self.ask("lease", message, LeaseGrant)  # type: ignore[return-value]
 
     async def know_model(self) -> ModelRecord:
@@ -85,15 +85,15 @@ async def running_pool(
     if flush:
         await redis.flushdb()
     broker = MemoryBroker()
-    tables: list[RouteTable] = []
-    await broker.bus("reader").subscribe(subjects.routes(), RouteTable, tables.append)
+    events: list[RouteChanges] = []
+    await broker.bus("reader").subscribe(subjects.route_changes(), RouteChanges, events.append)
     stopping = asyncio.Event()
     store = Store.connect(redis_url)
     settings = PoolSettings(lease_s=lease_s, first=first)
     service = PoolService(broker.bus("pool"), store, settings, metrics=CollectorRegistry())
     running = asyncio.create_task(service.run(stopping))
     await service.ready.wait()
-    yield Pool(broker, redis, tables)
+    yield Pool(broker, redis, events)
     stopping.set()
     await running
     await store.close()
@@ -130,8 +130,8 @@ async def test_a_silent_worker_is_forgotten_after_its_lease_and_its_route_goes(s
         return (await strict_pool.snapshot()).workers == ()
 
     await eventually(all_gone)
-    await eventually(lambda: not strict_pool.tables[-1].routes)
-    assert {route.worker_id for table in strict_pool.tables for route in table.routes} == {"w0"}
+    await eventually(lambda: [gone.instance_id for event in strict_pool.events for gone in event.gone] == ["i-w0"])
+    assert {found.route.worker_id for event in strict_pool.events for found in event.routes} == {"w0"}
 
 
 async def test_an_older_report_does_not_overwrite_a_newer_one(pool: Pool) -> None:
@@ -169,10 +169,10 @@ async def test_released_and_expired_leases_can_be_granted_again(granting_pool: P
     await granting_pool.know_model()
     await granting_pool.beat(heartbeat("w0"))
     await granting_pool.lease("w0", plan_id="a")
-    await granting_pool.ask("release", ReleaseWorkers(plan_id="stranger", worker_ids=("w0",)), Ack)
+    await granting_pool.ask("release", ReleaseWorkers(plan_id="stranger", worker_ids=("w0",), term=1), Ack)
     with pytest.raises(Conflict):
         await granting_pool.lease("w0", plan_id="b")
-    await granting_pool.ask("release", ReleaseWorkers(plan_id="a", worker_ids=("w0",)), Ack)
+    await granting_pool.ask("release", ReleaseWorkers(plan_id="a", worker_ids=("w0",), term=1), Ack)
     await granting_pool.lease("w0", plan_id="b", ttl_s=0.05)
     await asyncio.sleep(0.1)
     await granting_pool.lease("w0", plan_id="c")
@@ -231,7 +231,7 @@ async def test_a_drain_is_logged_once(pool: Pool, caplog: pytest.LogCaptureFixtu
 
 async def test_an_emptied_redis_is_filled_again(pool: Pool) -> None:
     record = await pool.know_model()
-    await pool.ask("set_floor", SetFloor(model="m", instances=3, hold_s=60.0), Ack)
+    await pool.ask("set_floor", SetFloor(model="m", instances=3, hold_s=60.0, term=1), Ack)
     await pool.beat(heartbeat("w0", record, "serving"))
     await pool.ask("cordon_worker", CordonWorker(worker_id="w0"), Ack)
     await pool.redis.flushdb()
@@ -256,7 +256,7 @@ async def test_a_pool_that_finds_redis_empty_heals_from_the_workers(pool: Pool) 
     await pool.ask("restore_model", RestoreModel(model=record), Ack)
     assert not (await pool.beat(heartbeat("w0", record, "serving", sequence=2))).wants_model
     assert (await pool.snapshot()).models == (record,)
-    await eventually(lambda: pool.tables and pool.tables[-1].routes)
+    await eventually(lambda: pool.events and pool.events[-1].routes)
 
 
 async def test_a_model_that_nobody_asked_for_is_not_restored(pool: Pool) -> None:
@@ -271,7 +271,7 @@ async def test_instances_of_a_removed_model_are_stopped_and_not_restored(pool: P
     record = await pool.know_model()
     await pool.beat(heartbeat("w0", record, "serving"))
     await pool.ask("remove_model", RemoveModel(name="m"), Ack)
-    await eventually(lambda: pool.tables and pool.tables[-1].model is None)
+    await eventually(lambda: pool.events and pool.events[-1].removed_models == ("m",))
     ack = await pool.beat(heartbeat("w0", record, "serving", sequence=2))
     assert ack.stop_instance == "i-w0"
     assert not ack.wants_model
@@ -281,39 +281,29 @@ async def test_instances_of_a_removed_model_are_stopped_and_not_restored(pool: P
         await pool.ask("remove_model", RemoveModel(name="m"), Ack)
 
 
-async def test_snapshots_are_paged(pool: Pool) -> None:
-    for index in range(5):
-        await pool.beat(heartbeat(f"w{index}"))
-    first = await pool.snapshot(page_size=3)
-    assert [w.worker.worker_id for w in first.workers] == ["w0", "w1", "w2"]
-    rest = await pool.snapshot(page_size=3, after_worker_id=first.next_worker_id)
-    assert [w.worker.worker_id for w in rest.workers] == ["w3", "w4"]
-    assert rest.next_worker_id == ""
-
-
 async def test_a_floor_holds_until_it_is_lifted(pool: Pool) -> None:
     await pool.know_model()
-    await pool.ask("set_floor", SetFloor(model="m", instances=3, hold_s=60.0), Ack)
+    await pool.ask("set_floor", SetFloor(model="m", instances=3, hold_s=60.0, term=1), Ack)
     assert [(f.model, f.instances) for f in (await pool.snapshot()).floors] == [("m", 3)]
-    await pool.ask("set_floor", SetFloor(model="m", instances=0, hold_s=0.0), Ack)
+    await pool.ask("set_floor", SetFloor(model="m", instances=0, hold_s=0.0, term=1), Ack)
     assert (await pool.snapshot()).floors == ()
     with pytest.raises(ModelNotFound):
-        await pool.ask("set_floor", SetFloor(model="x", instances=3, hold_s=60.0), Ack)
+        await pool.ask("set_floor", SetFloor(model="x", instances=3, hold_s=60.0, term=1), Ack)
 
 
 async def test_each_role_of_a_model_has_a_floor_of_its_own(pool: Pool) -> None:
     await pool.know_model()
     roles: tuple[Role, ...] = ("colocated", "prefill", "decode")
     for instances, role in enumerate(roles, 1):
-        await pool.ask("set_floor", SetFloor(model="m", instances=instances, hold_s=60.0, role=role), Ack)
-    await pool.ask("set_floor", SetFloor(model="m", instances=7, hold_s=60.0, role="decode"), Ack)
+        await pool.ask("set_floor", SetFloor(model="m", instances=instances, hold_s=60.0, role=role, term=1), Ack)
+    await pool.ask("set_floor", SetFloor(model="m", instances=7, hold_s=60.0, role="decode", term=1), Ack)
     floors = (await pool.snapshot()).floors
     assert {(f.model, f.role): f.instances for f in floors} == {
         ("m", "colocated"): 1,
         ("m", "prefill"): 2,
         ("m", "decode"): 7,
     }
-    await pool.ask("set_floor", SetFloor(model="m", instances=0, hold_s=0.0, role="prefill"), Ack)
+    await pool.ask("set_floor", SetFloor(model="m", instances=0, hold_s=0.0, role="prefill", term=1), Ack)
     assert {f.role for f in (await pool.snapshot()).floors} == {"colocated", "decode"}
     await pool.ask("remove_model", RemoveModel(name="m"), Ack)
     assert (await pool.snapshot()).floors == ()
@@ -337,7 +327,7 @@ async def test_a_model_is_validated_and_registered_under_its_directorys_name(poo
     assert record.weights_bytes > 0
     again = await pool.ask("add_model", AddModel(path=str(path)), ModelRecord)
     assert again == record
-    await eventually(lambda: any(t.name == "tiny" for t in pool.tables))
+    await eventually(lambda: any(record.name == "tiny" for event in pool.events for record in event.models))
 
 
 async def test_a_models_objectives_are_kept_as_they_were_first_said(pool: Pool, tmp_path: Path) -> None:
@@ -382,7 +372,7 @@ async def test_a_refused_model_leaves_nothing_registered(
     with pytest.raises(error):
         await pool.ask("add_model", AddModel(**(fields | changes)), ModelRecord)  # type: ignore[arg-type]
     assert (await pool.snapshot()).models == ()
-    assert pool.tables == []
+    assert pool.events == []
 
 
 WEIGHTS = "model.safetensors"
@@ -444,7 +434,7 @@ async def test_a_damaged_checkpoint_is_refused_by_name_and_not_registered(
     for part in named:
         assert part in refused.value.message
     assert (await pool.snapshot()).models == ()
-    assert pool.tables == []
+    assert pool.events == []
     # The name is free for a good checkpoint.
     good = await pool.ask("add_model", AddModel(path=str(tiny_checkpoint("llama")), name="bad"), ModelRecord)
     assert isinstance(good, ModelRecord)
@@ -463,12 +453,12 @@ async def test_an_unreadable_entry_in_redis_hides_nothing_else(redis_url: str) -
         snapshot = await pool.snapshot()
         assert [m.name for m in snapshot.models] == ["m"]
         assert [w.worker.worker_id for w in snapshot.workers] == ["w0"]
-        await eventually(lambda: pool.tables and pool.tables[-1].routes)
+        await eventually(lambda: pool.events and pool.events[-1].routes)
 
 
 async def test_a_heartbeat_waits_for_no_crowd_of_readers(pool: Pool) -> None:
     await pool.beat(heartbeat("w0"))
-    readers = [asyncio.create_task(pool.snapshot(paged=True)) for _ in range(200)]
+    readers = [asyncio.create_task(pool.snapshot()) for _ in range(200)]
     await asyncio.sleep(0)
     assert (await pool.beat(heartbeat("w0", sequence=2))).lease_s > 0
     assert sum(reader.done() for reader in readers) < 100

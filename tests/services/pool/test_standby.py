@@ -126,11 +126,11 @@ async def test_a_standby_answers_nothing_and_takes_over_what_was_registered(
     assert f"{led.rpartition(' ')[2]} leads: waiting to take over" in caplog.messages, "the log tells who it is"
     await give(pools.ask, model("m"))
     changed = await pools.ask("set_model", SetModel(name="m", min_instances=0, keep_alive_s=60.0), ModelRecord)
-    await pools.ask("set_floor", SetFloor(model="m", instances=2, hold_s=60.0), Ack)
+    await pools.ask("set_floor", SetFloor(model="m", instances=2, hold_s=60.0, term=1), Ack)
     await pools.ask("heartbeat", heartbeat("w0", model("m"), "serving"), HeartbeatAck)
-    before = await pools.ask("snapshot", GetSnapshot(paged=True), Snapshot)
+    before = await pools.ask("snapshot", GetSnapshot(), Snapshot)
     await first.kill()
-    after = await pools.answered("snapshot", GetSnapshot(paged=True), Snapshot)
+    after = await pools.answered("snapshot", GetSnapshot(), Snapshot)
     assert after.version.partition("/")[0] != before.version.partition("/")[0]
     assert (after.models, after.workers, after.floors) == (before.models, before.workers, before.floors)
     assert after.models == (changed,)
@@ -160,7 +160,7 @@ async def test_a_successor_in_the_same_seat_does_not_wait_and_its_predecessor_en
     await second.stop()
 
 
-LEASE = LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=5.0)
+LEASE = LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=5.0, term=1)
 
 
 async def test_the_first_pool_of_all_grants_without_waiting_for_workers_that_it_may_not_know(pools: Pools) -> None:
@@ -194,7 +194,7 @@ async def test_a_snapshot_begun_at_another_process_is_begun_anew(pools: Pools) -
     first = pools.start("pool-a")
     await first.service.ready.wait()
     with pytest.raises(Conflict):
-        await pools.ask("snapshot", GetSnapshot(paged=True, cursor="pool-1/5/w/w3"), Snapshot)
+        await pools.ask("snapshot", GetSnapshot(cursor="pool-1/5/w/w3"), Snapshot)
     await first.stop()
 
 
@@ -234,9 +234,11 @@ async def test_the_leases_of_one_round_are_granted_or_refused_one_by_one(pools: 
         await pools.ask("heartbeat", heartbeat(name), HeartbeatAck)
 
     def lease(plan_id: str, *worker_ids: str, name: str = "m") -> LeaseWorkers:
-        return LeaseWorkers(plan_id=plan_id, model=name, worker_ids=worker_ids, ttl_s=5.0)
+        return LeaseWorkers(plan_id=plan_id, model=name, worker_ids=worker_ids, ttl_s=5.0, term=1)
 
-    batch = LeaseBatch(leases=(lease("a", "w0"), lease("b", "w0", "w1"), lease("c", "w1"), lease("d", "w2", name="x")))
+    batch = LeaseBatch(
+        leases=(lease("a", "w0"), lease("b", "w0", "w1"), lease("c", "w1"), lease("d", "w2", name="x")), term=1
+    )
     verdicts = (await pools.answered("lease_batch", batch, LeaseVerdicts)).verdicts
     assert [(v.plan_id, v.grant is not None, v.error.code if v.error else "") for v in verdicts] == [
         ("a", True, ""),
@@ -244,7 +246,7 @@ async def test_the_leases_of_one_round_are_granted_or_refused_one_by_one(pools: 
         ("c", True, ""),
         ("d", False, "model_not_found"),
     ]
-    workers = (await pools.ask("snapshot", GetSnapshot(paged=True), Snapshot)).workers
+    workers = (await pools.ask("snapshot", GetSnapshot(), Snapshot)).workers
     assert [w.lease_plan_id for w in workers] == ["a", "c", ""]
     await pool.stop()
 
@@ -255,5 +257,5 @@ async def test_a_worker_that_is_about_to_end_is_not_leased(pools: Pools) -> None
     await give(pools.ask, model("m"))
     await pools.ask("heartbeat", heartbeat("w0", stopping=True), HeartbeatAck)
     with pytest.raises(Conflict, match="busy"):
-        await pools.ask("lease", LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=1.0), Ack)
+        await pools.ask("lease", LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=1.0, term=1), Ack)
     await pool.stop()

@@ -47,7 +47,7 @@ class Stage:
 
     async def snapshot(self) -> Snapshot | None:
         with contextlib.suppress(BlitzError):
-            message = GetSnapshot(paged=True)
+            message = GetSnapshot()
             return await self.bus.request(subjects.pool("snapshot"), message, Snapshot, timeout_s=1.0)
         return None
 

@@ -105,6 +105,7 @@ class LoneWorker:
             triggered_at_s=time.time(),
             planned_at_s=time.time(),
             expires_at_s=time.time() + expires_in_s,
+            term=1,
             **(defaults | fields),  # type: ignore[arg-type]
         )
 
@@ -125,11 +126,11 @@ class LoneWorker:
     async def drain(self, instance_id: str, plan_id: str = "drain-1", *, revive: bool = False) -> None:
         """Publish a drain, or a revival."""
         target = DrainTarget(worker_id="w0", instance_id=instance_id)
-        await self.publish(DrainPlan(plan_id=plan_id, model=self.model.name, targets=(target,), revive=revive))
+        await self.publish(DrainPlan(plan_id=plan_id, model=self.model.name, targets=(target,), revive=revive, term=1))
 
     async def mutate(self, instance_id: str, role: Role, plan_id: str = "mutate-1", **fields: object) -> None:
         """Publish a mutation."""
-        defaults: dict[str, object] = {"planned_at_s": time.time(), "expires_at_s": time.time() + 60.0}
+        defaults: dict[str, object] = {"planned_at_s": time.time(), "expires_at_s": time.time() + 60.0, "term": 1}
         target = MutateTarget(worker_id="w0", instance_id=instance_id, was="colocated")
         await self.publish(
             MutatePlan(plan_id=plan_id, model=self.model.name, targets=(target,), role=role, **(defaults | fields))  # type: ignore[arg-type]

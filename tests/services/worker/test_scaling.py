@@ -153,12 +153,12 @@ async def test_an_instance_whose_model_is_removed_while_it_loads_is_given_up(mon
         plan = alone.plan(epoch=10)
         await alone.publish(plan)
         await alone.reported(plan.plan_id, "accepted")
-        alone.pool.ack = HeartbeatAck(lease_s=0.3, stop_instance=plan.members[0].instance_id)
+        alone.pool.ack = HeartbeatAck(lease_s=0.3, stop_instance=plan.members[0].instance_id, planner_term=1)
         await alone.reported(plan.plan_id, "failed")
         assert "removed" in alone.progress[-1].detail
         await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
         monkeypatch.undo()
-        alone.pool.ack = HeartbeatAck(lease_s=0.6)
+        alone.pool.ack = HeartbeatAck(lease_s=0.6, planner_term=1)
         await alone.serve(epoch=11)
 
 
@@ -212,11 +212,11 @@ async def test_a_drain_waits_until_nobody_reads_the_copy(alone: LoneWorker) -> N
 
 async def test_an_instance_whose_model_was_removed_drains(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
-    alone.pool.ack = HeartbeatAck(lease_s=0.6, stop_instance="older-instance")
+    alone.pool.ack = HeartbeatAck(lease_s=0.6, stop_instance="older-instance", planner_term=1)
     known = len(alone.pool.heartbeats)
     await eventually(lambda: len(alone.pool.heartbeats) > known + 1)
     assert alone.worker.serving.state == "serving"
-    alone.pool.ack = HeartbeatAck(lease_s=0.6, stop_instance=instance_id)
+    alone.pool.ack = HeartbeatAck(lease_s=0.6, stop_instance=instance_id, planner_term=1)
     await eventually(lambda: alone.worker.instance is None)
 
 

@@ -10,7 +10,7 @@ from shared.messages.common import TAKES_PROMPTS
 from shared.messages.live import WorkerOrder
 from shared.messages.operations import StartScale
 from shared.messages.plans import DrainPlan, MutatePlan
-from shared.messages.registry import RemoveModel, RouteChanges, RouteTable
+from shared.messages.registry import RemoveModel, RouteChanges
 from tests.stack.hostile.drawn import Facts, Shot
 
 
@@ -38,8 +38,6 @@ def takes_away(shot: Shot, facts: Facts) -> bool:
             changed = any(found.model == model for found in message.routes)
             gone = any(g.instance_id == instance for g in message.gone)
             return others or changed or gone or model in message.removed_models
-        case RouteTable():
-            return message.name == model
     return False
 
 

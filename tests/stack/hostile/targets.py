@@ -84,7 +84,6 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "pool.release": (registry.ReleaseWorkers, common.Ack),
     "pool.set_floor": (registry.SetFloor, common.Ack),
     "pool.lead": (registry.Lead, registry.Leadership),
-    "events.routes": (registry.RouteTable, None),
     "events.route_changes": (registry.RouteChanges, None),
     "planner.scale": (operations.StartScale, operations.ScaleRecord),
     "planner.record": (operations.GetScaleRecord, operations.ScaleRecord),

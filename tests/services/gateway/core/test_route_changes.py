@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from services.gateway.core.routes import RouteChanges, RouteView
+from services.gateway.core.routes import RouteView
 from services.pool.core.pages import page_of
 from services.pool.core.registry import Registry
 from shared.messages.common import InstanceState
-from shared.messages.registry import GoneRoute, ModelRoute, Route, RouteTable
+from shared.messages.registry import GoneRoute, ModelRoute, Route
 from shared.messages.registry import RouteChanges as Event
 from shared.registry import RegistryView
 from tests.records import heartbeat, model, view, worker_record
@@ -45,7 +45,7 @@ def event(sequence: int, *came: str, gone: tuple[str, ...] = (), publisher: str 
 
 def at(sequence: int, *workers: str, publisher: str = "p") -> RegistryView:
     records = [worker_record(name, M, "serving") for name in workers]
-    return view(*records, models=(M,), routes_publisher=publisher, routes_sequence=sequence)
+    return view(*records, models=(M,), publisher=publisher, routes_sequence=sequence)
 
 
 def test_a_change_touches_what_it_names_and_nothing_else() -> None:
@@ -155,14 +155,6 @@ def test_a_removed_model_is_gone_and_its_return_is_another() -> None:
     assert list(routes.models["m"].routes) == ["a"]
 
 
-def test_tables_are_for_those_who_do_not_follow_changes() -> None:
-    routes = RouteView()
-    routes.apply_view(at(4, "w0"))
-    table = RouteTable(publisher="p", sequence=9, published_at_s=0.0, name="m", model=None, routes=())
-    assert routes.apply_table(table) == RouteChanges()
-    assert list(routes.models["m"].routes) == ["i-w0"]
-
-
 STATES: tuple[InstanceState, ...] = ("spare", "loading", "live", "serving", "draining")
 steps = st.lists(
     st.one_of(
@@ -185,7 +177,7 @@ def registry_view(registry: Registry) -> RegistryView:
     return view(
         *page.workers,
         models=page.models,
-        routes_publisher=page.routes_publisher,
+        publisher=page.publisher,
         routes_sequence=page.routes_sequence,
     )
 

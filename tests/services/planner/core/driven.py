@@ -71,6 +71,7 @@ class Driven:
             reason="load",
             idle=idle,
             idle_since_s=idle_since_s,
+            term=1,
         )
         self.planner.on_demand(message, self.moment)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.pool.core import pages, table
-from services.pool.core.pages import page_of, whole_page
+from services.pool.core.pages import page_of
 from services.pool.core.registry import Registry
 from services.pool.core.worker_entry import Lease
 from shared import subjects
@@ -26,6 +26,13 @@ from tests.shared.bus.memory import MemoryBroker
 
 LEASE_S = 2.0
 M, N = model("m"), model("n")
+
+
+def page(registry: Registry) -> Snapshot:
+    """The first page of everything."""
+    found = page_of(registry, "", "")
+    assert found is not None
+    return found
 
 
 def filled(num_workers: int = 3) -> Registry:
@@ -81,7 +88,7 @@ def test_traffic_counts_as_changed_from_two_per_cent_of_the_nic() -> None:
     registry.take(heartbeat("w0", nic_egress_gbps=1.1, sequence=2), 0.0, LEASE_S)
     assert registry.version.number == version
     registry.take(heartbeat("w0", nic_egress_gbps=1.3, sequence=3), 0.0, LEASE_S)
-    assert whole_page(registry, "", 10).workers[0].nic_egress_gbps == 1.3
+    assert page(registry).workers[0].nic_egress_gbps == 1.3
 
 
 def test_a_copy_that_may_go_is_redis_business_until_it_is_gone() -> None:
@@ -101,21 +108,21 @@ def test_a_lease_ends_when_its_worker_works_under_it_or_its_time_is_over() -> No
     for name in ("w0", "w1"):
         registry.take(heartbeat(name), 0.0, LEASE_S)
         registry.lease(Lease(name, "plan", "m", "decode", 7, 5.0))
-    shown = [(w.lease_plan_id, w.lease_role) for w in whole_page(registry, "", 10).workers]
-    assert shown == [("plan", "decode"), ("plan", "decode")]
+    leases = [(w.lease_plan_id, w.lease_role) for w in page(registry).workers]
+    assert leases == [("plan", "decode"), ("plan", "decode")]
     registry.take(heartbeat("w0", M, "loading", epoch=7, sequence=2), 0.0, LEASE_S)
     registry.end_leases(4.9)
     assert [lease.worker_id for lease in tuple(registry.leases.values())] == ["w1"]
     registry.end_leases(5.0)
     assert tuple(registry.leases.values()) == ()
-    assert [w.lease_plan_id for w in whole_page(registry, "", 10).workers] == ["", ""]
+    assert [w.lease_plan_id for w in page(registry).workers] == ["", ""]
 
 
 def test_a_worker_that_is_about_to_end_is_seen_as_that() -> None:
     registry = Registry("pool-1")
     registry.put_model(M)
     registry.take(heartbeat("w0", M, "draining", stopping=True), 0.0, LEASE_S)
-    assert whole_page(registry, "", 10).workers[0].stopping
+    assert page(registry).workers[0].stopping
     assert registry.table("m")[0].stopping
 
 
@@ -229,10 +236,10 @@ async def read_all(registry: Registry, read: Callable[[RegistryReader], Any] | N
 
 def answering(registry: Registry) -> Callable[[GetSnapshot], Any]:
     async def on_snapshot(request: GetSnapshot) -> Snapshot:
-        page = page_of(registry, request.cursor, request.since)
-        if page is None:
+        found = page_of(registry, request.cursor, request.since)
+        if found is None:
             raise Conflict("another registry")
-        return page
+        return found
 
     return on_snapshot
 
@@ -275,13 +282,13 @@ def test_pages_are_bounded_by_bytes_whatever_the_number_of_models() -> None:
         registry.take(heartbeat(f"w{index:03}", model(f"m{index:03}"), "serving"), 0.0, LEASE_S)
     pages, cursor = [], ""
     while True:
-        page = page_of(registry, cursor, "")
-        assert page is not None
-        pages.append(page)
-        cursor = page.next_cursor
+        found = page_of(registry, cursor, "")
+        assert found is not None
+        pages.append(found)
+        cursor = found.next_cursor
         if not cursor:
             break
-    assert max(len(encode(page)) for page in pages) < 256 * 1024
+    assert max(len(encode(p)) for p in pages) < 256 * 1024
     assert [m.name for p in pages for m in p.models] == [f"m{index:03}" for index in range(500)]
     assert len([w for p in pages for w in p.workers]) == 500
     assert len(pages) < 10

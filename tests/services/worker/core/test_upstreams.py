@@ -36,6 +36,7 @@ def plan(*chains: tuple[Hop, ...], fallbacks: tuple[Copy, ...] = ()) -> ScalePla
         triggered_at_s=time.time(),
         planned_at_s=time.time(),
         expires_at_s=time.time() + 60,
+        term=1,
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from services.worker import service
 from services.worker.instance import registration
-from services.worker.orders import Orders
 from shared.errors import Unavailable
 from shared.messages.registry import HeartbeatAck
 from tests.services.waiting import eventually
@@ -17,7 +16,7 @@ from tests.services.worker.lone_worker import LoneWorker, lone_worker
 
 
 async def test_reports_carry_growing_sequences_of_one_incarnation(alone: LoneWorker) -> None:
-    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    alone.pool.ack = HeartbeatAck(lease_s=0.1, planner_term=1)
     await alone.serve()
     await eventually(lambda: len(alone.pool.heartbeats) >= 6)
     sequences = [h.sequence for h in alone.pool.heartbeats]
@@ -26,7 +25,7 @@ async def test_reports_carry_growing_sequences_of_one_incarnation(alone: LoneWor
 
 
 async def test_every_change_of_state_is_reported_at_once(alone: LoneWorker) -> None:
-    alone.pool.ack = HeartbeatAck(lease_s=3600.0)
+    alone.pool.ack = HeartbeatAck(lease_s=3600.0, planner_term=1)
     known = len(alone.pool.heartbeats)
     await eventually(lambda: len(alone.pool.heartbeats) > known)  # the one that brings the long lease
     instance_id = await alone.serve()
@@ -49,41 +48,26 @@ async def test_a_pool_that_is_away_is_said_once_and_that_it_is_back(
     alone: LoneWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="services.worker.instance.registration")
-    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    alone.pool.ack = HeartbeatAck(lease_s=0.1, planner_term=1)
     alone.pool.errors["heartbeat"] = [Unavailable("Redis is away")] * 5
     await eventually(lambda: "the pool takes our reports again" in caplog.text, timeout_s=10.0)
     assert caplog.text.count("the pool did not take our report: Redis is away") == 1
-
-
-async def test_reports_go_on_while_the_planners_plans_cannot_be_subscribed_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging = asyncio.Event()
-
-    async def hangs(*_: object) -> None:
-        hanging.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(Orders, "planner_term", hangs)
-    async with lone_worker() as alone:
-        alone.pool.ack = HeartbeatAck(lease_s=0.1)
-        await asyncio.wait_for(hanging.wait(), 10.0)
-        known = len(alone.pool.heartbeats)
-        await eventually(lambda: len(alone.pool.heartbeats) > known + 5)
 
 
 async def test_a_changed_objective_reaches_the_running_instance(alone: LoneWorker) -> None:
     def objective_s() -> float:
         return alone.worker.serving.engine.loop.scheduler.budgets.slo_tbt_s
 
-    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    alone.pool.ack = HeartbeatAck(lease_s=0.1, planner_term=1)
     await alone.serve()
     assert objective_s() == alone.worker.config.slo_tbt_s  # the model has none of its own
-    alone.pool.ack = HeartbeatAck(lease_s=0.1, slo_tbt_s=0.03)
+    alone.pool.ack = HeartbeatAck(lease_s=0.1, slo_tbt_s=0.03, planner_term=1)
     await eventually(lambda: objective_s() == 0.03)
-    alone.pool.ack = HeartbeatAck(lease_s=0.1)  # as from a pool that does not say
+    alone.pool.ack = HeartbeatAck(lease_s=0.1, planner_term=1)  # as from a pool that does not say
     known = len(alone.pool.heartbeats)
     await eventually(lambda: len(alone.pool.heartbeats) > known + 2)
     assert objective_s() == 0.03
-    alone.pool.ack = HeartbeatAck(lease_s=0.1, slo_tbt_s=0.0)
+    alone.pool.ack = HeartbeatAck(lease_s=0.1, slo_tbt_s=0.0, planner_term=1)
     await eventually(lambda: objective_s() == alone.worker.config.slo_tbt_s)
 
 
@@ -94,7 +78,7 @@ async def test_an_instance_begins_with_its_models_objective(alone: LoneWorker) -
 
 
 async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) -> None:
-    alone.pool.ack = HeartbeatAck(lease_s=0.6, wants_model=True)
+    alone.pool.ack = HeartbeatAck(lease_s=0.6, wants_model=True, planner_term=1)
     known = len(alone.pool.heartbeats)
     await eventually(lambda: len(alone.pool.heartbeats) > known)
     assert alone.pool.restored == [], "a spare worker has none to give"
@@ -105,7 +89,7 @@ async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) ->
 
 @pytest.mark.parametrize("ticks", range(6))
 async def test_it_ends_when_it_is_stopped_just_as_something_changes(alone: LoneWorker, ticks: int) -> None:
-    alone.pool.ack = HeartbeatAck(lease_s=3600.0)
+    alone.pool.ack = HeartbeatAck(lease_s=3600.0, planner_term=1)
     registration = alone.worker.service.parts.registration
     known = len(alone.pool.heartbeats)
     parts = alone.worker.service.parts

@@ -57,7 +57,7 @@ class Moving:
             destinations=tuple(map(self.destination, to)),
             send_back=send_back,
         )
-        plan = DrainPlan(plan_id=plan_id, model="m", targets=(target,), revive=revive)
+        plan = DrainPlan(plan_id=plan_id, model="m", targets=(target,), revive=revive, term=1)
         order = WorkerOrder(drain=plan)
         await self.cluster.client.publish_event(subjects.worker_plans(self.here.worker_id), order, message_id=plan_id)
 
@@ -80,6 +80,7 @@ class Moving:
             destinations=(self.destination(to, kv_tokens),),
             expires_at_s=time.time() + expires_in_s,
             for_head=for_head,
+            term=1,
         )
         subject = subjects.worker_plans(self.here.worker_id)
         await self.cluster.client.publish_event(subject, WorkerOrder(migrate=plan), message_id=plan_id)

@@ -139,5 +139,6 @@ def assignment(**changes: object) -> ZigzagAssignment:
         "source": member("w0", 1),
         "target": member("w1", 2),
         "expires_at_s": 2e9,
+        "term": 1,
     }
     return ZigzagAssignment(**(fields | changes))  # type: ignore[arg-type]

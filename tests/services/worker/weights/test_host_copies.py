@@ -142,7 +142,7 @@ async def test_a_dropped_copy_goes_only_if_the_pool_agrees(holder: LoneWorker) -
 async def test_a_registry_that_lost_the_model_gets_it_back_from_a_host_copy(holder: LoneWorker) -> None:
     await hold(holder)
     await held(holder)
-    holder.pool.ack = HeartbeatAck(lease_s=0.3, wants_models=(holder.model.model_hash,))
+    holder.pool.ack = HeartbeatAck(lease_s=0.3, wants_models=(holder.model.model_hash,), planner_term=1)
     await eventually(lambda: holder.pool.restored)
     assert holder.pool.restored[0] == holder.model
 

@@ -20,6 +20,7 @@ def assignment(source: str = "w0", target: str = "w1", **changes: object) -> Zig
         layers_ready_at_s=(1001.0, 1002.0, 1003.0),
         loaded_at_s=1003.0,
         expires_at_s=1060.0,
+        term=1,
     )
     return msgspec.structs.replace(made, **changes)
 

@@ -281,7 +281,9 @@ def test_the_registry_tells_what_lost_reports_did_not(state: InstanceState) -> N
 
 
 def test_a_revived_instance_that_still_drains_is_not_revived_yet() -> None:
-    plan = DrainPlan(plan_id="p", model="m", targets=(DrainTarget(worker_id="w1", instance_id="i-w1"),), revive=True)
+    plan = DrainPlan(
+        plan_id="p", model="m", targets=(DrainTarget(worker_id="w1", instance_id="i-w1"),), revive=True, term=1
+    )
     op = Operation.of_drain(plan, "out", 110.0)
     op.check({"w1": worker_record("w1", model("m"), "draining")}, 105.0)
     assert not op.finished
@@ -291,7 +293,7 @@ def test_a_revived_instance_that_still_drains_is_not_revived_yet() -> None:
 
 def test_a_drain_that_was_never_heard_of_is_over_and_one_that_was_takes_its_time() -> None:
     targets = tuple(DrainTarget(worker_id=w, instance_id=f"i-{w}") for w in ("w1", "w2"))
-    plan = DrainPlan(plan_id="p", model="m", targets=targets, revive=False)
+    plan = DrainPlan(plan_id="p", model="m", targets=targets, revive=False, term=1)
     op = Operation.of_drain(plan, "in", float("inf"), heed_by_s=115.0)
     workers = {
         "w1": worker_record("w1", model("m"), "draining"),

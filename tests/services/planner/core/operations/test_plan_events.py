@@ -182,7 +182,7 @@ def test_drains_of_many_go_out_in_bounded_parts() -> None:
         DrainTarget(worker_id=f"worker-{i}", instance_id=f"instance-{i}", destinations=destinations)
         for i in range(1200)
     )
-    parts = target_parts(DrainPlan(plan_id="p", model="m", targets=targets))
+    parts = target_parts(DrainPlan(plan_id="p", model="m", targets=targets, term=1))
     assert [p.plan_id for p in parts] == ["p.0", "p.1", "p.2"]
     assert tuple(t for p in parts for t in p.targets) == targets
     assert max(len(encode(p)) for p in parts) < 300 * 1024
