@@ -130,7 +130,7 @@ class PairTarget:
     def share(self, claim_id: str, source_busy_s: float) -> Steps:
         """End the cooperation: who has which batch. What is kept is the target's own, what is given and was not begun
         is dropped."""
-        while (shares := self.work.share(claim_id, source_busy_s, kv_apart=True)) is None:
+        while (shares := self.work.share(claim_id, source_busy_s)) is None:
             yield self._changed
         self._keep(shares)
         return shares

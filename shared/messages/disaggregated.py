@@ -43,10 +43,6 @@ class DecodeReserved(Message, frozen=True, kw_only=True, tag="decode_reserved.v1
     transport_address: bytes
     window_layers: int
     """So many layers may be sent beyond those that have arrived: their receives are posted."""
-    chunked: bool = False
-    """It comes in chunks, as was asked for. A worker before this field takes it in one."""
-    first_layer: int = 0
-    """As was asked for. A worker before this field knows nothing of two senders."""
 
 
 class RenewDecode(Message, frozen=True, kw_only=True, tag="renew_decode.v1"):
@@ -89,4 +85,4 @@ class ReleaseDecode(Message, frozen=True, kw_only=True, tag="release_decode.v1")
     request_id: str
     attempt: int
     worker_id: str = ""
-    """Who says so: what another sender has taken over stays. Empty before this field."""
+    """Who says so: what another sender has taken over stays. Empty: the source of a pair, for both members."""

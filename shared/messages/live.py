@@ -120,15 +120,10 @@ class Pull(Message, frozen=True, kw_only=True, tag="pull.v1"):
     """Counts the pair's claims from 0: the tags of the tensors carry it."""
     wait_s: float
     """How long the answer may wait for something to pull."""
-    kv_apart: bool = False
-    """The source asks for KV by itself (``PullKv``). Workers before this field send and expect it unasked."""
-    kv_direct: bool = False
-    """KV may go from the target straight to the instances that decode the requests; the source sends the rest."""
 
 
 class Pulled(Message, frozen=True, kw_only=True, tag="pulled.v1"):
-    """The answer. With a batch of which layers were run, its hidden states follow; then its KV, all in one message, or
-    with ``kv_apart`` as it is asked for."""
+    """The answer. With a batch of which layers were run, its hidden states follow; its KV waits for ``PullKv``."""
 
     batch_id: str = ""
     """Empty: nothing can be pulled."""
@@ -139,8 +134,6 @@ class Pulled(Message, frozen=True, kw_only=True, tag="pulled.v1"):
     """The target has everything."""
     can_dissolve: bool = False
     """Cooperation has nothing left to gain."""
-    kv_apart: bool = False
-    """As the source asked: its KV waits for ``PullKv``."""
     kv_direct: bool = False
     """The KV of the layers that were run is at the decode instances, or on its way there, for all requests of the
     batch. The target keeps it until the claim is settled: ``PullKv`` gets it if a decode instance is lost."""
@@ -168,7 +161,8 @@ class Settle(Message, frozen=True, kw_only=True, tag="settle.v1"):
 
 
 class Dissolve(Message, frozen=True, kw_only=True, tag="dissolve.v1"):
-    """Source to target: let us part. Repeating gives the same shares."""
+    """Source to target: let us part. Repeating gives the same shares. What is given stays at the target until it is
+    settled."""
 
     pair_id: str
     claim_id: str
@@ -177,12 +171,10 @@ class Dissolve(Message, frozen=True, kw_only=True, tag="dissolve.v1"):
     source_busy_s: float
     """What the source still needs for what it has."""
     reason: str = ""
-    kv_apart: bool = False
-    """As in ``Pull``: what is given stays at the target until it is settled."""
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch that the source gets. Hidden states and KV follow if ``first_layer`` is not 0, as for a pull."""
+    """A batch that the source gets. Its hidden states follow if ``first_layer`` is not 0, as for a pull."""
 
     batch_id: str
     first_layer: int
@@ -205,8 +197,6 @@ class Dissolved(Message, frozen=True, kw_only=True, tag="dissolved.v1"):
     finished: tuple[str, ...]
     """The target finished these before, and owns them, too."""
     layer_runs: LayerRuns
-    kv_apart: bool = False
-    """As in ``Pulled``, of all that are given."""
 
 
 class Taken(Message, frozen=True, kw_only=True, tag="taken.v1"):

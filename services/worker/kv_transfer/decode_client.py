@@ -71,10 +71,7 @@ class DecodeClient:
         pauses = room.pauses(random.uniform)
         while True:
             try:
-                reserved = await self._ask("reserve", message, DecodeReserved, time.monotonic(), pauses)
-                if reserved.first_layer != transfer.first_layer:
-                    raise DecodeRefused("it takes KV from one sender only")
-                return reserved
+                return await self._ask("reserve", message, DecodeReserved, time.monotonic(), pauses)
             except DecodeRefused as why:
                 computed_at_s = None if transfer.token is None else transfer.computed_at_s
                 goes_on = waits and room.is_asked_again(computed_at_s, time.monotonic())

@@ -182,8 +182,6 @@ class Migrator:
     async def _hand_over(self, move: KvTransfer, client: DecodeClient) -> str:
         """See ``departures.HandOver``."""
         reserved = await client.reserve(waits=False)
-        if not reserved.chunked:
-            raise DecodeRefused("it is of an older version")
         async with client.kept(reserved), self._departures.shipment(move, client, reserved) as shipment:
             since_s = time.monotonic()
             await shipment.send_all()

@@ -118,8 +118,6 @@ class KvReceiver(Cooperation):
             host=self._me.host,
             transport_address=self._me.transport_address,
             window_layers=kv.window_layers,
-            chunked=message.chunk_tokens > 0,
-            first_layer=kv.first_layer,
         )
 
     async def _join(self, reservation: DecodeReservation | None, message: ReserveDecode) -> IncomingKv:

@@ -33,8 +33,8 @@ class Shipment:
         self._channel = channel
         self._ticket = reserved.ticket
         self._window = max(1, reserved.window_layers)
-        self._chunk_tokens = transfer.chunk_tokens if reserved.chunked else transfer.num_tokens
-        self._is_announced = reserved.chunked
+        self._chunk_tokens = transfer.chunk_tokens or transfer.num_tokens
+        self._is_announced = transfer.chunk_tokens > 0
         self._start = 0
         """Of the next chunk."""
         self._sent = self._here = 0

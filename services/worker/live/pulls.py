@@ -15,7 +15,6 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from services.worker.core.live.batch import PromptBatch
 from services.worker.core.live.source_work import LOOK_S, PULL_WAIT_S, PullTime
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
@@ -41,12 +40,11 @@ WINDOW_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A batch whose KV is to be fetched. ``unasked``: as it comes from a target that sends it whole."""
+    """A batch whose KV is to be fetched."""
 
     pulled: SourceBatch
     claim_id: str
     serial: int
-    unasked: asyncio.Future[Buffer] | None = None
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     """The batch was begun here, or is known not to be."""
 
@@ -115,32 +113,23 @@ class Puller:
             claim_id=claim_id,
             serial=serial,
             wait_s=PULL_WAIT_S,
-            kv_apart=self.can_take_kv_apart(serial),
-            kv_direct=self.can_take_kv_apart(serial),
         )
         answer = await self._link.ask_pair("pull", message, Pulled, wait_s=PULL_WAIT_S)
         if answer.batch_id:
-            how = {"kv_apart": answer.kv_apart, "kv_direct": answer.kv_direct}
-            await self.receive(answer.batch_id, answer.first_layer, claim_id, serial, **how)
+            await self.receive(answer.batch_id, answer.first_layer, claim_id, serial, kv_direct=answer.kv_direct)
             self._took(time.monotonic() - started_s)
         else:
             self.free.set()  # it still is, unless something comes in between
         return answer
 
-    def can_take_kv_apart(self, serial: int) -> bool:
-        """Whether there are tags for it."""
-        return can_tag_kv(serial, self._instance.layout.num_layers)
-
     async def receive(
-        self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_apart: bool, kv_direct: bool = False
+        self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_direct: bool = False
     ) -> None:
         """Get a batch here that the target gave, and begin it. Its KV follows, or goes straight to who decodes it."""
         batch = self._handed.queue.handed[batch_id]
         self._handed.queue.pulled.add(batch_id)
-        pulled, unasked = SourceBatch(batch), None
+        pulled = SourceBatch(batch)
         if first_layer:
-            if not kv_apart:
-                unasked = self._expect_kv(batch, first_layer, serial)
             num_bytes = batch.num_tokens * self._instance.engine.loop.engine.hidden_bytes_per_token
             try:
                 hidden = await self._link.until(self._tensors.receive(num_bytes, serial, Kind.PULLED_HIDDEN))
@@ -149,9 +138,7 @@ class Puller:
                 log.warning("batch %s is computed from the beginning: %s", batch_id, error)
         if not pulled.first_layer:
             self._link.settle(claim_id)
-            if unasked is not None:
-                unasked.cancel()
-        coming = Coming(pulled, claim_id, serial, unasked)
+        coming = Coming(pulled, claim_id, serial)
         if pulled.kv_direct:
             self._send_rest(coming)  # before the engine says anything of it
         try:
@@ -188,13 +175,6 @@ class Puller:
         """Until the target's copies of what was pulled are not needed any more. Raises ``LinkLost``."""
         await self._link.until(self._direct_over.until(lambda: not self._num_direct))
         await self.until_kv_is_over()
-
-    def _expect_kv(self, batch: PromptBatch, num_layers: int, serial: int) -> asyncio.Future[Buffer]:
-        """The target sends it whole and unasked."""
-        num_bytes = num_layers * batch.num_tokens * self._instance.engine.loop.engine.kv_bytes_per_token_layer
-        coming = asyncio.ensure_future(self._tensors.receive(num_bytes, serial, Kind.PULLED_KV))
-        coming.add_done_callback(lambda done: done.cancelled() or done.exception())  # the batch may be lost before
-        return coming
 
     async def _begin(self, pulled: SourceBatch) -> None:
         batch, scheduler = pulled.batch, self._instance.engine.loop.scheduler
@@ -275,7 +255,11 @@ class Puller:
         pulled, engine = coming.pulled, self._instance.engine.loop.engine
         batch, tables = pulled.batch, pulled.batch.block_tables
         layer_bytes = batch.num_tokens * engine.kv_bytes_per_token_layer
-        each = pulled.first_layer if coming.unasked is not None else max(1, PIECE_BYTES // layer_bytes)
+        if not can_tag_kv(coming.serial, pulled.first_layer):
+            raise TransportError(
+                f"KV of {pulled.first_layer} layers of claim {coming.serial} is more than a pair can count"
+            )
+        each = max(1, PIECE_BYTES // layer_bytes)
         ahead = max(1, WINDOW_BYTES // (each * layer_bytes))
         firsts = deque(range(0, pulled.first_layer, each))
         posted: deque[tuple[int, int, asyncio.Future[Buffer]]] = deque()
@@ -284,9 +268,7 @@ class Puller:
                 while firsts and len(posted) < ahead:
                     first = firsts.popleft()
                     last = min(first + each, pulled.first_layer)
-                    piece = coming.unasked
-                    if piece is None:
-                        piece = asyncio.ensure_future(self._ask(coming, first, last, (last - first) * layer_bytes))
+                    piece = asyncio.ensure_future(self._ask(coming, first, last, (last - first) * layer_bytes))
                     posted.append((first, last, piece))
                 first, last, piece = posted[0]
                 kv = await self._link.until(piece)

@@ -269,7 +269,6 @@ class LiveSource:
                     claim_id=claim_id,
                     first_serial=puller.num_claims,
                     source_busy_s=self._stepper.remaining_s,
-                    kv_apart=puller.can_take_kv_apart(puller.num_claims + len(self.handed_over.queue.handed)),
                 ),
                 Dissolved,
             )
@@ -279,10 +278,9 @@ class LiveSource:
         for given in answer.given:
             if given.first_layer and given.batch_id in self.handed_over.queue.handed:
                 claim = f"{claim_id}/{given.batch_id}"
-                apart = answer.kv_apart
-                await puller.receive(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
+                await puller.receive(given.batch_id, given.first_layer, claim, given.serial)
         await puller.until_kv_is_over()
-        if answer.kv_apart and any(given.first_layer for given in answer.given):
+        if any(given.first_layer for given in answer.given):
             await self._link.settle_now()
         # Untouched ones are at the target still as far as we know: they come back with all that it does not own.
 

@@ -123,11 +123,11 @@ class LiveTarget:
         """The earliest batch for the source; waits up to ``wait_s`` for one that it may have."""
         claim = await self.batches.pull(message, self._check_lives)
         if claim is not None:
-            self._tasks.start(self.batches.send_pulled(claim, message.serial, kv_apart=message.kv_apart))
+            self._tasks.start(self.batches.send_pulled(claim, message.serial))
             # What was in the way of a later batch is gone.
             self.batches.look_again()
-        kv_direct = claim is not None and self.batches.goes_direct(claim, wanted=message.kv_direct)
-        return self.batches.answer(claim, kv_apart=message.kv_apart, kv_direct=kv_direct)
+        kv_direct = claim is not None and self.batches.goes_direct(claim)
+        return self.batches.answer(claim, kv_direct=kv_direct)
 
     async def on_pull_kv(self, message: PullKv) -> Ack:
         """The source has room for KV of a batch that it pulled. Raises what ``TargetBatches.kv_wanted`` raises."""
@@ -177,7 +177,7 @@ class LiveTarget:
     def _share(self, message: Dissolve) -> Dissolved | None:
         """Between two steps; None while a batch is inside a layer that only the source could go on from."""
         with self.stepper.lock:
-            shares = self._work.share(message.claim_id, message.source_busy_s, kv_apart=message.kv_apart)
+            shares = self._work.share(message.claim_id, message.source_busy_s)
             finished = tuple(self._work.finished)
         if shares is None:
             return None
@@ -189,7 +189,6 @@ class LiveTarget:
             ),
             finished=finished,
             layer_runs=self.stepper.layers.runs(),
-            kv_apart=message.kv_apart,
         )
 
     async def _hand_back(self, shares: Dissolved) -> None:
@@ -207,8 +206,7 @@ class LiveTarget:
             if g.first_layer and g.batch_id in self._work.batches
         ]
         await self._drop_all_but({*shares.finished, *(given.batch_id for _, given in begun)})
-        apart = shares.kv_apart
-        sends = [self.batches.send(held, g.first_layer, g.serial, kv_apart=apart) for held, g in begun]
+        sends = [self.batches.send(held, given.serial) for held, given in begun]
         for failure in await asyncio.gather(*sends, return_exceptions=True):
             if failure is not None:
                 log.error("a batch was not handed back: the source computes it", exc_info=failure)

@@ -147,19 +147,19 @@ class TargetBatches:
                 return None
             await self._changed.wait(left_s)
 
-    def goes_direct(self, claim: Claim, *, wanted: bool) -> bool:
+    def goes_direct(self, claim: Claim) -> bool:
         """Whether the KV of what was run of a claimed batch leaves here for the decode instances. Settled by the first
         answer; if not, it waits here for the source alone."""
         held = self._work.batches.get(claim.batch_id)
         if held is None:
             return False
         if held.kv_direct is None:
-            held.kv_direct = wanted and self._kv_sender.share(held.batch.sequences, claim.first_layer)
+            held.kv_direct = self._kv_sender.share(held.batch.sequences, claim.first_layer)
             if not held.kv_direct:
                 self._kv_sender.forget(held.batch.sequences)
         return held.kv_direct
 
-    def answer(self, claim: Claim | None, *, kv_apart: bool, kv_direct: bool) -> Pulled:
+    def answer(self, claim: Claim | None, *, kv_direct: bool) -> Pulled:
         """What the source is told of a pull that found this."""
         return Pulled(
             batch_id="" if claim is None else claim.batch_id,
@@ -167,29 +167,21 @@ class TargetBatches:
             layers_ready=self._work.queue.layers_ready,
             loaded=self.loaded,
             can_dissolve=claim is None and self._work.can_dissolve,
-            kv_apart=kv_apart,
             kv_direct=kv_direct,
         )
 
-    async def send_pulled(self, claim: Claim, serial: int, *, kv_apart: bool) -> None:
+    async def send_pulled(self, claim: Claim, serial: int) -> None:
         """Send what was computed of a claimed batch, once; the source has the rest."""
         held = self._work.batches.get(claim.batch_id)
         if claim.first_layer and held is not None and not held.is_sent:
             held.is_sent = True
-            await self.send(held, claim.first_layer, serial, kv_apart=kv_apart)
+            await self.send(held, serial)
 
-    async def send(self, held: TargetBatch, num_layers: int, serial: int, *, kv_apart: bool) -> None:
-        """Send a batch's hidden states, and unless it is asked for apart the KV of its first ``num_layers``. A failure
-        of the transport is the source's to notice."""
+    async def send(self, held: TargetBatch, serial: int) -> None:
+        """Send a batch's hidden states. A failure of the transport is the source's to notice."""
         engine, batch = self._instance.engine.loop.engine, held.batch
         hidden = await asyncio.to_thread(engine.hidden_states, held.activation)
-        transfers = [self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN)]
-        if not kv_apart:
-            kv = await asyncio.to_thread(engine.export_kv, batch.block_tables, batch.lengths, num_layers)
-            if not self._is_held(held):
-                return
-            transfers.append(self._tensors.send(kv, serial, Kind.PULLED_KV))
-        failure = await self._tensors.sent(*transfers)
+        failure = await self._tensors.sent(self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN))
         if failure is not None:
             log.info("batch %s: %s; the source computes it from the beginning", batch.batch_id, failure)
 

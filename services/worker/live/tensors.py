@@ -26,7 +26,6 @@ class Kind(IntEnum):
 
     HANDED_HIDDEN = 0
     PULLED_HIDDEN = 1
-    PULLED_KV = 2
 
 
 def live_tag(epoch: int, serial: int, kind: Kind) -> int:

@@ -154,11 +154,11 @@ class TargetWork(Generic[R]):
         self.queue.cancel(batch_id)
         return not self.queue.batch(batch_id).in_layer
 
-    def share(self, claim_id: str, source_busy_s: float, *, kv_apart: bool) -> Shares | None:
+    def share(self, claim_id: str, source_busy_s: float) -> Shares | None:
         """End the cooperation; None while a batch is inside a layer that only the source could go on from.
 
-        ``source_busy_s``: what the source still has to do. ``kv_apart``: it settles what it gets with layers that were
-        run; of all other batches it has everything.
+        ``source_busy_s``: what the source still has to do. It settles what it gets with layers that were run; of all
+        other batches it has everything.
         """
         if self.inside is not None and not self.queue.loaded:
             return None
@@ -167,7 +167,7 @@ class TargetWork(Generic[R]):
             self.queue.confirm(claim.claim_id)
         shares = self.queue.dissolve(claim_id, source_busy=source_busy_s)
         for claim in shares.given:
-            if not (kv_apart and claim.first_layer):
+            if not claim.first_layer:
                 self.queue.confirm(claim.claim_id)
         return shares
 

@@ -197,8 +197,6 @@ class FakeDecode:
         self.on_begin: Callable[[BeginDecode], Awaitable[Ack]] = self.ack
         self._alone = alone
         self._tickets: dict[tuple[str, int], int] = {}
-        self.takes_chunks = True
-        """Unlike one of an earlier version."""
         self.chunks: dict[int, list[tuple[int, int]]] = {}
         """By ticket: first and last token."""
         self.layers: dict[int, list[np.ndarray]] = {}
@@ -247,9 +245,9 @@ class FakeDecode:
         if key not in self._tickets:
             ticket = self._tickets[key] = len(self._tickets)
             self.chunks[ticket], self.layers[ticket], self.transfers[ticket] = [], [], []
-            if not (message.chunk_tokens and self.takes_chunks):
+            if not message.chunk_tokens:
                 self.expect(ticket, 0, len(request.prompt_token_ids) + len(request.output_token_ids))
-        return self.answer(self._tickets[key], chunked=message.chunk_tokens > 0 and self.takes_chunks)
+        return self.answer(self._tickets[key])
 
     def expect(self, ticket: int, start: int, end: int) -> None:
         """Post receives for a chunk, unless it is known."""
@@ -269,9 +267,7 @@ class FakeDecode:
         halves = [[kv.reshape(2, -1) for kv in row] for row in rows]
         return [np.concatenate(row, axis=1).reshape(-1) for row in halves]
 
-    def answer(
-        self, ticket: int = 0, *, transport_address: bytes | None = None, chunked: bool = False
-    ) -> DecodeReserved:
+    def answer(self, ticket: int = 0, *, transport_address: bytes | None = None) -> DecodeReserved:
         """Room under this ticket, whether or not anything is received under it."""
         address = self.transport.address if transport_address is None else transport_address
         return DecodeReserved(
@@ -279,7 +275,6 @@ class FakeDecode:
             host=f"host-of-{self.worker_id}",
             transport_address=address,
             window_layers=self.window_layers,
-            chunked=chunked,
         )
 
     async def no_receives(self, _: ReserveDecode) -> DecodeReserved:

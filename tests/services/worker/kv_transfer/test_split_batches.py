@@ -163,25 +163,6 @@ async def test_layers_of_the_target_that_do_not_arrive_are_fetched_from_it(redis
         await eventually(lambda: outcomes_at(burst.source).get("kept", 0) >= split)
 
 
-async def test_a_decode_instance_that_takes_one_sender_only_gets_nothing_split(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one of an earlier version: it takes the source for the target that asks again."""
-    on_reserve = KvReceiver.on_reserve
-
-    async def earlier(self: KvReceiver, message: ReserveDecode) -> DecodeReserved:
-        if message.first_layer:
-            (reservation,) = [r for r in self.reservations.values() if r.message.request == message.request]
-            message = reservation.message
-        return await on_reserve(self, message)
-
-    monkeypatch.setattr(KvReceiver, "on_reserve", earlier)
-    async with pair_and_decoder(redis_url) as burst:
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
-        await burst.ends()
-        await eventually(lambda: outcomes_at(burst.source).get("kept", 0) > 0)
-
-
 async def test_a_split_that_cannot_be_joined_is_decoded_by_the_source(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

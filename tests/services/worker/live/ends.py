@@ -258,11 +258,9 @@ class Ends:
         tokens = [token for s in sequences for token in s.tokens]
         self.source_tensors.send(self.source.loop.engine.embed_tokens(tokens), serial, Kind.HANDED_HIDDEN)
 
-    async def pull(self, number: int = 0, *, wait_s: float = 0.0, kv_apart: bool = True) -> Pulled:
+    async def pull(self, number: int = 0, *, wait_s: float = 0.0) -> Pulled:
         """The source's ``number``-th claim."""
-        return await self.pair.on_pull(
-            Pull(pair_id="pair", claim_id=f"claim-{number}", serial=number, wait_s=wait_s, kv_apart=kv_apart)
-        )
+        return await self.pair.on_pull(Pull(pair_id="pair", claim_id=f"claim-{number}", serial=number, wait_s=wait_s))
 
     async def settle(self, *numbers: int) -> None:
         await self.pair.on_settle(Settle(pair_id="pair", claim_ids=tuple(f"claim-{n}" for n in numbers)))
@@ -271,9 +269,7 @@ class Ends:
         """The queue was sealed at some time before."""
         await self.pair.on_seal(Seal(pair_id="pair", count=0))
         return await self.pair.on_dissolve(
-            Dissolve(
-                pair_id="pair", claim_id="end", first_serial=first_serial, source_busy_s=source_busy_s, kv_apart=True
-            )
+            Dissolve(pair_id="pair", claim_id="end", first_serial=first_serial, source_busy_s=source_busy_s)
         )
 
     async def ran(self, num_layers: int) -> None:

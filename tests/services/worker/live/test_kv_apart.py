@@ -1,4 +1,4 @@
-"""Pulls bring hidden states alone: KV follows apart, or is lost, or comes at once from a worker of another version."""
+"""Pulls bring hidden states alone: KV follows apart, or is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared import subjects
 from shared.errors import BadRequest, Conflict
 from shared.messages.codec import Message
 from shared.messages.common import Ack
-from shared.messages.live import Dissolve, Dissolved, PlanSplit, Pull, Pulled, PullKv
+from shared.messages.live import Dissolved, PlanSplit, Pulled, PullKv
 from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
 from tests.services.cluster import Cluster
@@ -184,47 +184,27 @@ async def test_what_cannot_be_handed_back_is_freed_at_the_target(
         await burst.clean()
 
 
-# --- workers of other versions -------------------------------------------------------------------
+# --- claims without tags -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["zigzag", "best_effort"])
-@pytest.mark.parametrize("who", ["source", "target"])
-@pytest.mark.parametrize("stops", [False, True])
-async def test_a_worker_that_knows_nothing_of_it_is_a_member_as_before(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch, policy: str, who: str, stops: bool
+async def test_kv_that_there_are_no_tags_for_is_not_asked_for_and_computed_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[PullKv] = []
-    if who == "source":
-        monkeypatch.setattr(Puller, "can_take_kv_apart", lambda *_: False)
-    else:
-        pull, dissolve = LiveTarget.on_pull, LiveTarget.on_dissolve
+    on_pull_kv = LiveTarget.on_pull_kv
 
-        async def on_pull(target: LiveTarget, message: Pull) -> Pulled:
-            return await pull(target, msgspec.structs.replace(message, kv_apart=False))
-
-        async def on_dissolve(target: LiveTarget, message: Dissolve) -> Dissolved:
-            return await dissolve(target, msgspec.structs.replace(message, kv_apart=False))
-
-        monkeypatch.setattr(LiveTarget, "on_pull", on_pull)
-        monkeypatch.setattr(LiveTarget, "on_dissolve", on_dissolve)
-
-    async def on_pull_kv(_: LiveTarget, message: PullKv) -> Ack:
+    async def seen(target: LiveTarget, message: PullKv) -> Ack:
         asked.append(message)
-        return Ack()
+        return await on_pull_kv(target, message)
 
-    monkeypatch.setattr(LiveTarget, "on_pull_kv", on_pull_kv)
-    async with slow_cluster(redis_url, policy) as cluster:  # type: ignore[arg-type]
+    monkeypatch.setattr(LiveTarget, "on_pull_kv", seen)
+    monkeypatch.setattr(pulls, "can_tag_kv", lambda *_: False)
+    async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.05)
-        if stops:
-            await burst.live_source()
-            stop = asyncio.create_task(burst.source.stop())
         await burst.ends()
-        if stops:
-            await stop
-        else:
-            assert await _split(cluster, burst) > 0
-            assert await _preemptions(burst) == 0
+        assert await _split(cluster, burst) > 0
+        assert await _preemptions(burst) > 0
         assert asked == []
         await burst.clean()
 

@@ -188,17 +188,6 @@ async def test_kv_of_what_the_source_has_not_pulled_or_settled_is_refused() -> N
             await ends.pair.on_pull_kv(_kv())
 
 
-async def test_to_a_source_that_knows_no_better_kv_comes_unasked() -> None:
-    async with running_ends() as ends:
-        await ends.hand_over("a", request("a", 9))
-        await ends.load(2)
-        await ends.ran(2)
-        await ends.pull(kv_apart=False)
-        num_bytes = 2 * 9 * ends.source.loop.engine.kv_bytes_per_token_layer
-        await asyncio.wait_for(ends.source_tensors.receive(num_bytes, 0, Kind.PULLED_KV), TIMEOUT_S)
-        await ends.settle(0)
-
-
 # --- the end -------------------------------------------------------------------------------------
 
 

@@ -60,7 +60,7 @@ def test_tags_are_all_different_and_none_of_weights() -> None:
 
 def test_a_pair_that_counts_too_far_is_told() -> None:
     with pytest.raises(TransportError, match="4194304 is more than a pair can count"):
-        live_tag(EPOCH, 1 << 22, Kind.PULLED_KV)
+        live_tag(EPOCH, 1 << 22, Kind.PULLED_HIDDEN)
 
 
 @pytest.mark.parametrize("posted_first", [True, False])
@@ -100,16 +100,16 @@ async def test_a_buffer_is_kept_until_it_is_sent(pair: Pair) -> None:
 
 async def test_a_message_of_another_size_is_an_error(pair: Pair) -> None:
     source, target = await pair.start()
-    source.send(bytes_of(3, 10), 0, Kind.PULLED_KV)
+    source.send(bytes_of(3, 10), 0, Kind.PULLED_HIDDEN)
     with pytest.raises(TransportError, match="bytes"):
-        await target.receive(11, 0, Kind.PULLED_KV)
+        await target.receive(11, 0, Kind.PULLED_HIDDEN)
 
 
 async def test_what_never_comes_is_given_up_in_time() -> None:
     pair = Pair(timeout_s=0.05)
     _, target = await pair.start()
     with pytest.raises(DeadlineExceeded):
-        await target.receive(10, 0, Kind.PULLED_KV)
+        await target.receive(10, 0, Kind.PULLED_HIDDEN)
     await eventually(lambda: not target.posted)
     for transport in pair.transports:
         await transport.close()
@@ -117,7 +117,7 @@ async def test_what_never_comes_is_given_up_in_time() -> None:
 
 async def test_a_receive_that_is_cancelled_leaves_its_buffer_to_nobody(pair: Pair) -> None:
     source, target = await pair.start()
-    receiving = asyncio.create_task(target.receive(1000, 0, Kind.PULLED_KV))
+    receiving = asyncio.create_task(target.receive(1000, 0, Kind.PULLED_HIDDEN))
     await eventually(lambda: target.posted)
     (transfer,) = target.posted
     receiving.cancel()
@@ -125,13 +125,13 @@ async def test_a_receive_that_is_cancelled_leaves_its_buffer_to_nobody(pair: Pai
         await receiving
     await eventually(lambda: transfer.done)
     assert isinstance(transfer.error, TransferAborted)
-    assert await source.sent(source.send(bytes_of(1), 0, Kind.PULLED_KV)) is None, "its sender is not held up"
+    assert await source.sent(source.send(bytes_of(1), 0, Kind.PULLED_HIDDEN)) is None, "its sender is not held up"
 
 
 async def test_giving_up_ends_everything_that_is_posted(pair: Pair) -> None:
     source, _target = await pair.start()
     transfers = [source.send(bytes_of(1), serial, Kind.HANDED_HIDDEN) for serial in range(3)]
-    receiving = asyncio.create_task(source.receive(10, 0, Kind.PULLED_KV))
+    receiving = asyncio.create_task(source.receive(10, 0, Kind.PULLED_HIDDEN))
     await eventually(lambda: len(source.posted) == 4)
     source.abort()
     assert isinstance(await source.sent(*transfers), TransferAborted)
@@ -142,7 +142,7 @@ async def test_giving_up_ends_everything_that_is_posted(pair: Pair) -> None:
 
 async def test_the_first_error_of_several_sends_is_told(pair: Pair) -> None:
     source, target = await pair.start()
-    ok, lost = source.send(bytes_of(1), 0, Kind.PULLED_HIDDEN), source.send(bytes_of(1), 0, Kind.PULLED_KV)
+    ok, lost = source.send(bytes_of(1), 0, Kind.HANDED_HIDDEN), source.send(bytes_of(1), 0, Kind.PULLED_HIDDEN)
     await target.receive(1000, 0, Kind.PULLED_HIDDEN)
     lost.abort()
     assert isinstance(await source.sent(ok, lost), TransferAborted)
@@ -152,7 +152,7 @@ async def test_the_first_error_of_several_sends_is_told(pair: Pair) -> None:
 async def test_a_lost_peer_is_noticed_and_ends_what_waits_for_it(pair: Pair) -> None:
     source, _ = await pair.start()
     assert not source.peer_is_lost
-    receiving = asyncio.create_task(source.receive(10, 0, Kind.PULLED_KV))
+    receiving = asyncio.create_task(source.receive(10, 0, Kind.PULLED_HIDDEN))
     await eventually(lambda: source.posted)
     pair.kill_target()
     with pytest.raises(TransportError, match="lost"):

@@ -99,10 +99,10 @@ def test_sharing_waits_for_a_layer_that_only_the_source_could_go_on_from() -> No
     work.set_layers_ready(1, complete=False)
     run = work.next()
     assert run is not None
-    assert work.share("end", 0.0, kv_apart=True) is None
+    assert work.share("end", 0.0) is None
     work.ran(run, 10)
     work.end_layer(run)
-    shares = work.share("end", 0.0, kv_apart=True)
+    shares = work.share("end", 0.0)
     assert shares is not None
     assert [(c.batch_id, c.first_layer) for c in shares.given] == [("a", 1), ("b", 0), ("c", 0)]
     assert [c.batch_id for c in work.queue.open_claims()] == ["a"], "the source settles it once it has its KV"

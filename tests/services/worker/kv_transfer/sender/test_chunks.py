@@ -64,15 +64,6 @@ async def test_what_an_earlier_attempt_put_out_is_in_the_chunks(alone: LoneWorke
     await whole(alone, decode, output)
 
 
-async def test_a_decode_worker_of_an_earlier_version_gets_it_in_one(alone: LoneWorker, decode: FakeDecode) -> None:
-    decode.takes_chunks = False
-    await submit(alone, decode, prompt=LONG)
-    await ended(alone, moved=1)
-    assert decode.chunks[0] == [(0, 150)]
-    assert all(renew.chunk_end == 0 for renew in decode.renews)
-    await whole(alone, decode)
-
-
 async def test_room_that_comes_late_is_for_chunks_of_the_usual_size(alone: LoneWorker, decode: FakeDecode) -> None:
     room, real = asyncio.Event(), decode.on_reserve
 
