@@ -56,8 +56,6 @@ class StateDir:
         os.write(fd, f"{os.getpid()}\n".encode())
         self._lock_fd = fd
         shutil.rmtree(self.redis, ignore_errors=True)
-        # Plans of 0.1, which had no accounts: no user can read them any more.
-        shutil.rmtree(self.nats / "jetstream" / "$G", ignore_errors=True)
         for folder in (self.logs, self.nats, self.redis):
             folder.mkdir(mode=0o700, exist_ok=True)
         try:

@@ -90,6 +90,7 @@ class SimInstance:
             decode_tokens_per_s=2000.0,
             decode_base_s=0.002,
             decode_request_s=0.0001,
+            kv_block_tokens=_BLOCK_TOKENS,
         )
 
     def revived(self) -> bool:

@@ -228,6 +228,8 @@ class ControlPlane:
             triggered_at_s=self.now_s,
             reason="load",
             term=TERM,
+            spare=0,
+            urgent=desired,
             deficit=max(0, desired - observed) / max(1, observed),
         )
         with self._watch("planner", "demand"):

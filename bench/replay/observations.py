@@ -138,7 +138,7 @@ class ClusterLog:
 
     def saw_traffic(self, at_s: float, traffic: TrafficStatus) -> None:
         """``/admin/traffic``. What the workers carried before the first look does not count; a process that comes later
-        begins with 0. Workers of an earlier version do not count, and answer nothing."""
+        begins with 0."""
         if not traffic.workers and not self.carried:
             return
         for worker in traffic.workers:

@@ -477,6 +477,8 @@ class Simulation:
                 triggered_at_s=self._clock.now_s,
                 reason="imposed",
                 term=1,
+                spare=0,
+                urgent=imposed.desired,
             )
         )
 

@@ -219,8 +219,6 @@ class Gateway:
         if heartbeat.gateway_id != self.config.gateway_id or heartbeat.incarnation == self._incarnation:
             return
         # Both started without an answer from the other, or were separated: the one that started later ends.
-        if not heartbeat.incarnation:
-            return  # a gateway of 0.1 has no name, and does not answer the question whether it is alive
         if heartbeat.incarnation < self._incarnation:
             self._rival = heartbeat.incarnation
             self._rival_heard.set()

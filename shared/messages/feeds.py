@@ -32,9 +32,9 @@ class Feed(Message, frozen=True, kw_only=True, tag="feed.v1"):
     pieces: bytes
     """A bit per piece, least significant first; set: wanted."""
     cap_gbps: float = 0.0
-    instance_id: str = ""
-    """Whose GPU copy. Another instance of the same weights may wait for the receiver itself. Empty: whichever is there,
-    as from a receiver of 0.1."""
+    instance_id: str
+    """Whose GPU copy: another instance of the same weights may wait for the receiver itself. Empty: whichever is
+    there."""
 
 
 class GetFeedState(Message, frozen=True, kw_only=True, tag="get_feed_state.v1"):

@@ -59,8 +59,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     """Unix time at which the gateway accepted the request."""
     decode_at: DecodePlace | None = None
     """Who decodes it once a prefill instance has computed its prompt. None: the instance that computes the prompt."""
-    gateway_incarnation: str = ""
-    """Which process of that gateway waits for it, as in ``GatewayHeartbeat``. Empty: a gateway of 0.1."""
+    gateway_incarnation: str
+    """Which process of that gateway waits for it, as in ``GatewayHeartbeat``."""
     may_wait: bool = True
     """Whether it may wait there for others to end. False: where all slots are taken it is refused (``overloaded``),
     because the gateway thinks that one is free, and other instances may have some."""
@@ -133,5 +133,5 @@ class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag="gateway_heartbea
 
     gateway_id: str
     lease_s: LeaseSeconds
-    incarnation: str = ""
-    """New at every process start, later ones greater: two of one id are two processes. Empty: a gateway of 0.1."""
+    incarnation: str
+    """New at every process start, later ones greater: two of one id are two processes."""

@@ -30,15 +30,15 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     kv_blocks_total: Count
     kv_blocks_used: Count
     preemptions_total: Count = 0
-    kv_block_tokens: Count = 0
-    """Tokens of one KV block. 0: from a worker of 0.1."""
+    kv_block_tokens: Count
+    """Tokens of one KV block."""
     oldest_queued_s: Figure = 0.0
     """How long the earliest request has waited that is not begun; 0 when none waits."""
     prefilling_requests: Count = 0
     """Of the running ones, those whose prompt is not computed to its end."""
     prefill_tokens_per_s: Figure = 0.0
-    """Prompt tokens per second, decodes apart, as the worker measured it. This and the next three are 0 until it has,
-    and from a worker of 0.1."""
+    """Prompt tokens per second, decodes apart, as the worker measured it. This and the next three are 0 until it
+    has."""
     decode_tokens_per_s: Figure = 0.0
     """Output tokens per second of decode steps, at the largest batch measured."""
     decode_base_s: Figure = 0.0
@@ -46,14 +46,14 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     decode_request_s: Figure = 0.0
     """0 with a base: not known yet, because no step had two requests."""
     load_s: Figure = 0.0
-    """How long this instance took from its plan to serving; 0 while it loads, and from a worker of 0.1."""
+    """How long this instance took from its plan to serving; 0 while it loads."""
     ended_requests_total: Count = 0
     """Requests that ended here by themselves (stop or length); with the next, how long answers are."""
     ended_tokens_total: Count = 0
     """Their output, from wherever it was computed."""
     head_blocks: Count = 0
     """KV blocks that have to be free for the first waiting request to begin, while there are fewer; 0 when none waits
-    for KV, and from a worker that does not say."""
+    for KV."""
 
 
 class HostLoad(Message, frozen=True, kw_only=True, tag="host_load.v1"):
@@ -124,14 +124,13 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     """Of the monitor that says so (``shared.messages.registry.Lead``)."""
     idle: Count = 0
     """Of the instances observed, those that another model may have at once: the load does not need them at this moment,
-    nor do limits and floors. From a monitor of 0.1: none."""
+    nor do limits and floors."""
     idle_since_s: Figure = 0.0
     """When so many became idle, or were last idle. With it, ``desired`` may be ``observed``: nothing is asked for."""
     deficit: Figure = 0.0
     """What the load needs beyond what is there, within limits, as a share of what is there (of one, if nothing is)."""
-    spare: Count | None = None
-    """Of the idle ones, those that would not be missed if what was needed lately came again. None: a monitor of a
-    version before."""
-    urgent: Count | None = None
+    spare: Count
+    """Of the idle ones, those that would not be missed if what was needed lately came again."""
+    urgent: Count
     """Up to this number, prefill instances should rather become decode instances at once, while others load in their
-    place: decode lacks them now, and more than prefill would. None: a monitor of a version before."""
+    place: decode lacks them now, and more than prefill would."""

@@ -4,8 +4,7 @@ Everything here runs on the thread that opened the worker. UCX errors leave as t
 
 Addresses are sealed before workers tell them to each other over the bus: UCX ends the process that it is given a broken
 address in (``Assertion ... failed``, tried with 1.21). The seal is a checksum behind the address, where UCX does not
-look: workers of 0.1, which know no seals, connect to sealed addresses as ever. It tells a broken address from a whole
-one; anyone who means harm can make one.
+look. It tells a broken address from a whole one; anyone who means harm can make one.
 
 Inside a host a receiver copies out of its sender's memory (``process_vm_readv``). Where the sender has died before it
 does, UCX ends the receiver's process, unless the process takes the endpoint's errors; and only endpoints that are made

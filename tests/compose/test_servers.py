@@ -126,16 +126,3 @@ async def test_passwords_are_in_no_command_line(servers: Servers) -> None:
         process = psutil.Process(child.pid)
         shown = " ".join([*process.cmdline(), *process.environ().values()])
         assert not [password for password in passwords if password in shown]
-
-
-async def test_plans_of_before_there_were_users_take_no_room(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("s")
-    plans = folder / "nats" / "jetstream" / "$G" / "streams" / subjects.PLAN_STREAM
-    plans.mkdir(parents=True)
-    (plans / "meta.inf").write_text("of before")
-    made = Servers(folder, with_socket=True)
-    await made.start()
-    try:
-        assert not plans.exists()
-    finally:
-        await made.stop()

@@ -37,8 +37,8 @@ def expected_tokens(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, 
 class FakeGateway:
     """Keeps every part that arrived, in order, by (request, attempt)."""
 
-    def __init__(self, broker: MemoryBroker, gateway_id: str = "gw", incarnation: str = "") -> None:
-        self.bus = broker.bus(f"gateway-{gateway_id}{incarnation}")
+    def __init__(self, broker: MemoryBroker, gateway_id: str = "gw", incarnation: str = "1") -> None:
+        self.bus = broker.bus(f"gateway-{gateway_id}-{incarnation}")
         self.gateway_id = gateway_id
         self.incarnation = incarnation
         self.parts: dict[tuple[str, int], list[StreamPart]] = {}

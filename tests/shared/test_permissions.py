@@ -68,7 +68,7 @@ def test_a_service_uses_no_subject_that_the_table_does_not_give_it(kind: str) ->
             if act is not None and builds_subject(build):
                 assert isinstance(build, ast.Call)
                 assert given(act, kind, build), f"{kind} {act}: {ast.unparse(call)}"
-    assert found > 3, "the search finds nothing"
+    assert found >= 3, "the search finds nothing"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from shared import subjects
 from tests.shared.bus.memory import matches
 
 FIXED = (
-    subjects.gateway_heartbeat, subjects.load, subjects.queue, subjects.demand, subjects.routes,
+    subjects.gateway_heartbeat, subjects.load, subjects.queue, subjects.demand,
     subjects.scale_plans, subjects.drain_plans, subjects.progress, subjects.route_changes,
     subjects.scale_records,
 )  # fmt: skip

@@ -150,8 +150,8 @@ def serving(reports: Iterable[LoadReport]) -> list[LoadReport]:
 
 
 def waiting_requests(report: LoadReport) -> int:
-    """Requests whose prompts are not computed; a worker of 0.1 does not say which of them it has begun."""
-    return max(report.queued_requests + report.prefilling_requests, 1 if report.queued_tokens else 0)
+    """Requests whose prompts are not computed."""
+    return report.queued_requests + report.prefilling_requests
 
 
 def context_tokens(reports: Sequence[LoadReport]) -> float:

@@ -256,9 +256,7 @@ class Puller:
         batch, tables = pulled.batch, pulled.batch.block_tables
         layer_bytes = batch.num_tokens * engine.kv_bytes_per_token_layer
         if not can_tag_kv(coming.serial, pulled.first_layer):
-            raise TransportError(
-                f"KV of {pulled.first_layer} layers of claim {coming.serial} is more than a pair can count"
-            )
+            raise TransportError(f"claim {coming.serial} is more than a pair can count for KV")
         each = max(1, PIECE_BYTES // layer_bytes)
         ahead = max(1, WINDOW_BYTES // (each * layer_bytes))
         firsts = deque(range(0, pulled.first_layer, each))
@@ -268,7 +266,9 @@ class Puller:
                 while firsts and len(posted) < ahead:
                     first = firsts.popleft()
                     last = min(first + each, pulled.first_layer)
-                    piece = asyncio.ensure_future(self._ask(coming, first, last, (last - first) * layer_bytes))
+                    piece: asyncio.Future[Buffer] = asyncio.ensure_future(
+                        self._ask(coming, first, last, (last - first) * layer_bytes)
+                    )
                     posted.append((first, last, piece))
                 first, last, piece = posted[0]
                 kv = await self._link.until(piece)

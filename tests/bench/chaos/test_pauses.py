@@ -47,6 +47,7 @@ class World:
                 busy_s_total=0.0,
                 kv_blocks_total=1,
                 kv_blocks_used=0,
+                kv_block_tokens=16,
             )
         )
 

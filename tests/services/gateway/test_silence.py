@@ -54,6 +54,7 @@ def load(worker: FakeWorker) -> LoadReport:
         busy_s_total=0.0,
         kv_blocks_total=10,
         kv_blocks_used=1,
+        kv_block_tokens=16,
     )
 
 

@@ -57,6 +57,7 @@ class LiveRig(Rig):
             kv_blocks_total=10,
             kv_blocks_used=0,
             oldest_queued_s=oldest_queued_s,
+            kv_block_tokens=16,
         )
         await self.client.publish(subjects.load(), message)
 

@@ -125,6 +125,8 @@ class Rig:
             triggered_at_s=time.time(),
             reason="load",
             term=1,
+            spare=0,
+            urgent=desired,
         )
         await self.client.publish(subjects.demand(), message)
 

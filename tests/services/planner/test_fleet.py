@@ -62,6 +62,8 @@ async def say(
         idle=idle,
         idle_since_s=(now_s if idle else 0.0) if idle_since_s is None else idle_since_s,
         term=1,
+        spare=idle,
+        urgent=desired,
     )
     await rig.client.publish(subjects.demand(), demand)
 

@@ -75,8 +75,8 @@ async def say(
         reason=reason,
         idle=idle,
         idle_since_s=now_s - idle_s if idle else 0.0,
-        spare=spare,
-        urgent=urgent,
+        spare=idle if spare is None else spare,
+        urgent=desired if urgent is None else urgent,
         term=1,
     )
     await rig.client.publish(subjects.demand(), demand)
@@ -384,7 +384,7 @@ async def test_a_worker_that_does_not_mutate_is_left_alone_and_the_role_is_loade
 
 
 async def test_a_worker_that_says_nothing_fails_soon(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the version before does not know the order."""
+    """One that does not take the order."""
     monkeypatch.setattr(plan_writer, "MUTATE_BY_S", 0.1)
     monkeypatch.setattr(operation_module, "MUTATE_REPORT_S", 0.1)
     rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")

@@ -41,6 +41,8 @@ async def want(rig: Rig, name: str, desired: int, triggered_at_s: float = 0.0) -
             triggered_at_s=triggered_at_s or time.time(),
             reason="load",
             term=1,
+            spare=0,
+            urgent=desired,
         ),
     )
 
@@ -184,6 +186,8 @@ async def test_what_a_monitor_says_that_leads_no_more_is_not_heard(rig: Rig) -> 
             triggered_at_s=time.time(),
             reason="load",
             term=term,
+            spare=0,
+            urgent=desired,
         )
         await rig.client.publish(subjects.demand(), demand)
 

@@ -26,6 +26,8 @@ async def demand(rig: Rig, desired: int, term: int) -> None:
         triggered_at_s=time.time(),
         reason="load",
         term=term,
+        spare=0,
+        urgent=desired,
     )
     await rig.client.publish(subjects.demand(), message)
 

@@ -94,10 +94,11 @@ async def test_of_two_plans_the_later_one_holds_in_whatever_order_they_come(alon
     await alone.mutate(instance_id, "decode", "earlier", planned_at_s=at_s - 1.0)
     await alone.reported("earlier", "failed")
     assert "later plan" in why(alone, "earlier")
-    await alone.mutate(instance_id, "decode", "of a later term", planned_at_s=at_s - 2.0, term=1)
+    await alone.mutate(instance_id, "decode", "of a later term", planned_at_s=at_s - 2.0, term=2)
     await alone.reported("of a later term", "serving")
     await alone.mutate(instance_id, "colocated", "of the term before", planned_at_s=at_s + 1.0)
-    await alone.reported("of the term before", "failed")
+    await alone.mutate(instance_id, "colocated", "earlier again", planned_at_s=at_s - 3.0, term=2)
+    await alone.reported("earlier again", "failed")
     assert known_role(alone) == "decode"
 
 

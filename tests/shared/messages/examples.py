@@ -1,7 +1,7 @@
 """One example of each kind of message, with every field filled: what golden bytes are made from.
 
-``python -m tests.shared.messages.examples`` prints them as JSON, by tag: run it on a release, and keep what it prints
-in ``golden/`` for the next ones to decode.
+``python -m tests.shared.messages.examples > tests/shared/messages/golden/messages.json`` keeps them as JSON, by tag:
+later versions decode them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _value(found: inspect.Type, name: str) -> Any:
 
 def main() -> int:
     examples = {tag: encode(example(kind)).hex() for tag, kind in kinds().items()}
-    json.dump(examples, sys.stdout, indent=1, sort_keys=True)
+    sys.stdout.write(json.dumps(examples, indent=1, sort_keys=True) + "\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The layout of tags: whatever the epoch, kinds of transfers do not meet, and workers of other versions agree."""
+"""The layout of tags: whatever the epoch, kinds of transfers do not meet."""
 
 from __future__ import annotations
 
@@ -51,14 +51,6 @@ def test_leases_of_some_years_have_tags_of_their_own(epoch: int) -> None:
     near = [epoch + step for step in (0, 1, 1000, year_ms, 4 * year_ms)]
     tags = {tag_of(e, number, carries) for e, number, carries in product(near, NUMBERS, Carries)}
     assert len(tags) == len(near) * len(NUMBERS) * len(Carries)
-
-
-def test_workers_that_know_no_kinds_agree_on_the_tags_of_their_time() -> None:
-    """They put a kind's bit above the epoch, and the whole epoch below."""
-    for epoch, number in product((1, epoch_of(2026), epoch_of(2029)), NUMBERS):
-        assert tag_of(epoch, number) == epoch << 24 | number
-        assert tag_of(epoch, number, Carries.KV_TO_DECODE) == (1 << 37 | epoch) << 24 | number
-        assert tag_of(epoch, number, Carries.PAIR) == (1 << 38 | epoch) << 24 | number
 
 
 @pytest.mark.parametrize(("transfer", "number"), [(-1, 0), (0, -1), (0, MAX_NUMBER + 1)])

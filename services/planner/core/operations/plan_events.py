@@ -27,7 +27,7 @@ class PlanHeader(TypedDict, total=False):
     """What every plan says about the request behind it."""
 
     role: Required[Role]
-    term: int
+    term: Required[int]
     desired: int
     reason: Required[str]
     triggered_at_s: Required[float]

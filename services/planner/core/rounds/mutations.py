@@ -206,7 +206,7 @@ class Mutations:
             why = f"{max(least, min(needed))} of {there} {role} instances are needed"
         if said is not None and said.idle and role not in self._lately_given(request, model, asked.at):
             idle_s = max(0.0, asked.at.moment.unix_s - said.idle_since_s)
-            spare = said.spare if said.spare is not None else said.idle
+            spare = said.spare
             if request.by_hand or len(asked.by_role.get(request.role, ())) < asked.least(request.role):
                 spare = said.idle
             elif idle_s < IDLE_S:

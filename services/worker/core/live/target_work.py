@@ -157,8 +157,8 @@ class TargetWork(Generic[R]):
     def share(self, claim_id: str, source_busy_s: float) -> Shares | None:
         """End the cooperation; None while a batch is inside a layer that only the source could go on from.
 
-        ``source_busy_s``: what the source still has to do. It settles what it gets with layers that were run; of all
-        other batches it has everything.
+        ``source_busy_s``: what the source still has to do. The source settles what it gets with layers that were
+        run; of all other batches it has everything.
         """
         if self.inside is not None and not self.queue.loaded:
             return None

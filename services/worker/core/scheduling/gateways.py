@@ -1,8 +1,7 @@
 """Which gateways live, and which requests have no gateway any more.
 
 Rules
-- A gateway is a process: an id, and the incarnation that its requests and heartbeats name. What names none (0.1) is of
-  any process that speaks under the id.
+- A gateway is a process: an id, and the incarnation that its requests and heartbeats name.
 - A process that is silent for its lease is gone.
 - A process is gone as soon as a later incarnation of its id speaks, by a heartbeat or by a request: a gateway that was
   killed and came back under its id waits for none of its earlier tokens.
@@ -25,7 +24,7 @@ class Gone:
     """Processes of a gateway whose requests end: that of one incarnation, or all earlier ones."""
 
     gateway_id: str
-    incarnation: str = ""
+    incarnation: str
     earlier: bool = False
 
     def had(self, gateway_id: str, incarnation: str) -> bool:
@@ -33,7 +32,7 @@ class Gone:
         if gateway_id != self.gateway_id:
             return False
         if self.earlier:
-            return "" < incarnation < self.incarnation
+            return incarnation < self.incarnation
         return incarnation == self.incarnation
 
 
@@ -60,8 +59,6 @@ class Gateways:
         """A heartbeat came. Gives the processes that this one has replaced, if there are."""
         lives = self._lives.setdefault(gateway_id, {})
         lives[incarnation] = _Life(now_s, lease_s)
-        if "" in lives:
-            lives[""] = _Life(now_s, lease_s)
         replaced = self._replaced(gateway_id, incarnation)
         self._bound()
         return replaced
@@ -81,7 +78,7 @@ class Gateways:
 
     def _replaced(self, gateway_id: str, incarnation: str) -> Gone | None:
         lives = self._lives[gateway_id]
-        earlier = [other for other in lives if "" < other < incarnation]
+        earlier = [other for other in lives if other < incarnation]
         for other in earlier:
             del lives[other]
         return Gone(gateway_id, incarnation, earlier=True) if earlier else None

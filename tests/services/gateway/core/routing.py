@@ -80,6 +80,7 @@ def load_report(name: str, *, running: int = 0, queued: int = 0, queued_tokens: 
         busy_s_total=0.0,
         kv_blocks_total=1,
         kv_blocks_used=0,
+        kv_block_tokens=16,
     )
 
 

@@ -86,7 +86,7 @@ async def test_status_shows_live_instances_and_what_instances_have_to_do(make_st
     report = LoadReport(
         worker_id="w1", instance_id="w1-i", model="tiny", state="live", role="colocated", published_at_s=0.0,
         queued_requests=3, queued_tokens=700, running_requests=2, running_tokens=50, prefill_tokens_total=0,
-        decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4,
+        decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip
     await stack.broker.bus("w1").publish(subjects.load(), report)
     await stack.until(lambda: len(stack.gateway.load_gauges))

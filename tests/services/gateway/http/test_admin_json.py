@@ -42,7 +42,7 @@ def status() -> Any:
     report = LoadReport(
         worker_id="w0", instance_id="i-w0", model="m", state="serving", role="colocated", published_at_s=0.0,
         queued_requests=3, queued_tokens=700, running_requests=2, running_tokens=50, prefill_tokens_total=0,
-        decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4,
+        decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip
     refused = RefusedLoad(worker_id="w1", model="m", why="its disk is gone", for_s=3.5, failures=2)
     unplanned = Unplanned(model="m", role="prefill", wanted=2, why="no worker is spare", for_s=1.5)

@@ -41,7 +41,7 @@ async def test_load_reports_become_gauges(stack: Stack) -> None:
     report = LoadReport(
         worker_id="w0", instance_id="w0-i", model="tiny", state="serving", role="colocated", published_at_s=0.0,
         queued_requests=2, queued_tokens=9, running_requests=3, running_tokens=30, prefill_tokens_total=0,
-        decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4,
+        decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip
     await stack.workers[0].bus.publish(subjects.load(), report)
     await stack.until(stack.gateway.gauges)

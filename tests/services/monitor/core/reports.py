@@ -23,6 +23,7 @@ def report(instance_id: str = "i0", *, at: float = 0.0, **changes: object) -> Lo
         "busy_s_total": 0.0,
         "kv_blocks_total": 100,
         "kv_blocks_used": 0,
+        "kv_block_tokens": 16,
     }
     return LoadReport(**(fields | changes))  # type: ignore[arg-type]
 

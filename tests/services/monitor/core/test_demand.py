@@ -115,7 +115,6 @@ def test_more_running_requests_than_decode_within_the_tbt_objective_need_more() 
     # Those whose prompts are not computed decode nothing yet.
     demand.on_load(report(running_requests=50, prefilling_requests=20, decode_base_s=0.01, decode_request_s=0.001), 0.1)
     assert demand.colocated(0.1, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(30 / 40)
-    # A report that does not know it changes nothing.
     demand.on_load(report(running_requests=60), 0.2)
     assert demand.colocated(0.2, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(60 / 40)
 
@@ -275,7 +274,7 @@ def test_the_speed_is_what_instances_report() -> None:
     demand = ModelDemand(MEASURED)
     demand.on_load(report(queued_tokens=900, prefill_tokens_total=900, busy_s_total=0.1), 0.0)
     demand.colocated(0.0, 1)
-    assert demand.tokens_per_s == 123.0, "an instance that has measured nothing, or a worker of an earlier version"
+    assert demand.tokens_per_s == 123.0, "an instance that has measured nothing"
     demand.on_load(report("i1", prefill_tokens_per_s=2000.0), 0.1)
     demand.on_load(report("i2", prefill_tokens_per_s=300.0), 0.1)
     demand.colocated(0.1, 3)

@@ -72,6 +72,8 @@ class Driven:
             idle=idle,
             idle_since_s=idle_since_s,
             term=1,
+            spare=idle,
+            urgent=desired,
         )
         self.planner.on_demand(message, self.moment)
 

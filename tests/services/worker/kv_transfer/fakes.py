@@ -63,6 +63,7 @@ class FakePrefill:
             prompt_token_ids=prompt,
             output_token_ids=output,
             sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0),
+            gateway_incarnation="1",
         )
         return msgspec.structs.replace(request, **changes)
 

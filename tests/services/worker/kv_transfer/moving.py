@@ -47,6 +47,11 @@ class Moving:
         instance_id = worker.serving.instance_id
         return Destination(worker_id=worker.worker_id, instance_id=instance_id, kv_tokens=kv_tokens)
 
+    @property
+    def term(self) -> int:
+        """Of the planner that leads."""
+        return self.cluster.plans()[-1].term
+
     async def drain(
         self, *to: RunningWorker, send_back: SendBack = "none", revive: bool = False, plan_id: str = "drain-1"
     ) -> None:
@@ -57,7 +62,7 @@ class Moving:
             destinations=tuple(map(self.destination, to)),
             send_back=send_back,
         )
-        plan = DrainPlan(plan_id=plan_id, model="m", targets=(target,), revive=revive, term=1)
+        plan = DrainPlan(plan_id=plan_id, model="m", targets=(target,), revive=revive, term=self.term)
         order = WorkerOrder(drain=plan)
         await self.cluster.client.publish_event(subjects.worker_plans(self.here.worker_id), order, message_id=plan_id)
 
@@ -80,7 +85,7 @@ class Moving:
             destinations=(self.destination(to, kv_tokens),),
             expires_at_s=time.time() + expires_in_s,
             for_head=for_head,
-            term=1,
+            term=self.term,
         )
         subject = subjects.worker_plans(self.here.worker_id)
         await self.cluster.client.publish_event(subject, WorkerOrder(migrate=plan), message_id=plan_id)

@@ -285,7 +285,7 @@ async def test_a_gateway_that_only_the_decode_worker_finds_silent(redis_url: str
         await pair.submit("r")
         there = pair.decode
         await eventually(lambda: there.service.parts.kv_receiver.reservations)
-        there.service.parts.inbox.on_gateway(GatewayHeartbeat(gateway_id="gw", lease_s=0.0))
+        there.service.parts.inbox.on_gateway(GatewayHeartbeat(gateway_id="gw", lease_s=0.0, incarnation="1"))
         there.service.parts.inbox.expire()
         await whole(pair, "r", PROMPT, 8)
         assert pair.decoded_by("r") == ["w0"]

@@ -115,7 +115,7 @@ async def test_room_of_a_gateway_that_is_silent_here_is_freed(alone: LoneWorker,
     reserved = await prefill.reserve(silent)
     await prefill.reserve(kept)
     inbox = alone.worker.service.parts.inbox
-    inbox.on_gateway(GatewayHeartbeat(gateway_id="gone", lease_s=0.0))
+    inbox.on_gateway(GatewayHeartbeat(gateway_id="gone", lease_s=0.0, incarnation="1"))
     inbox.expire()
     await eventually(lambda: set(reservations_of(alone)) == {("kept", 1)})
     with pytest.raises(Conflict):

@@ -83,6 +83,7 @@ def _one_request(burst: Burst) -> tuple[Submit, ...]:
             model="m",
             prompt_token_ids=PROMPTS["r0"],
             sampling=SamplingParams(max_tokens=2, seed=1),
+            gateway_incarnation="1",
         ),
     )
 

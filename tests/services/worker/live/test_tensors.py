@@ -143,7 +143,7 @@ async def test_giving_up_ends_everything_that_is_posted(pair: Pair) -> None:
 async def test_the_first_error_of_several_sends_is_told(pair: Pair) -> None:
     source, target = await pair.start()
     ok, lost = source.send(bytes_of(1), 0, Kind.HANDED_HIDDEN), source.send(bytes_of(1), 0, Kind.PULLED_HIDDEN)
-    await target.receive(1000, 0, Kind.PULLED_HIDDEN)
+    await target.receive(1000, 0, Kind.HANDED_HIDDEN)
     lost.abort()
     assert isinstance(await source.sent(ok, lost), TransferAborted)
     assert await source.sent() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -41,15 +40,14 @@ async def test_its_heartbeat_ends_the_requests_of_the_process_before_and_no_othe
     await earlier.beat(LEASE_S)
     await earlier.submit("w0", instance_id, "orphan")
     await other.submit("w0", instance_id, "others")
-    await alone.submit(instance_id, "of-0.1")  # of gw, which does not say of which process
     await earlier.beat(LEASE_S)
-    assert await queued(alone) == 3
+    assert await queued(alone) == 2
     await later.beat(LEASE_S)
-    await eventually(lambda: alone.worker.serving.num_requests == 2)
+    await eventually(lambda: alone.worker.serving.num_requests == 1)
     await later.submit("w0", instance_id, "new")
     await later.beat(LEASE_S)
     alone.resume()
-    for requester, request_id in ((other, "others"), (alone.gateway, "of-0.1"), (later, "new")):
+    for requester, request_id in ((other, "others"), (later, "new")):
         await requester.end_of(request_id)
         assert requester.tokens(request_id) == expected_tokens(8)
     with pytest.raises(NotFound):
@@ -77,16 +75,3 @@ async def test_a_request_of_the_dead_process_that_comes_late_ends_with_the_next_
     assert await queued(alone) == 1
     await later.beat(LEASE_S)
     await eventually(lambda: alone.worker.serving.num_requests == 0)
-
-
-async def test_a_gateway_of_0_1_that_comes_back_is_served_as_ever(alone: LoneWorker) -> None:
-    instance_id = await alone.serve()
-    await alone.pause()
-    await alone.gateway.beat(LEASE_S)
-    await alone.submit(instance_id, "r")
-    later = await gateway(alone, "2")
-    await later.beat(LEASE_S)
-    await asyncio.sleep(0.1)
-    assert await queued(alone) == 1
-    alone.resume()
-    await alone.gateway.end_of("r")

@@ -110,11 +110,11 @@ async def test_a_resend_in_the_middle_of_a_stream_leaves_no_gap(alone: LoneWorke
     instance_id = await alone.serve()
     await alone.pause()
     await alone.submit(instance_id, "r", max_tokens=50)
-    alone.broker.disconnect("gateway-gw")  # what is sent now is lost to it
+    alone.broker.disconnect("gateway-gw-1")  # what is sent now is lost to it
     alone.resume()
     await eventually(lambda: alone.worker.serving.num_requests == 0)
     await alone.worker.service.parts.inbox.flushed()
-    alone.broker.reconnect("gateway-gw")
+    alone.broker.reconnect("gateway-gw-1")
     await alone.gateway.resend("w0", "r")
     await alone.gateway.end_of("r")
     assert alone.gateway.tokens("r") == expected_tokens(50)
@@ -382,6 +382,7 @@ def a_submit(request_id: str = "r", *, attempt: int = 1, output: tuple[int, ...]
         prompt_token_ids=PROMPT,
         sampling=SamplingParams(max_tokens=8, seed=1, temperature=0.0),
         output_token_ids=output,
+        gateway_incarnation="1",
     )
 
 

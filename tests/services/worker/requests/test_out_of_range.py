@@ -32,6 +32,7 @@ def submit(instance_id: str, *, sampling: dict[str, Any] | None = None, **change
         "request_id": "r",
         "attempt": 1,
         "gateway_id": "gw",
+        "gateway_incarnation": "1",
         "instance_id": instance_id,
         "model": "m",
         "prompt_token_ids": PROMPT,
@@ -86,7 +87,7 @@ async def test_a_gateways_requests_are_not_freed_by_a_lease_that_is_no_time(alon
     instance_id = await alone.serve()
     await alone.pause()
     await alone.gateway.submit("w0", instance_id, "r", max_tokens=3)
-    heartbeat = GatewayHeartbeat(gateway_id=alone.gateway.gateway_id, lease_s=lease_s)
+    heartbeat = GatewayHeartbeat(gateway_id=alone.gateway.gateway_id, lease_s=lease_s, incarnation="1")
     await alone.gateway.bus.publish(subjects.gateway_heartbeat(), heartbeat)
     await asyncio.sleep(0.3)
     alone.resume()

@@ -86,6 +86,6 @@ def test_ended_streams_are_forgotten_after_a_while_and_running_ones_never(stream
 
 def test_a_dead_gateways_streams_go_together(streams: Streams) -> None:
     streams.open("other", 1, "gw2", 0)
-    streams.forget_gateway(Gone("gw"))
+    streams.forget_gateway(Gone("gw", ""))
     assert streams.attempt_of("r") is None
     assert streams.attempt_of("other") is not None

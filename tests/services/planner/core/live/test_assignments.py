@@ -33,6 +33,7 @@ def planned(model: ModelRecord = MODEL) -> tuple[ScalePlan, WorkerChains, Cluste
         give_up_at_s=160.0,
         reason="",
         role="colocated",
+        term=1,
     )
     return plan, chains, found
 

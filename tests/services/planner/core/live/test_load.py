@@ -31,6 +31,7 @@ def load(instance_id: str = "i0", **changes: object) -> LoadReport:
         busy_s_total=0.0,
         kv_blocks_total=10,
         kv_blocks_used=0,
+        kv_block_tokens=16,
     )
     return msgspec.structs.replace(report, **changes)
 
@@ -62,7 +63,7 @@ def test_speed_is_assumed_until_an_instance_reports_it() -> None:
     assert LoadView().tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
     book = LoadView(assumed_tokens_per_s=50.0)
     book.on_load(load(queued_tokens=9, prefill_tokens_total=400, busy_s_total=0.1), 0.0)
-    assert book.tokens_per_s("m", "i0") == 50.0, "one that measures nothing, or a worker of an earlier version"
+    assert book.tokens_per_s("m", "i0") == 50.0, "one that has measured nothing"
 
 
 def test_speed_is_the_instances_own() -> None:

@@ -42,6 +42,7 @@ def event(found: Cluster, n: int, strategy: Strategy = "chain", role: Role = "co
         give_up_at_s=9.0,
         reason="load",
         role=role,
+        term=1,
     )
 
 

@@ -44,6 +44,7 @@ def test_the_target_knows_a_request_as_the_source_does() -> None:
         prompt_token_ids=(1, 2, 3),
         sampling=params,
         output_token_ids=(8, 9),
+        gateway_incarnation="1",
     )
     here = sequence_of(submit, (250,), arrived_s=4.0)
     (sent,) = PromptBatch("x", 0, [here], 1.0).submits("at-target", "m")

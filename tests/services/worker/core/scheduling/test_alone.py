@@ -128,7 +128,14 @@ def test_it_is_not_lent_and_its_queue_goes_on_while_others_are() -> None:
 def test_what_a_gateway_asks_for_reaches_the_sequence() -> None:
     params = SamplingParams(max_tokens=3, seed=1)
     submit = Submit(
-        request_id="r", attempt=1, gateway_id="g", instance_id="i", model="m", prompt_token_ids=(1,), sampling=params
+        request_id="r",
+        attempt=1,
+        gateway_id="g",
+        gateway_incarnation="1",
+        instance_id="i",
+        model="m",
+        prompt_token_ids=(1,),
+        sampling=params,
     )
     assert not sequence_of(submit, ()).alone
     again = Submit(**{f: getattr(submit, f) for f in submit.__struct_fields__} | {"alone_tokens": 4})

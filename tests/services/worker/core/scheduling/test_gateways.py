@@ -20,7 +20,7 @@ def test_a_later_process_of_an_id_replaces_the_earlier_ones_by_heartbeat_or_by_r
         gone = speak(gateways)
         assert gone == Gone("gw", "3", earlier=True)
         assert speak(gateways) is None, "they are gone once"
-        assert [gone.had("gw", i) for i in ("1", "2", "3", "4", "")] == [True, True, False, False, False]
+        assert [gone.had("gw", i) for i in ("1", "2", "3", "4")] == [True, True, False, False]
         assert not gone.had("other", "1")
 
 
@@ -29,17 +29,6 @@ def test_what_a_dead_process_sent_and_came_late_ends_with_the_next_heartbeat() -
     gateways.beat("gw", "2", 5.0, 0.0)
     assert gateways.spoke("gw", "1", 0.1) is None, "nothing is refused, clocks may disagree"
     assert gateways.beat("gw", "2", 5.0, 1.0) == Gone("gw", "2", earlier=True)
-
-
-def test_gateways_that_name_no_incarnation_live_while_anybody_speaks_under_their_id() -> None:
-    gateways = Gateways()
-    gateways.spoke("gw", "", 0.0)
-    assert gateways.beat("gw", "", 5.0, 1.0) is None
-    assert gateways.beat("gw", "2", 5.0, 5.0) is None
-    assert gateways.silent(9.0, ALWAYS_S) == []
-    assert gateways.silent(11.0, ALWAYS_S) == [(Gone("gw"), 5.0), (Gone("gw", "2"), 5.0)]
-    assert Gone("gw").had("gw", "")
-    assert not Gone("gw").had("gw", "2")
 
 
 def test_a_process_is_not_kept_alive_by_another_one_of_its_id() -> None:

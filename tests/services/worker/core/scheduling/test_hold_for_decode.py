@@ -157,7 +157,7 @@ def test_a_held_request_ends_once_and_keeps_its_blocks_until_nobody_reads_them(b
         assert scheduler.cancel("a", 0) is a
         assert scheduler.cancel("a", 0) is None
     elif by == "gateway":
-        assert scheduler.cancel_gateway(Gone("gone")) == [a]
+        assert scheduler.cancel_gateway(Gone("gone", "")) == [a]
     else:
         scheduler.abort([a], ERROR)
     assert names_of(scheduler.take_ended()) == ["a"]

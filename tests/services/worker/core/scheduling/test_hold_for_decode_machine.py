@@ -134,7 +134,7 @@ class HoldForDecode(SchedulerMachine):
     @rule(gateway=st.sampled_from(["g0", "g1"]), often=st.integers(0, 3))
     def cancel_gateway(self, gateway: str, often: int) -> None:
         if not often:
-            self.scheduler.cancel_gateway(Gone(gateway))
+            self.scheduler.cancel_gateway(Gone(gateway, ""))
 
     @rule(often=st.integers(0, 9))
     def abort_all(self, often: int) -> None:

@@ -93,7 +93,7 @@ def test_a_gateways_lent_requests_end_with_it() -> None:
     scheduler = lending(request("a", gateway="x"), request("b"), request("c", gateway="x"))
     held, *_ = scheduler.lend()
     scheduler.reservations.reserve([held])
-    assert sorted(names(scheduler.cancel_gateway(Gone("x")))) == ["a", "c"]
+    assert sorted(names(scheduler.cancel_gateway(Gone("x", "")))) == ["a", "c"]
     assert scheduler.num_requests == 1
     scheduler.reservations.release([held])
     assert scheduler.pool.num_used == 0

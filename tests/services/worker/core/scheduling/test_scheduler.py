@@ -152,7 +152,7 @@ def test_a_gateway_that_is_gone_takes_only_its_own_requests_with_it():
     scheduler = Scheduler(config())
     for name, gateway in (("a", "x"), ("b", "y"), ("c", "x")):
         scheduler.add(request(name, gateway=gateway))
-    assert [s.request_id for s in scheduler.cancel_gateway(Gone("x"))] == ["a", "c"]
+    assert [s.request_id for s in scheduler.cancel_gateway(Gone("x", ""))] == ["a", "c"]
     scheduler.check()
     assert sizes(scheduler.schedule()) == [("b", 0, 5, True)]
 

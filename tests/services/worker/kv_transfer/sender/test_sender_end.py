@@ -62,7 +62,9 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
     if how == "cancel":
         await alone.gateway.cancel("w0", "r")
     elif how == "gateway":
-        service.parts.inbox.on_gateway(GatewayHeartbeat(gateway_id=alone.gateway.gateway_id, lease_s=0.0))
+        service.parts.inbox.on_gateway(
+            GatewayHeartbeat(gateway_id=alone.gateway.gateway_id, lease_s=0.0, incarnation="1")
+        )
         service.parts.inbox.expire()
     else:
         alone.worker.serving.fail()
