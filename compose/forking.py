@@ -1,4 +1,9 @@
-"""The supervisor's side of a fork server: children that need not import again what others of their kind have."""
+"""The supervisor's side of a fork server: children that need not import again what others of their kind have.
+
+The forkserver of ``multiprocessing`` is one per process, with one environment; workers and other services have one each
+here. Its children are not this process's: their exit codes are lost with it. And what makes a fork like a process that
+was started afresh (session, guard, environment, output, directory, name) would still be ours.
+"""
 
 from __future__ import annotations
 

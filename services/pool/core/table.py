@@ -1,6 +1,7 @@
 """Entries by name, with the names in order, and what changed since when.
 
-Each change of a registry gets a version, one count for all of its tables: readers ask for what came after theirs.
+Each change of a registry gets a version, one count for all of its tables: readers ask for what came after theirs. Of
+a ``SortedDict`` (``sortedcontainers``) only the order of the names would be used, and the rest would stay.
 """
 
 from __future__ import annotations
