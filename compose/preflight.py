@@ -13,7 +13,7 @@ import psutil
 from compose.config import HEALTH_PORT_VARIABLE, StackConfig
 from compose.errors import StackRefused
 from compose.ports import require_free
-from shared.checkpoint import inspect_checkpoint
+from shared.checkpoint import inspect_checkpoint, is_directory
 from shared.errors import BadCheckpoint, BadProfile
 from shared.messages.common import SERVED_BY
 from shared.profile import read_profile
@@ -30,7 +30,11 @@ def model_names(models: tuple[Path, ...]) -> Mapping[str, Path]:
     named: dict[str, Path] = {}
     for given in models:
         path = given.expanduser().resolve()
-        if not path.is_dir():
+        try:
+            there = is_directory(path)
+        except BadCheckpoint as error:
+            raise StackRefused(f"{given} cannot be served: {error.message}") from error
+        if not there:
             raise StackRefused(f"{given} is not a directory: give the path of a Hugging Face checkpoint directory")
         if path.name in named and named[path.name] != path:
             raise StackRefused(f"{named[path.name]} and {path} would both be served as {path.name!r}: rename one")

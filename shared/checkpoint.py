@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,7 +23,10 @@ from shared.layout import ArenaLayout, layout_of
 from shared.model_spec import ModelSpec, parse_config
 from shared.safetensors_header import TensorEntry, read_header
 
-__all__ = ["WEIGHT_DTYPES", "Checkpoint", "TensorEntry", "hash_checkpoint", "inspect_checkpoint", "read_json"]
+__all__ = [
+    "WEIGHT_DTYPES", "Checkpoint", "TensorEntry", "hash_checkpoint", "inspect_checkpoint", "is_directory", "is_file",
+    "read_json",
+]  # fmt: skip
 
 WEIGHT_DTYPES: dict[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Safetensors dtypes that can be served; cast while loading where the config's dtype differs."""
@@ -55,6 +60,28 @@ class Checkpoint:
         return tuple(sorted({entry.file for entry in self.tensors.values()}))
 
 
+def _stat(path: Path) -> os.stat_result | None:
+    """What a path names; None for what is not there. Raises ``BadCheckpoint`` where that cannot be told."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
+        return None
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there. Raises ``BadCheckpoint`` where that cannot be told, unlike ``Path.is_file``."""
+    found = _stat(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a directory is there. Raises ``BadCheckpoint`` where that cannot be told."""
+    found = _stat(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
 def read_json(file: Path) -> Mapping[str, Any]:
     """The object in one of a checkpoint's files. Raises ``BadCheckpoint`` naming it."""
     try:
@@ -73,7 +100,10 @@ def read_json(file: Path) -> Mapping[str, Any]:
 
 
 def _no_weights(path: Path) -> BadCheckpoint:
-    pickles = sorted(file.name for pattern in _PICKLE_PATTERNS for file in path.glob(pattern))
+    try:
+        pickles = sorted(file.name for pattern in _PICKLE_PATTERNS for file in path.glob(pattern))
+    except OSError as error:
+        return BadCheckpoint(f"{path}: cannot be read: {error.strerror}")
     if pickles:
         return BadCheckpoint(
             f"{path}: weights only as pickle ({pickles[0]}), which is refused because unpickling runs code from the "
@@ -105,7 +135,7 @@ def _sharded_tensors(path: Path) -> dict[str, TensorEntry]:
     for tensor, name in places.items():
         if name in headers:
             continue
-        if not (path / name).is_file():
+        if not is_file(path / name):
             raise BadCheckpoint(f"{name}: shard is missing in {path}; {INDEX_FILE} places tensor {tensor} there")
         headers[name] = read_header(path / name)
         for held in headers[name]:
@@ -176,7 +206,7 @@ def hash_checkpoint(checkpoint: Checkpoint) -> str:
     Reads every byte, files in parallel and without the interpreter's lock: seconds per 10 GB.
     Raises ``BadCheckpoint`` if a file cannot be read.
     """
-    optional = [file for file in [checkpoint.path / GENERATION_CONFIG_FILE] if file.exists()]
+    optional = [file for file in [checkpoint.path / GENERATION_CONFIG_FILE] if is_file(file)]
     files = [checkpoint.path / CONFIG_FILE, *optional, *checkpoint.weight_files]
     with ThreadPoolExecutor(min(_NUM_HASH_THREADS, len(files)), thread_name_prefix="checkpoint-hash") as threads:
         digests = list(threads.map(_file_digest, files))
@@ -192,15 +222,15 @@ def inspect_checkpoint(path: Path, *, with_hash: bool = True) -> Checkpoint:
     ``with_hash=False`` leaves ``model_hash`` empty and reads headers only. Raises ``BadCheckpoint``
     naming file and tensor.
     """
-    if not path.is_dir():
+    if not is_directory(path):
         raise BadCheckpoint(f"{path}: no such directory")
     config = read_json(path / CONFIG_FILE)
-    has_generation_config = (path / GENERATION_CONFIG_FILE).exists()
+    has_generation_config = is_file(path / GENERATION_CONFIG_FILE)
     spec = parse_config(config, read_json(path / GENERATION_CONFIG_FILE) if has_generation_config else None)
     layout = layout_of(spec)
-    if (path / SINGLE_FILE).is_file():
+    if is_file(path / SINGLE_FILE):
         source, found = SINGLE_FILE, read_header(path / SINGLE_FILE)
-    elif (path / INDEX_FILE).is_file():
+    elif is_file(path / INDEX_FILE):
         source, found = INDEX_FILE, _sharded_tensors(path)
     else:
         raise _no_weights(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,7 +90,7 @@ def add(
             f"{min_instances} does not: give one of the two"
         )
     # A path that exists here is made absolute; one that exists only where the services run is sent as it is.
-    there = path.expanduser().exists()
+    there = os.path.exists(path.expanduser())  # also where this user may not look
     if not there and not path.is_absolute():
         raise NotAdded(f"{path}: no such directory here; for one on the services' machines give its absolute path")
     sent = str(path.expanduser().resolve()) if there else str(path)

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.core.text_output import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from shared.checkpoint import read_json
+from shared.checkpoint import is_file, read_json
 from shared.errors import BadCheckpoint, BadRequest, BlitzError
 from shared.messages.registry import ModelRecord
 
@@ -108,10 +108,17 @@ class ModelTokenizer:
         return str(token).replace("\u2581", " ").encode()
 
 
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"{file}: {error}") from error
+
+
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     own_file = folder / "chat_template.jinja"
-    if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
+    if is_file(own_file):
+        return _read_text(own_file)
     value = config.get("chat_template")
     if isinstance(value, list):
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
@@ -136,16 +143,13 @@ def load_tokenizer(folder: Path) -> ModelTokenizer:
     Raises ``BadCheckpoint`` naming the file.
     """
     path = folder / "tokenizer.json"
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{path}: {error}") from error
+    content = _read_text(path)
     try:
         tokenizer = Tokenizer.from_str(content)
     except Exception as error:
         raise BadCheckpoint(f"{path}: not a tokenizer: {error}") from error
     config_path = folder / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
+    config = read_json(config_path) if is_file(config_path) else {}
     source = _template_source(folder, config)
     try:
         template = ChatTemplate(source, _special_tokens(config)) if source is not None else None
@@ -155,8 +159,13 @@ def load_tokenizer(folder: Path) -> ModelTokenizer:
 
 
 def tokenizer_bytes(folder: Path) -> int:
-    """Roughly what a loaded tokenizer occupies: 7 times its file (measured with 128,000 tokens), at least 1 MiB."""
-    return max(BYTES_PER_FILE_BYTE * (folder / "tokenizer.json").stat().st_size, 1024 * 1024)
+    """Roughly what a loaded tokenizer occupies: 7 times its file (measured with 128,000 tokens), at least 1 MiB.
+    Raises ``BadCheckpoint``."""
+    path = folder / "tokenizer.json"
+    try:
+        return max(BYTES_PER_FILE_BYTE * path.stat().st_size, 1024 * 1024)
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: {error}") from error
 
 
 log = logging.getLogger(__name__)

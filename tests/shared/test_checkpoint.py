@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -272,3 +274,52 @@ def test_unigram_pieces_count_by_their_place(single: Path) -> None:
     _edit_json(single / "tokenizer.json", unigram(VOCAB_SIZE + 1))
     with pytest.raises(BadCheckpoint, match=f"has id {VOCAB_SIZE},"):
         inspect_checkpoint(single)
+
+
+_FILES = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", ["", *_FILES])
+def test_what_the_file_system_refuses_is_said_by_name(
+    single: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    _refuse(monkeypatch, single / name, code)
+    with pytest.raises(BadCheckpoint, match=rf"{name}.*: {os.strerror(code)}"):
+        inspect_checkpoint(single)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors"])
+def test_a_sharded_checkpoint_that_cannot_be_looked_into_is_refused(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    _refuse(monkeypatch, sharded / name, errno.EIO)
+    with pytest.raises(BadCheckpoint, match=os.strerror(errno.EIO)):
+        inspect_checkpoint(sharded)
+
+
+def test_a_shards_name_that_is_too_long_is_refused(sharded: Path) -> None:
+    long = "a" * 300 + ".safetensors"
+    _edit_json(sharded / "model.safetensors.index.json", lambda index: index["weight_map"].update({Q_PROJ: long}))
+    with pytest.raises(BadCheckpoint, match=os.strerror(errno.ENAMETOOLONG)):
+        inspect_checkpoint(sharded)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("a" * 300, os.strerror(errno.ENAMETOOLONG)), ("a\0b", "no such directory")]
+)
+def test_a_path_that_cannot_be_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(BadCheckpoint, match=said):
+        inspect_checkpoint(tmp_path / name)
+
+
+def _refuse(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
+    """As a file system does that a mount or its server has trouble with: this path alone cannot be looked at."""
+    look = os.stat
+
+    def refuse(looked: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if looked == path:
+            raise OSError(code, os.strerror(code), str(path))
+        return look(looked, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refuse)

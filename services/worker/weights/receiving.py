@@ -138,7 +138,7 @@ class Fill:
                 return
             except BuffersStuck:
                 raise
-            except BlitzError as error:
+            except (BlitzError, OSError) as error:
                 name = f"{upstream.kind} {upstream.worker_id}".strip()
                 failures.append(f"{name}: {error}")
                 left = sum(not self._copy.has(p) for p in missing)
@@ -285,7 +285,7 @@ class Fill:
         log.warning("unit %d still does not match: reading it from the checkpoint", unit)
         try:
             await self._disk.read_unit(unit)
-        except BlitzError as error:
+        except (BlitzError, OSError) as error:
             tries = f"unit {unit} does not match its checksums after {MAX_FETCHES} tries"
             raise TransportError(f"{tries}, nor can it be read from disk: {error}") from failure
 

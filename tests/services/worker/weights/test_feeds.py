@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import time
 from pathlib import Path
@@ -205,6 +206,29 @@ async def test_a_target_without_any_upstream_left_reads_its_disk() -> None:
         await source.receive([[DISK]], path=str(path))
         source.dead = True
         await target.receive([[source.upstream(), DISK]], path=str(path))
+        assert same_bytes(target.copy, source.copy)
+
+
+@pytest.mark.parametrize("path", ["/" + "a" * 300, "/nowhere"])
+async def test_a_disk_that_cannot_be_read_is_an_upstream_lost(path: str) -> None:
+    async with peers(2, random_copy()) as (_, (source, target)):
+        await target.receive([[DISK, source.upstream()]], path=path)
+        assert same_bytes(target.copy, source.copy)
+
+
+async def test_what_the_system_refuses_while_an_upstream_is_read_loses_that_upstream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tiny_checkpoint("llama")
+    layout = inspect_checkpoint(path, with_hash=False).layout
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory to read into")
+
+    async with peers(2, layout=layout) as (_, (source, target)):
+        await source.receive([[DISK]], path=str(path))
+        monkeypatch.setattr(checkpoint_reader, "load_unit", refuse)
+        await target.receive([[DISK, source.upstream()]], path=str(path))
         assert same_bytes(target.copy, source.copy)
 
 
