@@ -6,8 +6,9 @@ No weights here, and no tensors: the gateway, the pool and the planner use this 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -18,11 +19,32 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
 """Of anything else that is counted: what is beyond is no model, and nothing is made by it."""
+_MAX_NUMBER = sys.float_info.max
+_MAX_SHOWN = 100
+"""Characters of a value in a message."""
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position",
     "sliding_window",
 )  # fmt: skip
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+
+
+class _Defaults(NamedTuple):
+    """What transformers' config class takes for a key that is missing. A key that is null is not missing."""
+
+    max_position_embeddings: int
+    num_key_value_heads: int | None
+    """None: as many as there are heads."""
+    sliding_window: int | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+
+_DEFAULTS = {
+    "LlamaForCausalLM": _Defaults(2048, None, None, 1, 2),
+    "MistralForCausalLM": _Defaults(131_072, 8, 4096, 1, 2),
+    "Qwen2ForCausalLM": _Defaults(32_768, 32, None, None, None),
+}
+ARCHITECTURES = tuple(_DEFAULTS)
 
 
 class Llama3Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,18 +100,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    return int(_positive(config, key, default, int, "integer"))
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+        raise BadCheckpoint(f"config.json: {key} must be a positive integer up to {MAX_SIZE}, not {_shown(value)}")
+    return value
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    return float(_positive(config, key, default, (int, float), "number"))
-
-
-def _positive(config: Mapping[str, Any], key: str, default: Any, kind: Any, what: str) -> Any:
     value = default if config.get(key) is None else config[key]
-    if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
-        raise BadCheckpoint(f"config.json: {key} must be a positive {what}, not {value!r}")
-    return value
+    # JSON has no NaN and no infinity, and Python reads both; an integer may be beyond what a float holds.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
+        raise BadCheckpoint(f"config.json: {key} must be a positive number, not {_shown(value)}")
+    return float(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
@@ -118,25 +145,27 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
 
 
 def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
-    if architecture == "MistralForCausalLM" and "sliding_window" not in config:
-        return 4096  # transformers' default; a model without a window says null
-    if config.get("sliding_window") is None:
-        return None
-    if architecture == "MistralForCausalLM":
-        return _positive_int(config, "sliding_window")
     if architecture == "Qwen2ForCausalLM" and config.get("use_sliding_window"):
         # Qwen2 slides only in the layers from max_window_layers on; no released model uses it.
         raise BadCheckpoint("config.json: use_sliding_window is not supported for Qwen2ForCausalLM")
-    return None
+    default = _DEFAULTS[architecture].sliding_window
+    if default is None or config.get("sliding_window", default) is None:
+        return None  # a Mistral model without a window says null
+    return _positive_int(config, "sliding_window", default)
 
 
-def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:
-    value = config.get("eos_token_id")
+def _num_kv_heads(config: Mapping[str, Any], architecture: str, num_heads: int) -> int:
+    default = _DEFAULTS[architecture].num_key_value_heads if "num_key_value_heads" not in config else None
+    return _positive_int(config, "num_key_value_heads", default or num_heads)
+
+
+def _token_ids(config: Mapping[str, Any], key: str, default: int | None = None) -> tuple[int, ...]:
+    value = config.get(key, default)
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise BadCheckpoint(f"config.json: eos_token_id must be token ids, not {value!r}")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MAX_SIZE for i in ids):
+        raise BadCheckpoint(f"config.json: {key} must be token ids, not {_shown(value)}")
     return tuple(ids)
 
 
@@ -166,7 +195,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     if num_layers > MAX_LAYERS:
         raise BadCheckpoint(f"config.json: num_hidden_layers {num_layers} is over {MAX_LAYERS}")
     num_heads = _positive_int(config, "num_attention_heads")
-    num_kv_heads = _positive_int(config, "num_key_value_heads", num_heads)
+    num_kv_heads = _num_kv_heads(config, architecture, num_heads)
     hidden_size = _positive_int(config, "hidden_size")
     if config.get("head_dim") is None and hidden_size % num_heads:
         raise BadCheckpoint(f"config.json: hidden_size {hidden_size} is not a multiple of {num_heads} heads")
@@ -174,9 +203,10 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     if head_dim % 2:
         raise BadCheckpoint(f"config.json: head_dim must be even, not {head_dim}")
     theta, llama3 = _rope(config)
-    eos = list(_eos(config))
-    eos += [i for i in _eos(generation_config or {}) if i not in eos]
-    bos = config.get("bos_token_id")
+    defaults = _DEFAULTS[architecture]
+    generated = _token_ids(generation_config or {}, "eos_token_id")
+    eos = _token_ids(config, "eos_token_id", None if generated else defaults.eos_token_id)
+    bos = _token_ids(config, "bos_token_id", defaults.bos_token_id)
     try:
         return ModelSpec(
             architecture=architecture,
@@ -188,15 +218,15 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position=_positive_int(config, "max_position_embeddings", 2048),
+            max_position=_positive_int(config, "max_position_embeddings", defaults.max_position_embeddings),
             rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             llama3_rope=llama3,
             sliding_window=_sliding_window(config, architecture),
             qkv_bias=architecture == "Qwen2ForCausalLM",
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            bos_token_id=bos if isinstance(bos, int) else None,
-            eos_token_ids=tuple(eos),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=tuple(dict.fromkeys((*eos, *generated))),
         )
     except ValueError as error:
         raise BadCheckpoint(f"config.json: {error}") from error
