@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.worker.engine.kernels import CAST_DTYPES
 from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.model_spec import ModelSpec
 
@@ -58,8 +59,8 @@ class _Tile:
     first_key: int
     last_key: int
     bias: torch.Tensor
-    """``[queries, keys]``: 0 for keys, -inf for what a query does not see. In the model's dtype, so that it is made
-    once for all layers."""
+    """``[queries, keys]``: 0 for keys, -inf for what a query does not see. In the dtype that prefill is computed
+    in, so that it is made once for all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,9 @@ class TorchAttention:
         self._window = spec.sliding_window
         self._block_size = block_size
         self._dtype = TORCH_DTYPES[spec.dtype]
+        # Where the CPU has no float16, the fused kernel takes 3.7 times as long in it (in bfloat16 1.2 times).
+        in_float32 = self._dtype == torch.float16 and self._dtype in CAST_DTYPES
+        self._prefill_dtype = torch.float32 if in_float32 else self._dtype
         self._scale = spec.head_dim**-0.5
         # Kept from batch to batch: fresh memory would be paged in for every layer.
         self._gathered = torch.empty(2, 0, self._head_dim, dtype=self._dtype)
@@ -184,7 +188,7 @@ class TorchAttention:
             unseen = keys > queries
             if self._window is not None:
                 unseen |= keys <= queries - self._window
-            bias = torch.zeros(unseen.shape, dtype=self._dtype).masked_fill_(unseen, -torch.inf)
+            bias = torch.zeros(unseen.shape, dtype=self._prefill_dtype).masked_fill_(unseen, -torch.inf)
             rows = begin + offset
             tiles.append(_Tile(rows, rows + count, first_key - oldest, last_key - oldest, bias))
         return _Single(begin, end, self._pages(blocks, oldest, num_keys), tiles=tuple(tiles))
@@ -216,15 +220,17 @@ class TorchAttention:
             if single.end - single.begin == 1:
                 out[single.begin] = scaled_dot_product_attention(heads[single.begin : single.end], k, v)[0]
                 continue
+            k, v = k.to(self._prefill_dtype), v.to(self._prefill_dtype)
             # [1, Hkv, keys, D] -> [Hkv, G, keys, D] with stride 0 over the group
             k = k[0][:, None].expand(-1, self._group, -1, -1)
             v = v[0][:, None].expand(-1, self._group, -1, -1)
             if not single.tiles:
-                queries = heads[single.begin : single.end].permute(1, 2, 0, 3)
+                queries = heads[single.begin : single.end].permute(1, 2, 0, 3).to(self._prefill_dtype)
                 attended = scaled_dot_product_attention(queries, k, v, is_causal=single.is_causal)
                 out[single.begin : single.end] = attended.permute(2, 0, 1, 3)
             for tile in single.tiles:
-                queries, keys = heads[tile.begin : tile.end].permute(1, 2, 0, 3), slice(tile.first_key, tile.last_key)
+                queries = heads[tile.begin : tile.end].permute(1, 2, 0, 3).to(self._prefill_dtype)
+                keys = slice(tile.first_key, tile.last_key)
                 attended = scaled_dot_product_attention(queries, k[:, :, keys], v[:, :, keys], attn_mask=tile.bias)
                 out[tile.begin : tile.end] = attended.permute(2, 0, 1, 3)
         for padded in plan.padded:

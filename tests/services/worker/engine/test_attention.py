@@ -64,6 +64,22 @@ def test_lower_precision_attends_alike(dtype: str) -> None:
     _check(_spec(20, 4, 2, dtype), is_run=True, atol=3e-2)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_prefill_in_float16_is_attended_in_float32_and_rounded(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    monkeypatch.setattr(torch_cpu, "CAST_DTYPES", frozenset({torch.float16}))  # also on a machine that has it
+    monkeypatch.setattr(torch_cpu, "QUERY_TILE_TOKENS", 16)
+    torch.manual_seed(2)
+    q, k, v = torch.randn(48, 4, 16), *(torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, 16) for _ in range(2))
+    outputs = []
+    for dtype in (torch.float16, torch.float32):
+        backend = TorchAttention(_spec(window, 4, 2, str(dtype).removeprefix("torch.")), BLOCK_SIZE)
+        plan = backend.plan([0, 48], [0, 30], list(range(60, 0, -2)), [BLOCK_SIZE])
+        outputs.append(backend.run(plan, *(x.half().to(dtype) for x in (q, k, v))))
+    assert torch.equal(outputs[0], outputs[1].half())
+
+
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_chunk_of_several_tiles_gathers_its_prefix_once_and_makes_its_mask_once_for_all_layers(
     monkeypatch: pytest.MonkeyPatch, window: int | None
