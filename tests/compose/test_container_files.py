@@ -114,6 +114,17 @@ def test_everything_has_a_health_check_a_restart_policy_and_healthy_dependencies
             assert how == {"condition": "service_healthy"}
 
 
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
+def test_workers_share_their_machine_by_as_many_as_there_are(name: str) -> None:
+    worker = compose_file(name)["services"]["worker"]
+    assert worker["environment"]["BLITZ_WORKERS_PER_HOST"] == worker["deploy"]["replicas"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/operations.md", "compose/docker-compose.yml"])
+def test_no_line_to_paste_starts_workers_that_do_not_know_of_each_other(name: str) -> None:
+    assert "--scale worker" not in (ROOT / name).read_text()
+
+
 def test_profiles_reach_who_reads_them() -> None:
     services = compose_file()["services"]
     for name, service in services.items():
