@@ -190,9 +190,11 @@ class UcxWorker:
 
     def end_completed(self) -> None:
         """Run what waits for requests that completed."""
-        for posted in (self._active, self._given_up):
-            for request in [request for request in posted if request.completed]:
-                posted.pop(request).ended(self._error_of(request))
+        for request in [request for request in (*self._active, *self._given_up) if request.completed]:
+            # One that ended before it may have given up the endpoint of this one.
+            posted = self._active.pop(request, None) or self._given_up.pop(request, None)
+            if posted is not None:
+                posted.ended(self._error_of(request))
 
     def give_up(self, endpoint: Any) -> None:
         """Do not wait for the sends on a closed endpoint: inside a host they may never complete. Their buffers stay
