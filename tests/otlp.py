@@ -32,10 +32,10 @@ class ReceivedSpan:
 class OtlpReceiver:
     """``endpoint`` goes into OTEL_EXPORTER_OTLP_ENDPOINT."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self._spans: list[ReceivedSpan] = []
         self._changed = threading.Condition()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 

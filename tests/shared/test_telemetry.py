@@ -24,10 +24,10 @@ flush()
 """
 
 
-def run(**environ: str) -> list[str]:
+def run(program: str = PROGRAM, **environ: str) -> list[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=clean | {"PYTHONPATH": os.getcwd()} | environ,
+        [sys.executable, "-c", program], env=clean | {"PYTHONPATH": os.getcwd()} | environ,
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()
@@ -62,6 +62,38 @@ def test_an_unreachable_collector_does_not_hold_up_the_end() -> None:
     started_s = time.monotonic()
     run(OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert time.monotonic() - started_s < 20.0  # 5 s of them for the flush
+
+
+OUTAGES = """
+import logging, os, sys
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+from opentelemetry import trace
+from shared.telemetry import *
+from tests.otlp import OtlpReceiver
+flush = setup_telemetry("planner", "planner-1")
+def lose(count):
+    for _ in range(count):
+        with tracer().start_as_current_span("scale"):
+            pass
+        trace.get_tracer_provider().force_flush()
+lose(3)
+receiver = OtlpReceiver(int(os.environ["PORT"]))
+receiver.start()
+lose(1)
+receiver.stop()
+lose(2)
+"""
+
+
+def test_a_collector_that_is_away_is_said_once_per_outage() -> None:
+    port = str(free_port())
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "PORT": port}
+    patient = {"OTEL_EXPORTER_OTLP_TIMEOUT": "1", "OTEL_BSP_SCHEDULE_DELAY": "600000"}
+    lost, again, lost_again = run(OUTAGES, **environ, **patient)
+    assert lost.startswith("traces are lost until the collector answers: ")
+    assert port in lost
+    assert again == "the collector takes traces again"
+    assert lost_again.startswith("traces are lost")
 
 
 def test_the_traces_endpoint_alone_is_enough() -> None:
