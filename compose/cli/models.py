@@ -74,7 +74,9 @@ def add(
         int | None,
         typer.Option(min=0, help="Keep at least this many instances.", show_default="1, or 0 with --keep-alive"),
     ] = None,
-    max_instances: Annotated[int | None, typer.Option(min=1, help="Never run more instances.")] = None,
+    max_instances: Annotated[
+        int | None, typer.Option(min=0, help="Never run more instances; 0 pauses the model.")
+    ] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
     keep_alive_s: KeepAlive = None,
@@ -166,7 +168,9 @@ def set_(
     ] = None,
     max_instances: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Never run more instances; {MAX_INSTANCES}: no limit.", show_default=False),
+        typer.Option(
+            min=0, help=f"Never run more instances; 0 pauses the model, {MAX_INSTANCES}: no limit.", show_default=False
+        ),
     ] = None,
     slo_ttft_ms: NewSloTtft = None,
     slo_tbt_ms: NewSloTbt = None,

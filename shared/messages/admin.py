@@ -37,7 +37,7 @@ class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     path: Annotated[str, Meta(min_length=1)] | None = None
     name: Annotated[str, Meta(min_length=1)] | None = None
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
-    max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
+    max_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
     slo_ttft_s: Objective | None = None
     slo_tbt_s: Objective | None = None
     keep_alive_s: KeepAlive | None = None
@@ -55,7 +55,7 @@ class SetModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """What to change of a registered model. ``None`` is absent: it stays. 0 lifts an objective or the keep-alive."""
 
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
-    max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
+    max_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
     slo_ttft_s: ObjectiveOrNone | None = None
     slo_tbt_s: ObjectiveOrNone | None = None
     keep_alive_s: KeepAlive | None = None

@@ -211,7 +211,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
             path=required(body.path, "path"),
             name=body.name or "",
             min_instances=body.least,
-            max_instances=body.max_instances or MAX_INSTANCES,
+            max_instances=MAX_INSTANCES if body.max_instances is None else body.max_instances,
             slo_ttft_s=body.slo_ttft_s or 0.0,
             slo_tbt_s=body.slo_tbt_s or 0.0,
             keep_alive_s=body.keep_alive_s or 0.0,

@@ -65,7 +65,7 @@ def operations_router(gateway: Gateway) -> APIRouter:
     @router.get("/ready", include_in_schema=False)
     @router.get("/health")
     async def health() -> dict[str, str]:
-        """200 while requests can be served."""
+        """200 while this gateway answers requests, whatever models there are: all gateways know the same ones."""
         if gateway.draining:
             raise Unavailable("the gateway is shutting down")
         if gateway.bus.connected_since_s is None:

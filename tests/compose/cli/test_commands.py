@@ -7,11 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from compose.cli import run
 from compose.cli.status import state_text
+from compose.cli.up import summary
+from compose.config import StackConfig
 from compose.ports import free_port
+from shared.messages.admin import Status
 from tests.compose.fake_gateway import FakeGateway
 
 STATUS: dict[str, Any] = {
@@ -458,7 +462,7 @@ def test_setting_nothing_is_refused_here(gateway: FakeGateway, capsys: pytest.Ca
     "option",
     [
         "--min-instances=-1",
-        "--max-instances=0",
+        "--max-instances=-1",
         "--slo-ttft=-5",
         "--slo-tbt=nan",
         "--slo-tbt=0.5",
@@ -483,6 +487,28 @@ def test_up_refuses_before_anything_starts(tmp_path: Path, capsys: pytest.Captur
     assert run(["up", "--workers", "0", "--state-dir", str(state)]) == 1
     assert "--workers must be at least 1" in one_error_line(capsys)
     assert not state.exists()
+
+
+def test_models_may_be_given_to_up_as_other_servers_call_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["up", "--model", str(tmp_path / "absent"), "--state-dir", str(tmp_path)]) == 1
+    assert "absent is not a directory: give the path of a Hugging Face checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", ["BLITZ_API_KEYS", "BLITZ_GATEWAY_KEYS_FILE"])
+def test_what_is_there_to_paste_sends_a_key_where_one_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    def pasted() -> str:
+        config = StackConfig(models=(), state_dir=tmp_path)
+        return "\n".join(summary("http://x", msgspec.convert(STATUS, Status), with_key=config.needs_api_key))
+
+    assert "Authorization" not in pasted()
+    monkeypatch.setenv(variable, "some-key")
+    assert 'curl http://x/v1/chat/completions -H "Authorization: Bearer $BLITZ_API_KEY"' in pasted()
+    assert 'api_key=os.environ["BLITZ_API_KEY"]' in pasted()
+    assert "some-key" not in pasted()
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,7 +228,7 @@ async def test_what_is_given_of_a_models_settings_reaches_the_pool_and_shows_at_
     ("body", "param"),
     [
         ({"min_instances": -1}, "min_instances"),
-        ({"max_instances": 0}, "max_instances"),
+        ({"max_instances": -1}, "max_instances"),
         ({"max_instances": 1.5}, "max_instances"),
         ({"slo_ttft_s": -1}, "slo_ttft_s"),
         ({"slo_tbt_s": 3601}, "slo_tbt_s"),

@@ -19,6 +19,13 @@ async def test_health_follows_the_bus_and_live_does_not(stack: Stack) -> None:
     assert (await stack.http.get("/health")).status_code == 200
 
 
+async def test_a_gateway_is_ready_also_while_there_is_no_model(stack: Stack) -> None:
+    stack.pool.models.clear()
+    await stack.gateway.refresh()
+    assert (await stack.http.get("/v1/models")).json()["data"] == []
+    assert [(await stack.http.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+
+
 async def test_a_gateway_that_knows_no_models_yet_is_live_but_not_healthy(stack: Stack) -> None:
     stack.gateway.routes.ready = False
     unknowing = await stack.http.get("/health")
