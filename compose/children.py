@@ -199,7 +199,7 @@ def worker_spec(
     findings: Findings,
     forks: ForkServer | None = None,
 ) -> ChildSpec:
-    """Worker ``index``, with its share of the cores and, on CUDA, one device (workers take them in turn)."""
+    """Worker ``index``, with its share of the cores."""
     name = f"worker-{index}"
     threads = str(config.worker_threads)
     own = {
@@ -212,8 +212,6 @@ def worker_spec(
         "BLITZ_WORKER_PREFAULT_MIB": str(-(-findings.prefault_bytes // (1024 * 1024))),
         "BLITZ_WORKER_DRAIN_TIMEOUT_S": f"{max(0.0, config.stop_grace_s - _MARGIN_S):g}",
     }
-    if findings.num_cuda_devices > 1:
-        own["CUDA_VISIBLE_DEVICES"] = str(index % findings.num_cuda_devices)
     argv = (sys.executable, "-m", "services.worker")
     env = _environment(config, state, addresses, name, own)
     return ChildSpec(name, argv, env, config.stop_grace_s, state.path, tells_ready=True, forks=forks)

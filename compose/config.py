@@ -18,6 +18,8 @@ ADMIN_KEY_VARIABLE = "BLITZ_ADMIN_KEY"
 """The key that a client sends."""
 ADMIN_KEYS_VARIABLE = "BLITZ_ADMIN_KEYS"
 """The keys that the gateway takes, separated by commas."""
+_API_KEYS_VARIABLES = ("BLITZ_API_KEYS", "BLITZ_GATEWAY_KEYS_FILE")
+"""Where the gateway's keys for ``/v1`` are."""
 URL_VARIABLE = "BLITZ_URL"
 API_KEY_VARIABLE = "BLITZ_API_KEY"
 """The key that a client of ``/v1`` sends."""
@@ -124,6 +126,12 @@ class StackConfig:
         environment = inherited_environment() | dict(self.env)
         listed = environment.get(ADMIN_KEYS_VARIABLE) or environment.get(ADMIN_KEY_VARIABLE) or ""
         return tuple(key.strip() for key in listed.split(",") if key.strip())
+
+    @property
+    def needs_api_key(self) -> bool:
+        """Whether the gateway takes requests with a key only."""
+        environment = inherited_environment() | dict(self.env)
+        return any(environment.get(name, "").strip() for name in _API_KEYS_VARIABLES)
 
     @property
     def worker_threads(self) -> int:

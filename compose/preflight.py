@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +15,6 @@ from shared.checkpoint import inspect_checkpoint, is_directory
 from shared.errors import BadCheckpoint, BadProfile
 from shared.messages.common import SERVED_BY
 from shared.profile import read_profile
-
-CUDA_PROBE_S = 60.0
-CUDA_PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
 
 def model_names(models: tuple[Path, ...]) -> Mapping[str, Path]:
@@ -56,32 +51,10 @@ def largest_checkpoint_bytes(models: tuple[Path, ...]) -> int:
     return largest
 
 
-def num_cuda_devices() -> int:
-    """CUDA devices that torch can use; asked in a process of its own, so that this one stays small.
-
-    Raises ``StackRefused`` where there is none or no torch.
-    """
-    try:
-        answer = subprocess.run(
-            [sys.executable, "-c", CUDA_PROBE], capture_output=True, text=True, timeout=CUDA_PROBE_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise StackRefused(f"--device cuda: torch did not answer within {CUDA_PROBE_S:g} s") from error
-    if answer.returncode != 0:
-        reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise StackRefused(f"--device cuda: torch cannot be used: {reason}")
-    devices = int(answer.stdout.strip() or 0)
-    if devices < 1:
-        raise StackRefused("--device cuda: torch finds no CUDA device here; use --device cpu")
-    return devices
-
-
 @dataclass(frozen=True, slots=True)
 class Findings:
     """What the checks learned about models and machine."""
 
-    num_cuda_devices: int
-    """0 with ``--device cpu``."""
     prefault_bytes: int
     """Of each worker's arena to commit at start: what the largest model needs, where memory is plenty."""
 
@@ -106,6 +79,8 @@ def check_profiles(config: StackConfig) -> None:
 
 def check(config: StackConfig) -> Findings:
     """Everything that can be refused early. Raises ``StackRefused``, ``BadProfile``."""
+    if config.device == "cuda" and config.engine == "torch":
+        raise StackRefused("--device cuda: this version has no GPU engine; use --device cpu")
     largest = largest_checkpoint_bytes(config.models)
     check_profiles(config)
     if config.port:
@@ -124,6 +99,5 @@ def check(config: StackConfig) -> Findings:
         )
     plenty = config.workers * largest <= psutil.virtual_memory().available // 2
     return Findings(
-        num_cuda_devices=num_cuda_devices() if config.device == "cuda" and config.engine == "torch" else 0,
         prefault_bytes=largest if plenty else 0,
     )

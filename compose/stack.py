@@ -69,7 +69,7 @@ class Stack(RunningStack):
         self._was_ready = False
         self._worker_forks = worker_forks(config, state_dir)
         self._service_forks = service_forks(config, state_dir)
-        self._findings = Findings(num_cuda_devices=0, prefault_bytes=0)
+        self._findings = Findings(prefault_bytes=0)
         self._next_worker = config.workers
 
     def nats_access(self, user: User) -> NatsAccess:

@@ -51,7 +51,7 @@ def worker_spec(
     """The worker of one host. ``offers_copies``: memory for copies outside of its arena.
     ``holds_instances``: the arena has room for the model. ``env`` wins over the rest."""
     own_mib = arena_mib if holds_instances else 0
-    findings = Findings(num_cuda_devices=0, prefault_bytes=own_mib * _MIB)
+    findings = Findings(prefault_bytes=own_mib * _MIB)
     spec = children.worker_spec(config, state, addresses, host.index, findings, forks)
     own = {
         "BLITZ_NATS_URL": nats_url(addresses),

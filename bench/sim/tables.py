@@ -19,6 +19,9 @@ def systems_table(evaluation: Evaluation) -> Table:
     shown = table_of_systems(
         f"{evaluation.requests:,} requests on cluster {evaluation.cluster}, {evaluation.model}; ms and % in SLO{of}",
         ("TTFT", "p99", "TBT", "p99", "5x", "abs.", "GPU s", "host", "lost"),
+        "TTFT, TBT: means, with p99 beside them, ms; 5x, abs.: % of requests within five times "
+        f"{evaluation.slo_of}'s means, and within the objectives of --slo-ttft and --slo-tbt; GPU s: GPU seconds that "
+        "instances held; host: most copies of the model in host memory; lost: requests without an answer",
     )
     for name, row in evaluation.systems.items():
         shown.add_row(
@@ -42,6 +45,8 @@ def points_table(points: Sequence[Point]) -> Table:
     shown = table_of_systems(
         "what if; ms and % within the absolute SLO; on the frontier of *: SLO, +: p99",
         ("GPUs", "NIC", "keep", "back", "TTFT", "p99", "SLO", "cost" if costs else "GPU s", "lost", ""),
+        "NIC: Gbit/s; keep: for how long copies are kept; back: after how long instances are given back; TTFT: mean, "
+        "with p99 beside it, ms; SLO: % within the absolute objectives; lost: requests without an answer",
     )
     for point in points:
         shown.add_row(
@@ -72,13 +77,15 @@ def needed_table(needed: Sequence[Needed]) -> Table:
     return shown
 
 
-def table_of_systems(title: str, columns: Sequence[str]) -> Table:
+def table_of_systems(title: str, columns: Sequence[str], legend: str = "") -> Table:
     """Without rows, whose first cell is a name. What does not fit takes room from the names, which go on below: figures
     stay whole, and names can be told apart."""
     # What a cluster or a trace is called is no markup.
     shown = Table(
         title=Text(title, style="table.title"),
         title_justify="left",
+        caption=Text(legend, style="table.caption") if legend else None,
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=0,  # the box has a blank between columns

@@ -160,7 +160,7 @@ def _measure(
     config = WorkerConfig.from_env(os.environ | own)
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     if config.device == "cuda":
-        raise NotProfiled("--device cuda: this version serves on the CPU only")
+        raise NotProfiled("--device cuda: this version has no GPU engine; use --device cpu")
     if engine == "torch":
         import torch
 

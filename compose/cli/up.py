@@ -12,7 +12,7 @@ import typer
 
 from compose import preflight
 from compose.cli.options import KeepAlive, Served, SloTbt, SloTtft, seconds
-from compose.config import DEFAULT_PORT, StackConfig, default_state_dir, default_workers
+from compose.config import API_KEY_VARIABLE, DEFAULT_PORT, StackConfig, default_state_dir, default_workers
 from compose.demo_model import ensure_demo_model
 from compose.errors import StackRefused
 from compose.log_lines import ConsoleSink, worth_showing
@@ -29,6 +29,9 @@ def up(
         typer.Argument(
             help="Checkpoint directories (Hugging Face layout); by default a demo.", metavar="[MODEL_DIR]..."
         ),
+    ] = None,
+    model: Annotated[
+        list[Path] | None, typer.Option(help="The same as MODEL_DIR.", metavar="MODEL_DIR", show_default=False)
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Worker processes; 2, or 4 with eight cores or more.", show_default=False)
@@ -65,9 +68,10 @@ def up(
     """Start everything on this machine (NATS, Redis, all services) and serve until Ctrl-C."""
     folder = (state_dir if state_dir is not None else default_state_dir()).expanduser().absolute()
     sink = ConsoleSink()
-    num_needed = len(models or ()) * len(SERVED_BY[served_as or ""])
+    served = (*(models or ()), *(model or ()))
+    num_needed = len(served) * len(SERVED_BY[served_as or ""])
     config = StackConfig(
-        models=tuple(models or ()),
+        models=served,
         state_dir=folder,
         workers=workers if workers is not None else max(default_workers(), num_needed),
         planners=planners,
@@ -153,26 +157,31 @@ async def _until_cancelled(stack: Stack, sink: ConsoleSink, timeout_s: float) ->
                 f"health and metrics of pools, planners, monitors and workers, in this order: ports {first} to {last}",
             )
         status = await stack.wait_ready(timeout_s)
-        for text in summary(stack.url, status, others=stack.urls[1:]):
+        for text in summary(stack.url, status, others=stack.urls[1:], with_key=stack.config.needs_api_key):
             sink.write(text)
         await stack.wait_gave_up()
 
 
-def summary(url: str, status: Status, *, others: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Where it is, what it serves, and two ways to try it, ready to paste. ``others``: the URLs of other gateways."""
+def summary(url: str, status: Status, *, others: tuple[str, ...] = (), with_key: bool = False) -> tuple[str, ...]:
+    """Where it is, what it serves, and two ways to try it, ready to paste. ``others``: the URLs of other gateways.
+    ``with_key``: requests need one."""
     names = [model.name for model in status.models]
     model = names[0] if names else "MODEL"
+    authorization = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if with_key else ""
+    key = f'os.environ["{API_KEY_VARIABLE}"]' if with_key else '"none"'
     return (
         "",
         f"  BlitzScale serves at {url}  ({len(status.workers)} workers)",
         *((f"  and at {', '.join(others)}",) if others else ()),
         f"  models: {', '.join(names) or 'none yet: blitzscale models add MODEL_DIR'}",
         "",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        *((f"  export {API_KEY_VARIABLE}=...      one of the gateway's keys", "") if with_key else ()),
+        f"  curl {url}/v1/chat/completions{authorization} -H 'Content-Type: application/json' \\",
         f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}\'',
         "",
+        *(("  import os",) if with_key else ()),
         "  from openai import OpenAI",
-        f'  client = OpenAI(base_url="{url}/v1", api_key="none")',
+        f'  client = OpenAI(base_url="{url}/v1", api_key={key})',
         '  messages = [{"role": "user", "content": "Hello"}]',
         f'  stream = client.chat.completions.create(model="{model}", messages=messages, max_tokens=32, stream=True)',
         "  for chunk in stream:",

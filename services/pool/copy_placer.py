@@ -299,8 +299,10 @@ class CopyPlacer:
             return
         if request.leaving and not self._rules.could_take(request.model_hash):
             await self._retired(request, copy_id, needed=False)
-            log.warning(
-                "placement: the last copy of %s goes with worker %s: no other worker takes it", request.model, worker_id
+            log.info(
+                "placement: the last copy of %s in any memory goes with worker %s: no other worker takes it",
+                request.model,
+                worker_id,
             )
             return
         # A worker that was not told to drop its copy has its own reasons.

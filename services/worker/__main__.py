@@ -37,7 +37,7 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
 
         torch.set_num_threads(config.num_threads)
         if config.device == "cuda":
-            raise BlitzError("BLITZ_WORKER_DEVICE=cuda: this build serves on the CPU only")
+            raise BlitzError("BLITZ_WORKER_DEVICE=cuda: this version has no GPU engine; use cpu")
     incarnation = new_incarnation()
     async with connected("worker", config, process, id=config.worker_id, incarnation=incarnation) as connection:
         transport = UcxTransport(name=config.worker_id, on_failure=lambda error: fatal(str(error)))

@@ -63,6 +63,15 @@ def _wait_gone(processes: list[psutil.Process]) -> None:
         time.sleep(0.05)
 
 
+def test_to_stop_an_idle_stack_is_nothing_to_be_warned_of(up: tuple[subprocess.Popen[str], str]) -> None:
+    process, _ = up
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=END_S)[0]
+    assert said.rstrip().endswith("stopped")
+    assert "requests of" not in said, "there are none"
+    assert not re.search(r" (WARNING|ERROR|CRITICAL) |\[(WRN|ERR|FTL)\]", said), said
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_when_it_ends(up: tuple[subprocess.Popen[str], str], how: signal.Signals) -> None:
     process, url = up

@@ -10,6 +10,7 @@ disaggregated serving: whatever goes wrong before the other instance has it, it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfe
 from shared import subjects
 from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus
-from shared.errors import BlitzError, SentBack
+from shared.errors import BlitzError, SentBack, Unavailable
 from shared.messages.common import ErrorInfo
 from shared.messages.destinations import Destination, Destinations, GetDestinations, SendBack
 from shared.messages.generation import DecodePlace
@@ -87,11 +88,14 @@ class Migrator:
             self._tasks.start(self._leave(instance, Takers(destinations), send_back))
 
     def ask_and_leave(self, instance: Instance) -> None:
-        """The worker is being stopped, and the instance drains: ask the planner where its requests may go. Without an
-        answer they end here."""
+        """The worker is being stopped, and the instance drains: ask the planner where its requests may go, if it has
+        any. Without an answer they end here."""
         self._tasks.start(self._ask_and_leave(instance))
 
     async def _ask_and_leave(self, instance: Instance) -> None:
+        with contextlib.suppress(Unavailable):  # the engine has stopped: nothing is left
+            if not await asyncio.wrap_future(instance.engine.call(lambda loop: loop.num_requests)):
+                return
         question = GetDestinations(worker_id=self._worker_id, instance_id=instance.instance_id)
         try:
             answer = await self._bus.request(subjects.planner("destinations"), question, Destinations, timeout_s=ASK_S)

@@ -52,3 +52,11 @@ def test_settings_and_what_equally_good_ones_cost_fit_as_well() -> None:
         assert max(map(len, lines)) <= 80
         assert "\u2026" not in "".join(lines)
         assert sum("1234567" in line for line in lines) == len(SYSTEMS)
+
+
+def test_the_columns_are_explained() -> None:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(points_table([point(1.0, 0.9, 1.0)]))
+    _, legend = console.export_text().split("NIC: ")
+    for column in ("keep:", "back:", "TTFT:", "SLO:", "lost:"):
+        assert column in legend
