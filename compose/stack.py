@@ -86,6 +86,9 @@ class Stack(RunningStack):
         """Check, then start every process. Raises ``StackRefused`` with nothing left behind, ``StackNotReady``."""
         self._findings = await asyncio.to_thread(preflight.check, self.config)
         self.state_dir.acquire()
+        # What is imported takes longest of all, so it comes first.
+        await self._worker_forks.start()
+        await self._service_forks.start()
         socket = self.state_dir.redis_socket
         first = self.config.port or free_port(self.config.host)
         self._addresses = addresses = Addresses(
@@ -100,9 +103,6 @@ class Stack(RunningStack):
         workers = [self._worker_spec(index) for index in range(self.config.workers)]
         for line in await asyncio.to_thread(check_settings, (*services, *workers)):
             self._say(line)
-        # What is imported takes longest of all, so it comes first.
-        await self._worker_forks.start()
-        await self._service_forks.start()
         await self.start_servers(
             nats_spec(self.config, self.state_dir, addresses), redis_spec(self.config, self.state_dir, addresses)
         )
