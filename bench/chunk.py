@@ -205,7 +205,7 @@ def command(
     )
     with red_line():
         check_folder(json_file)
-        with console.status("starting") as status:
+        with Console(stderr=True).status("starting") as status:
             found = run_chunk_bench(settings, status.update)
         _print(found, settings, console)
         write(json_file, {"settings": asdict(settings), **{way: asdict(one) for way, one in found.items()}})

@@ -6,17 +6,22 @@ import importlib
 
 import typer
 
+from bench.command_line import say
+
 app = typer.Typer(help="Measure parts of the system on this machine.", add_completion=False, no_args_is_help=True)
 
 # Everything after the name, --help included, is for the benchmark itself.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def _hand_over(context: typer.Context, module: str, *, pass_on: bool = False) -> None:
+def _hand_over(context: typer.Context, module: str, *, takes: str = "", pass_on: bool = False) -> None:
     """Run the typer function ``command`` of ``module``, which may need torch, with the arguments left.
 
-    ``pass_on``: it hands arguments that it does not know to yet another command.
+    ``takes``: about how long with its defaults, which is said before. ``pass_on``: it hands arguments that it does not
+    know to yet another command.
     """
+    if takes and not {"-h", "--help"} & set(context.args):
+        say(f"{context.command_path}: with its defaults about {takes} on two cores that do nothing else")
     single = typer.Typer(add_completion=False)
     single.command(context_settings=_PASS_ON if pass_on else None)(importlib.import_module(module).command)
     typer.main.get_command(single)(args=list(context.args), prog_name=context.command_path)
@@ -30,85 +35,85 @@ def bench() -> None:
 @app.command("transport", context_settings=_PASS_ON, add_help_option=False)
 def transport(context: typer.Context) -> None:
     """GB/s between two processes of this machine over UCX, beside a plain memory copy in the same run."""
-    _hand_over(context, "bench.transport")
+    _hand_over(context, "bench.transport", takes="half a minute")
 
 
 @app.command("autoscale", context_settings=_PASS_ON, add_help_option=False)
 def autoscale(context: typer.Context) -> None:
     """A trace against a stack of one instance: how the monitor scales it, and whether every token stays right."""
-    _hand_over(context, "bench.autoscale", pass_on=True)
+    _hand_over(context, "bench.autoscale", takes="as long as its trace, and a minute", pass_on=True)
 
 
 @app.command("chaos", context_settings=_PASS_ON, add_help_option=False)
 def chaos(context: typer.Context) -> None:
     """Everything is killed at random under load: requests that fail, answers that differ, how long streams pause."""
-    _hand_over(context, "bench.chaos.cli")
+    _hand_over(context, "bench.chaos.cli", takes="two minutes")
 
 
 @app.command("chunk", context_settings=_PASS_ON, add_help_option=False)
 def chunk(context: typer.Context) -> None:
     """Time between tokens while long prompts come: a constant chunk against one that follows from the objective."""
-    _hand_over(context, "bench.chunk")
+    _hand_over(context, "bench.chunk", takes="a minute")
 
 
 @app.command("control", context_settings=_PASS_ON, add_help_option=False)
 def control(context: typer.Context) -> None:
     """What the control plane costs with simulated workers by the thousand, and how fast it is."""
-    _hand_over(context, "bench.control.cli")
+    _hand_over(context, "bench.control.cli", takes="two minutes")
 
 
 @app.command("decisions", context_settings=_PASS_ON, add_help_option=False)
 def decisions(context: typer.Context) -> None:
     """What a decision of the control plane costs in CPU time, and how that grows with the cluster."""
-    _hand_over(context, "bench.decisions.cli")
+    _hand_over(context, "bench.decisions.cli", takes="four minutes")
 
 
 @app.command("drain", context_settings=_PASS_ON, add_help_option=False)
 def drain(context: typer.Context) -> None:
     """Seconds until a worker under long answers is free, with and without migration, and what streams see of it."""
-    _hand_over(context, "bench.drain")
+    _hand_over(context, "bench.drain", takes="three minutes")
 
 
 @app.command("engine", context_settings=_PASS_ON, add_help_option=False)
 def engine(context: typer.Context) -> None:
     """Tokens per second of the engine, against a reference on the same machine."""
-    _hand_over(context, "bench.engine.cli")
+    _hand_over(context, "bench.engine.cli", takes="five minutes")
 
 
 @app.command("evaluate", context_settings=_PASS_ON, add_help_option=False)
 def evaluate(context: typer.Context) -> None:
     """Systems on windows of a trace, as in the paper's evaluation, with several hosts on this machine."""
-    _hand_over(context, "bench.evaluate.cli")
+    _hand_over(context, "bench.evaluate.cli", takes="two minutes for each system")
 
 
 @app.command("fidelity", context_settings=_PASS_ON, add_help_option=False)
 def fidelity(context: typer.Context) -> None:
     """The simulator beside the lab: the runs of an evaluation, simulated."""
-    _hand_over(context, "bench.fidelity.cli")
+    _hand_over(context, "bench.fidelity.cli", takes="a minute for each run")
 
 
 @app.command("fleet", context_settings=_PASS_ON, add_help_option=False)
 def fleet(context: typer.Context) -> None:
     """Many small models on few workers, against a worker for every few models and a worker for each."""
-    _hand_over(context, "bench.fleet.cli")
+    _hand_over(context, "bench.fleet.cli", takes="four minutes")
 
 
 @app.command("gateway", context_settings=_PASS_ON, add_help_option=False)
 def gateway(context: typer.Context) -> None:
     """What gateway, bus and worker loop add to the first token, and tokens per second of one gateway process."""
-    _hand_over(context, "bench.gateway.cli")
+    _hand_over(context, "bench.gateway.cli", takes="two minutes")
 
 
 @app.command("hostile", context_settings=_PASS_ON, add_help_option=False)
 def hostile(context: typer.Context) -> None:
     """What hostile clients, all at once, do to another client's first token and to the gateway's memory."""
-    _hand_over(context, "bench.hostile.cli")
+    _hand_over(context, "bench.hostile.cli", takes="a minute")
 
 
 @app.command("pd", context_settings=_PASS_ON, add_help_option=False)
 def pd(context: typer.Context) -> None:
     """Prefill and decode on instances of their own, against the same workers that do both, between several hosts."""
-    _hand_over(context, "bench.pd.cli")
+    _hand_over(context, "bench.pd.cli", takes="five minutes")
 
 
 @app.command("plan", context_settings=_PASS_ON, add_help_option=False)
@@ -126,34 +131,34 @@ def recording(context: typer.Context) -> None:
 @app.command("scaleout", context_settings=_PASS_ON, add_help_option=False)
 def scaleout(context: typer.Context) -> None:
     """Time to scale out by chain, star and disk, between several hosts on this machine with a rate on each link."""
-    _hand_over(context, "bench.scaleout.cli")
+    _hand_over(context, "bench.scaleout.cli", takes="four minutes")
 
 
 @app.command("live", context_settings=_PASS_ON, add_help_option=False)
 def live(context: typer.Context) -> None:
     """Live scaling under a burst, between two hosts on this machine: against stop the world and the playback."""
-    _hand_over(context, "bench.live.cli")
+    _hand_over(context, "bench.live.cli", takes="five minutes")
 
 
 @app.command("loaders", context_settings=_PASS_ON, add_help_option=False)
 def loaders(context: typer.Context) -> None:
     """How fast a checkpoint comes into memory: safetensors, the Run:ai streamer, ours from disk and from a peer."""
-    _hand_over(context, "bench.loaders.cli")
+    _hand_over(context, "bench.loaders.cli", takes="three minutes")
 
 
 @app.command("turns", context_settings=_PASS_ON, add_help_option=False)
 def turns(context: typer.Context) -> None:
     """Many models on two workers, asked in turn: how long it takes until all have been answered."""
-    _hand_over(context, "bench.turns")
+    _hand_over(context, "bench.turns", takes="three minutes")
 
 
 @app.command("zero", context_settings=_PASS_ON, add_help_option=False)
 def zero(context: typer.Context) -> None:
     """The first token of a model that sleeps, from a host copy, over a link and from disk, against the ideal."""
-    _hand_over(context, "bench.zero.cli")
+    _hand_over(context, "bench.zero.cli", takes="four minutes")
 
 
 @app.command("zigzag", context_settings=_PASS_ON, add_help_option=False)
 def zigzag(context: typer.Context) -> None:
     """Schedules of live scaling, played back: against its baselines and the optimum, and how long the ILP takes."""
-    _hand_over(context, "bench.zigzag.cli")
+    _hand_over(context, "bench.zigzag.cli", takes="two minutes")

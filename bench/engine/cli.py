@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.command_line import say
 from bench.engine.measure import run_engine_bench
 from bench.engine.run import EngineBenchSettings
 
@@ -58,12 +59,11 @@ def _print_sampling(report: dict[str, Any], console: Console) -> None:
 def command(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Alternating runs of each side (medians).")] = 3,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 16,
     threads: Annotated[int, typer.Option(min=1, help="Threads of both sides.")] = os.cpu_count() or 1,
 ) -> None:
     """Compare the engine's tokens per second with transformers', and drawn tokens with greedy ones, on this machine."""
     console = Console()
     settings = EngineBenchSettings(repetitions=repetitions, output_tokens=output_tokens, threads=threads)
-    with console.status("starting") as status:
-        report = run_engine_bench(json_path, settings, progress=status.update)
+    report = run_engine_bench(json_path, settings, progress=say)
     _print(report, console)

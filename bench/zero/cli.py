@@ -20,10 +20,10 @@ from shared.errors import BadRequest
 
 def command(
     *,
-    mb: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the models, in 10^6 bytes.")] = "25,400,1600",
+    mb: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the models, in 10^6 bytes.")] = "25,400",
     sources: Annotated[str, typer.Option(metavar="NAME,NAME", help="Where weights come from.")] = ",".join(SOURCES),
     rate: Annotated[str, typer.Option(help="Of the link to the peer, per direction.")] = "2gbit",
-    repetitions: Annotated[int, typer.Option(min=1, help="Medians are reported.")] = 5,
+    repetitions: Annotated[int, typer.Option(min=1, help="Medians are reported.")] = 3,
     json_file: JsonFile = None,
 ) -> None:
     """The first token of a model that sleeps, against the time that moving its weights takes at the least.

@@ -33,8 +33,9 @@ _TIMING = {
     "BLITZ_MOCK_LAYER_BASE_MS": "0.0",
     "BLITZ_MOCK_LAYER_PER_TOKEN_US": "0",
     "BLITZ_WORKER_KV_MIB": "64",
-    "BLITZ_MONITOR_DOWN_WINDOW_S": "0",
 }
+_BACK_AT_ONCE = {"BLITZ_MONITOR_DOWN_WINDOW_S": "0"}
+"""The monitor's: each wake would wait for the minute for which instances are kept otherwise."""
 
 
 async def measure(
@@ -144,7 +145,9 @@ class _Bench:
             "BLITZ_WORKER_ARENA_MIB": str(mib),
             "BLITZ_WORKER_HOST_CACHE_MIB": str(0 if self._source == "disk" else mib),
         }
-        config = StackConfig(models=(), state_dir=self._folder, workers=1, port=0, engine="mock", env=_TIMING | memory)
+        config = StackConfig(
+            models=(), state_dir=self._folder, workers=1, port=0, engine="mock", env=_TIMING | memory | _BACK_AT_ONCE
+        )
         return Stack(config)
 
     def _lab_stack(self, network: Network) -> LabStack:
@@ -155,6 +158,7 @@ class _Bench:
             self._checkpoint.path,
             weights_bytes=self._checkpoint.layout.num_bytes,
             worker_env=_TIMING,
+            service_env={"monitor": _BACK_AT_ONCE},
             copies_on=(0,),
             arenas_on=(1,),
             min_instances=0,
