@@ -77,10 +77,12 @@ class Addresses:
     gateway_port: int
     other_gateway_ports: tuple[int, ...] = ()
     """Of the second gateway and those after it."""
+    other_nats_ports: tuple[int, ...] = ()
+    """Of the second NATS server and those after it."""
 
     @property
     def nats_url(self) -> str:
-        return f"nats://127.0.0.1:{self.nats_port}"
+        return ",".join(f"nats://127.0.0.1:{port}" for port in (self.nats_port, *self.other_nats_ports))
 
     @property
     def redis_url(self) -> str:
@@ -89,12 +91,19 @@ class Addresses:
         return f"redis://127.0.0.1:{self.redis_port}/0"
 
 
-def nats_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> ChildSpec:
+def nats_specs(config: StackConfig, state: StateDir, addresses: Addresses) -> tuple[ChildSpec, ...]:
     """NATS with JetStream, on the loopback interface."""
-    arguments = ("--addr", "127.0.0.1", "--port", str(addresses.nats_port), "--store_dir", str(state.nats))
-    argv = (str(nats_server()), "--config", str(state.credentials / credentials.NATS_CONF), *arguments)
-    probe = nats_probe("127.0.0.1", addresses.nats_port)
-    return ChildSpec("nats", argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe)
+    specs = []
+    for index, name in enumerate(service_names("nats", config.nats_servers)):
+        port = (addresses.nats_port, *addresses.other_nats_ports)[index]
+        one = config.nats_servers == 1
+        conf = credentials.NATS_CONF if one else credentials.member_conf(index)
+        store = state.nats if one else state.nats / name
+        where = ("--name", name, "--addr", "127.0.0.1", "--port", str(port), "--store_dir", str(store))
+        argv = (str(nats_server()), "--config", str(state.credentials / conf), *where)
+        probe = nats_probe("127.0.0.1", port)
+        specs.append(ChildSpec(name, argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe))
+    return tuple(specs)
 
 
 def redis_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> ChildSpec:
@@ -174,6 +183,8 @@ def service_spec(
         own["BLITZ_REDIS_URL"] = addresses.redis_url
         own["BLITZ_REDIS_PASSWORD"] = ""
         own["BLITZ_REDIS_PASSWORD_FILE"] = str(state.credentials / credentials.REDIS_PASSWORD)
+    if kind == "planner" and config.nats_servers > 1:
+        own["BLITZ_PLANNER_STREAM_REPLICAS"] = "3"
     if kind == "gateway":
         if name != kind:
             # Each draws one of its own, and another one when it is started again: what is left of its

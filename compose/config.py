@@ -50,6 +50,10 @@ class StackConfig:
     monitors: int = 1
     pools: int = 1
     gateways: int = 1
+    nats_servers: int = 1
+    """More than one: a cluster, and the plan stream on three of them."""
+    forks: bool = True
+    """Services start as copies of a process that has imported what they need. False: each as a program of its own."""
     host: str = "127.0.0.1"
     """Where the gateway listens. NATS and Redis are never reachable from outside of this machine."""
     port: int = DEFAULT_PORT
@@ -81,6 +85,10 @@ class StackConfig:
         for kind, count in self.counts.items():
             if count < 1:
                 raise StackRefused(f"--{kind}s must be at least 1, not {count}")
+        if self.nats_servers not in (1, 3, 5):
+            raise StackRefused(
+                f"NATS servers are one, three or five, not {self.nats_servers}: more than half must agree"
+            )
         if self.log_level.upper() not in logging.getLevelNamesMapping():
             raise StackRefused(f"--log-level must be debug, info, warning, error or critical, not {self.log_level!r}")
         for name, slo_s in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -46,6 +46,11 @@ def password_file(user: User) -> str:
     return f"nats-{user}.password"
 
 
+def member_conf(index: int) -> str:
+    """Name of the configuration of one NATS server of several that have different ports."""
+    return f"nats-{index}.conf"
+
+
 def files_of_credentials() -> tuple[str, ...]:
     """Everything that ``make`` writes."""
     return (NATS_CONF, REDIS_CONF, *_password_files())
@@ -72,8 +77,7 @@ def make(folder: Path, *, mode: int = 0o600, http: str = "", renew: bool = True,
     known = {} if renew else _known(folder)
     passwords = {name: known.get(name) or secrets.token_urlsafe(_PASSWORD_BYTES) for name in _password_files()}
     texts = {name: f"{password}\n" for name, password in passwords.items() if name not in known}
-    members = Cluster(cluster, passwords[CLUSTER_PASSWORD]) if cluster else None
-    texts[NATS_CONF] = nats_conf({user: passwords[password_file(user)] for user in USERS}, http=http, cluster=members)
+    texts |= _nats_files(passwords, http, cluster)
     texts[REDIS_CONF] = f'{_base(REDIS_CONF)}\nrequirepass "{passwords[REDIS_PASSWORD]}"\n'
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -82,6 +86,20 @@ def make(folder: Path, *, mode: int = 0o600, http: str = "", renew: bool = True,
             _write(folder / name, text, mode)
     except OSError as error:
         raise StackRefused(f"the credentials cannot be written to {folder}: {error.strerror}") from error
+
+
+def _nats_files(passwords: Mapping[str, str], http: str, cluster: tuple[str, ...]) -> dict[str, str]:
+    """One configuration for all servers; if they have different ports, each has its own, by its place among them."""
+    users: dict[User, str] = {user: passwords[password_file(user)] for user in USERS}
+    if not cluster:
+        return {NATS_CONF: nats_conf(users, http=http)}
+    members = Cluster(cluster, passwords[CLUSTER_PASSWORD])
+    if len({member.rpartition(":")[2] for member in cluster}) == 1:
+        return {NATS_CONF: nats_conf(users, http=http, cluster=members)}
+    return {
+        member_conf(index): nats_conf(users, http=http, cluster=replace(members, listen=member))
+        for index, member in enumerate(cluster)
+    }
 
 
 def _known(folder: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from compose.children import (
     Addresses,
     kind_of,
     nats_access,
-    nats_spec,
+    nats_specs,
     redis_spec,
     service_forks,
     service_names,
@@ -85,10 +85,13 @@ class Stack(RunningStack):
     async def start(self) -> None:
         """Check, then start every process. Raises ``StackRefused`` with nothing left behind, ``StackNotReady``."""
         self._findings = await asyncio.to_thread(preflight.check, self.config)
-        self.state_dir.acquire()
+        many = self.config.nats_servers > 1
+        routes = tuple(f"127.0.0.1:{free_port()}" for _ in range(self.config.nats_servers)) if many else ()
+        self.state_dir.acquire(routes)
         # What is imported takes longest of all, so it comes first.
-        await self._worker_forks.start()
-        await self._service_forks.start()
+        if self.config.forks:
+            await self._worker_forks.start()
+            await self._service_forks.start()
         socket = self.state_dir.redis_socket
         first = self.config.port or free_port(self.config.host)
         self._addresses = addresses = Addresses(
@@ -97,14 +100,15 @@ class Stack(RunningStack):
             redis_socket=socket,
             gateway_port=first,
             other_gateway_ports=next_free_ports(self.config.host, first, self.config.gateways - 1),
+            other_nats_ports=tuple(free_port() for _ in routes[1:]),
         )
-        forks = self._service_forks
+        forks = self._service_forks if self.config.forks else None
         services = [service_spec(self.config, self.state_dir, addresses, name, forks) for name in self._service_names()]
         workers = [self._worker_spec(index) for index in range(self.config.workers)]
         for line in await asyncio.to_thread(check_settings, (*services, *workers)):
             self._say(line)
         await self.start_servers(
-            nats_spec(self.config, self.state_dir, addresses), redis_spec(self.config, self.state_dir, addresses)
+            *nats_specs(self.config, self.state_dir, addresses), redis_spec(self.config, self.state_dir, addresses)
         )
         for spec in (*services, *workers):
             await self._supervisor.start(spec)
@@ -166,7 +170,8 @@ class Stack(RunningStack):
         return tuple(name for kind in (*CONTROL_PLANE, "gateway") for name in service_names(kind, counts[kind]))
 
     def _worker_spec(self, index: int) -> ChildSpec:
-        return worker_spec(self.config, self.state_dir, self.addresses, index, self._findings, self._worker_forks)
+        forks = self._worker_forks if self.config.forks else None
+        return worker_spec(self.config, self.state_dir, self.addresses, index, self._findings, forks)
 
     async def _become_ready(self, deadline_s: float, timeout_s: float) -> Status:
         models = preflight.model_names(self.config.models)

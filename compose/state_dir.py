@@ -31,8 +31,9 @@ class StateDir:
         socket = self.redis / "redis.sock"
         return socket if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES else None
 
-    def acquire(self) -> None:
-        """Create and lock the folder, empty the registry's part of it, and make new credentials.
+    def acquire(self, cluster: tuple[str, ...] = ()) -> None:
+        """Create and lock the folder, empty the registry's part of it, and make new credentials; ``cluster``: as
+        ``credentials.make`` takes it.
 
         The registry holds what runs now, so a new stack starts with none; within a run it survives
         Redis's restarts. The plan stream (the record of scale operations) is kept from run to run.
@@ -59,7 +60,7 @@ class StateDir:
         for folder in (self.logs, self.nats, self.redis):
             folder.mkdir(mode=0o700, exist_ok=True)
         try:
-            credentials.make(self.credentials)
+            credentials.make(self.credentials, cluster=cluster)
         except StackRefused:
             self.release()
             raise

@@ -172,11 +172,11 @@ class RunningStack:
         """Start every process."""
         raise NotImplementedError
 
-    async def start_servers(self, nats: ChildSpec, redis: ChildSpec) -> None:
+    async def start_servers(self, *servers: ChildSpec) -> None:
         """Start them and wait until they answer. Raises ``StackNotReady``, ``ProcessGaveUp``."""
-        for spec in (nats, redis):
+        for spec in servers:
             await self._supervisor.start(spec)
-        for spec in (nats, redis):
+        for spec in servers:
             assert spec.probe is not None
             await self.unless_given_up(wait_until(spec.probe, spec.name, timeout_s=_SERVER_START_S))
 

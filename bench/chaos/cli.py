@@ -43,6 +43,14 @@ def command(
         int | None, typer.Option(min=2, max=32, help="4, 5 with --roles, 6 with --fleet.", show_default=False)
     ] = None,
     clients: Annotated[int, typer.Option(min=1, max=256, help="Each has one request at a time.")] = 8,
+    nats_nodes: Annotated[
+        int,
+        typer.Option(min=1, max=5, help="NATS servers: 1, 3 or 5. Of several, one is killed or stands still."),
+    ] = 1,
+    skew: Annotated[
+        float,
+        typer.Option(min=0, max=86400, metavar="S", help="Set each service's clock ahead and behind by this, in turn."),
+    ] = 0.0,
     model_dir: Annotated[Path | None, typer.Option(help="Checkpoint; by default the demo model.")] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep the stack's logs there; by default they are deleted.", metavar="DIR")
@@ -65,6 +73,8 @@ def command(
             engine=engine,
             workers=workers if workers is not None else _DEFAULT_WORKERS + roles + 2 * fleet,
             clients=clients,
+            nats_nodes=nats_nodes,
+            skew_s=skew,
         )
         if roles and setting.workers < _DEFAULT_WORKERS:
             raise BadRequest(f"--roles needs 4 workers at least, not {setting.workers}", param="workers")
@@ -88,6 +98,8 @@ def command(
             f"--signal {how} --engine {engine} --workers {setting.workers} --clients {clients}"
             + (" --roles" if roles else "")
             + (" --fleet" if fleet else "")
+            + (f" --nats-nodes {nats_nodes}" if nats_nodes > 1 else "")
+            + (f" --skew {skew:g}" if skew else "")
         )
         write(json_file, document | {"machine": machine.describe(), "command": asked})
     for problem in result.problems:

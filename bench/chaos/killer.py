@@ -70,6 +70,8 @@ class Killer:
         return dict(sorted(Counter(strike.kind for strike in self.strikes).items()))
 
     def _choose(self, kill: Kill) -> str | None:
+        if kill.kind == "nats" and any(s.kind == "nats" and s.over_s is None for s in self.strikes):
+            return None  # of several servers more than half have to agree
         names = sorted(name for name in self._processes.names() if kind_of(name) == kill.kind)
         first = names.index(kill.member) if kill.member in names else 0
         for name in names[first:] + names[:first]:

@@ -16,6 +16,8 @@ How = Literal["KILL", "TERM", "STOP"]
 
 STOPPED_S = (5.0, 8.0)
 """How long a stopped process stays so."""
+STANDS_STILL_S = 60.0
+"""How long one NATS server of several does: longer than everything that gives others up."""
 DRAINED_S = (2.0, 6.0)
 """How long a worker is out of use."""
 _JITTER = (0.5, 1.5)
@@ -80,11 +82,21 @@ class Scalable:
 
 
 @dataclass(frozen=True, slots=True)
+class ClockStep:
+    """A member's wall clock is set to be so far ahead (below 0: behind)."""
+
+    at_s: float
+    member: str
+    ahead_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All that is done, in the order of time."""
 
     kills: tuple[Kill, ...]
     wishes: tuple[Wish, ...]
+    steps: tuple[ClockStep, ...] = ()
 
 
 def kind_of(name: str) -> str:
@@ -114,9 +126,14 @@ def make_plan(
     scalables: Sequence[Scalable],
     switched: Sequence[str] = (),
     drained: Sequence[str] = (),
+    skewed: Sequence[str] = (),
+    skew_s: float = 0.0,
 ) -> Plan:
     """The same for the same arguments. ``members``: names of the stack's processes. ``switched``: models that are
-    served the one way and the other. ``drained``: workers that may be taken out of use.
+    served the one way and the other. ``drained``: workers that may be taken out of use. ``skewed``: whose clocks are
+    set ahead by ``skew_s``, and then behind by as much, one after the other.
+
+    Of several NATS servers one is killed or, in turn, stands still for ``STANDS_STILL_S``.
 
     Every kind has its turn in a random order before any has it again. Between two kills something is asked for: a scale
     operation, another way to serve, or a worker's drain. Raises ``BadRequest`` for a kind without members.
@@ -134,14 +151,29 @@ def make_plan(
     while True:
         gap_s = every_s * killing.uniform(*_JITTER)
         if at_s + gap_s > seconds:
-            return Plan(tuple(kills), tuple(wishes))
+            return Plan(tuple(kills), tuple(wishes), _steps(seconds, skewed, skew_s))
         if scalables:
             wishes.append(_wish(scaling, at_s + gap_s * scaling.random(), scalables, switched, drained))
         at_s += gap_s
         kind = next(turns)
         stopped_s = killing.uniform(*STOPPED_S)
         member = killing.choice(of_kind[kind])
-        kills.append(Kill(at_s, kind, member, how, stopped_s if how == "STOP" else 0.0))
+        still = kind == "nats" and len(of_kind[kind]) > 1 and sum(kill.kind == "nats" for kill in kills) % 2 == 0
+        if still:
+            kills.append(Kill(at_s, kind, member, "STOP", STANDS_STILL_S))
+        else:
+            kills.append(Kill(at_s, kind, member, how, stopped_s if how == "STOP" else 0.0))
+
+
+def _steps(seconds: float, members: Sequence[str], skew_s: float) -> tuple[ClockStep, ...]:
+    """Each in turn is ahead, then behind; the next one's turn sets it right."""
+    turn_s = seconds / max(1, 2 * len(members))
+    steps: list[ClockStep] = []
+    for index, member in enumerate(members):
+        at_s = 2 * index * turn_s
+        steps += [ClockStep(at_s, member, skew_s), ClockStep(at_s + turn_s, member, -skew_s)]
+        steps.append(ClockStep(at_s + 2 * turn_s, member, 0.0))
+    return tuple(steps)
 
 
 def _turns(rng: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:

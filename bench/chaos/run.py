@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.chaos.aftermath import is_whole, look
+from bench.chaos.clocks import clock_file, set_clock, step_clocks
 from bench.chaos.expect import ChaosFailed, expect
 from bench.chaos.gateways import Gateways
 from bench.chaos.killer import Killer
@@ -56,6 +57,8 @@ class StackProcesses:
 
 async def run(setting: Setting, model: Path, state_dir: Path, *, say: Say = lambda _: None) -> Result:
     """Take a stack up, disturb it, take it down. Raises ``StackError`` and ``BlitzError``; nothing is left behind."""
+    for name in setting.skewed:
+        set_clock(clock_file(state_dir, name), 0.0)
     stack = Stack(setting.config(model, state_dir), say=say)
     async with stack:
         await stack.wait_ready(READY_S)
@@ -84,6 +87,8 @@ class _Chaos:
             scalables=setting.scalables(name),
             switched=(name + SWITCHED,) if setting.fleet else (),
             drained=self._workers() if setting.fleet else (),
+            skewed=setting.skewed,
+            skew_s=setting.skew_s,
         )
         # As a gateway, who hears tokens and load.
         access = self._stack.nats_access("gateway")
@@ -157,9 +162,12 @@ class _Chaos:
             async with asyncio.timeout(self._setting.seconds + _REVIVAL_S + _ANSWERS_S), asyncio.TaskGroup() as tasks:
                 asking = tasks.create_task(load.run(self._setting.clients, quiet))
                 scaling = tasks.create_task(scaler.run(plan.wishes, start_s=start_s))
+                stepping = step_clocks(plan.steps, self._stack.state_dir.path, start_s=start_s, say=self._say)
+                clocks = tasks.create_task(stepping)
                 await self._killer.run(plan.kills, start_s=start_s)
                 await asyncio.sleep(max(0.0, start_s + self._setting.seconds - now_s()))
                 await scaling
+                await clocks
                 quiet.set()
                 self._say("no more kills: waiting for the last answers")
                 await asking

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bench.chaos.clocks import clock_env, clock_file
 from bench.chaos.plan import KINDS, How, Kind, Scalable
 from compose.config import StackConfig
 
@@ -48,13 +49,32 @@ class Setting:
     engine: Literal["torch", "mock"] = "torch"
     workers: int = 4
     clients: int = 8
+    nats_nodes: int = 1
+    skew_s: float = 0.0
+    """By how much the services' clocks are ahead and behind, one after the other."""
     questions: int = 40
 
     def config(self, model: Path, state_dir: Path) -> StackConfig:
         """The stack."""
+        skewed = {name: clock_env(clock_file(state_dir, name)) for name in self.skewed} if self.skew_s else {}
         return StackConfig(
-            models=(model,), state_dir=state_dir, workers=self.workers, port=0, engine=self.engine, env=ENV
+            models=(model,),
+            state_dir=state_dir,
+            workers=self.workers,
+            nats_servers=self.nats_nodes,
+            forks=not self.skew_s,  # a fork has its parent's clock
+            port=0,
+            engine=self.engine,
+            env=ENV,
+            service_env=skewed,
         )
+
+    @property
+    def skewed(self) -> tuple[str, ...]:
+        """Names of the processes whose clocks are set."""
+        if not self.skew_s:
+            return ()
+        return ("pool", "planner", "monitor", "gateway", *(f"worker-{index}" for index in range(self.workers)))
 
     def models(self, name: str) -> tuple[str, ...]:
         """Whom the requests are for."""

@@ -16,7 +16,7 @@ from compose.children import (
     CONTROL_PLANE,
     Addresses,
     nats_access,
-    nats_spec,
+    nats_specs,
     redis_spec,
     service_names,
     service_spec,
@@ -92,7 +92,7 @@ class ControlPlane(RunningStack):
             gateway_port=first,
             other_gateway_ports=next_free_ports(config.host, first, config.gateways - 1),
         )
-        await self.start_servers(nats_spec(config, state, addresses), redis_spec(config, state, addresses))
+        await self.start_servers(*nats_specs(config, state, addresses), redis_spec(config, state, addresses))
         names = (*CONTROL_PLANE, *service_names("gateway", config.gateways))
         for name in names:
             await self._supervisor.start(service_spec(config, state, addresses, name))

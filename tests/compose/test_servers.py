@@ -12,7 +12,7 @@ import redis.asyncio
 from nats.aio.client import Client
 
 from compose import credentials
-from compose.children import Addresses, nats_spec, redis_spec
+from compose.children import Addresses, nats_specs, redis_spec
 from compose.config import StackConfig
 from compose.ports import free_port
 from compose.readiness import nats_probe, redis_probe, wait_until
@@ -34,7 +34,7 @@ class Servers:
 
     async def start(self) -> None:
         self.state.acquire()
-        await self.supervisor.start(nats_spec(self.config, self.state, self.addresses))
+        await self.supervisor.start(*nats_specs(self.config, self.state, self.addresses))
         await self.supervisor.start(redis_spec(self.config, self.state, self.addresses))
         await self.ready()
 

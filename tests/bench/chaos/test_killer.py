@@ -93,3 +93,14 @@ async def test_nobody_stays_stopped_when_it_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert processes.sent[-1] == ("redis", signal.SIGCONT)
+
+
+async def test_of_several_nats_servers_only_one_is_away_at_a_time() -> None:
+    processes = FakeProcesses("nats-0", "nats-1", "nats-2")
+    killer = Killer(processes)
+    running = asyncio.create_task(killer.run([kill("nats-0"), kill("nats-1")], start_s=now_s()))
+    while not killer.skipped:
+        await asyncio.sleep(0)
+    assert [strike.member for strike in killer.strikes] == ["nats-0"]
+    processes.come_back("nats-0")
+    await running

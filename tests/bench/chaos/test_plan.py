@@ -74,3 +74,32 @@ def test_kinds_that_do_not_exist_are_refused() -> None:
         parse_kinds("worker,wroker")
     with pytest.raises(BadRequest, match="no gateway"):
         make_plan(0, seconds=9, every_s=1, kinds=("gateway",), members=("nats",), how="KILL", scalables=())
+
+
+def test_of_several_nats_servers_one_stands_still_for_long_and_the_next_is_killed() -> None:
+    members = ("nats-0", "nats-1", "nats-2", *MEMBERS[1:])
+    made = make_plan(1, seconds=300, every_s=3, kinds=KINDS, members=members, how="KILL", scalables=())
+    nats = [kill for kill in made.kills if kill.kind == "nats"]
+    assert [(kill.how, kill.stopped_s) for kill in nats[:3]] == [("STOP", 60.0), ("KILL", 0.0), ("STOP", 60.0)]
+    others = [kill for kill in made.kills if kill.kind != "nats"]
+    assert {kill.how for kill in others} == {"KILL"}
+
+
+def test_clocks_are_ahead_then_behind_then_right_one_after_the_other() -> None:
+    made = make_plan(
+        1,
+        seconds=40,
+        every_s=3,
+        kinds=KINDS,
+        members=MEMBERS,
+        how="KILL",
+        scalables=(),
+        skewed=("pool", "w"),
+        skew_s=30,
+    )
+    assert [(step.at_s, step.member, step.ahead_s) for step in made.steps] == [
+        (0, "pool", 30), (10, "pool", -30), (20, "pool", 0), (20, "w", 30), (30, "w", -30), (40, "w", 0),
+    ]  # fmt: skip
+    assert (
+        made.kills == make_plan(1, seconds=40, every_s=3, kinds=KINDS, members=MEMBERS, how="KILL", scalables=()).kills
+    )
