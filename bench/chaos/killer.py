@@ -70,15 +70,13 @@ class Killer:
         return dict(sorted(Counter(strike.kind for strike in self.strikes).items()))
 
     def _choose(self, kill: Kill) -> str | None:
-        if kill.kind == "nats" and any(s.kind == "nats" and s.over_s is None for s in self.strikes):
-            return None  # of several servers more than half have to agree
         names = sorted(name for name in self._processes.names() if kind_of(name) == kill.kind)
+        away = [n for n in names if self._processes.pid(n) is None or any(s.over_s is None for s in self.of(n))]
+        if kill.kind == "nats" and away:
+            return None  # of several servers more than half have to agree
         first = names.index(kill.member) if kill.member in names else 0
-        for name in names[first:] + names[:first]:
-            # One that was told to end, or stopped, is let alone until that is over.
-            if self._processes.pid(name) is not None and not any(strike.over_s is None for strike in self.of(name)):
-                return name
-        return None
+        # One that was told to end, or stopped, is let alone until that is over.
+        return next((name for name in names[first:] + names[:first] if name not in away), None)
 
     def _strike(self, kill: Kill, member: str) -> tuple[Strike, int | None]:
         pid = self._processes.pid(member)
