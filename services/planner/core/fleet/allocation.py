@@ -3,8 +3,8 @@
 A round serves what is wanted from spare workers first. What is left over is decided here, in this order:
 
 1. Workers that are on their way to being spare count as spare: each is awaited by one model, that for which it makes
-   room if that still waits. Where another instance is idle, a worker whose instance has had requests to finish for
-   longer than ``QUANTUM_S`` is not waited for.
+   room if that still waits, whether or not anything would be taken for it. Where another instance is idle, a worker
+   whose instance has had requests to finish for longer than ``QUANTUM_S`` is not waited for.
 2. A model with requests and no instance gets an idle instance of another model at once: the one that has been idle for
    longest.
 3. So does a model that has instances and needs more, once that instance has been idle for ``IDLE_S``: a model with
@@ -143,10 +143,9 @@ def allocate(
         coming.setdefault(room.promised, []).append(room)
     takings: list[Taking] = []
     for want in wants:
-        if want.weights_bytes > largest_bytes or len(want.avoided) >= MAX_FAILED:
-            continue
         missing = want.missing - _claim(coming, want, want.missing, late=False)
-        for owner in idle:
+        takes = want.weights_bytes <= largest_bytes and len(want.avoided) < MAX_FAILED
+        for owner in idle if takes else ():
             idle_s = max(0.0, now_s - owner.holding.idle_since_s)
             if not missing or (want.has_instances and not want.is_kept and idle_s < IDLE_S):
                 break
@@ -158,7 +157,7 @@ def allocate(
                 takings.append(_taking(owner.holding, taken, want, f"idle for {idle_s:.1f} s"))
         idle = [owner for owner in idle if owner.idle]
         missing -= _claim(coming, want, missing, late=True)
-        if missing and not want.has_instances:
+        if missing and takes and not want.has_instances:
             for owner in busy:
                 given = owner.give(want)
                 if given is not None:

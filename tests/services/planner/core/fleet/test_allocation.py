@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.fleet.allocation import IDLE_S, Holding, Room, Taking, Want, allocate
+from services.planner.core.fleet.allocation import IDLE_S, MAX_FAILED, Holding, Room, Taking, Want, allocate
 
 NOW_S = 1000.0
 
@@ -49,6 +49,15 @@ def test_workers_that_become_spare_anyway_are_waited_for() -> None:
     assert moved(allocate([want("a"), want("b")], holdings, freeing(2), NOW_S)) == []
     # The first is to have the worker that comes; for the second room is made.
     assert moved(allocate([want("a"), want("b")], holdings, freeing(1), NOW_S)) == [("x", 1, "b")]
+
+
+def test_what_nothing_is_taken_for_still_gets_the_worker_that_comes_and_the_next_one_does_not_wait_for_it() -> None:
+    too_large = want("a", weights_bytes=200)
+    fails = Want("a", "colocated", 1, False, 0, [f"w{number}-elsewhere" for number in range(MAX_FAILED)])
+    for first in (too_large, fails):
+        coming = [Room("f0", 200)]
+        assert moved(allocate([first, want("b")], [holding("x")], coming, NOW_S)) == [("x", 1, "b")]
+        assert moved(allocate([first], [holding("x")], (), NOW_S)) == []
 
 
 def test_the_most_urgent_is_served_first_and_nothing_is_given_twice() -> None:
