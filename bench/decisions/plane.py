@@ -76,7 +76,11 @@ class ControlPlane:
         self._pool.registry.routes.take("sim", self.now_s)
         changed = self._routes.apply_view(self._pool.view())
         for name in sorted(changed.models):
-            self._router.set_routes(name, self._routes.models[name].routes.values())
+            self._take_routes(name)
+
+    def _take_routes(self, name: str) -> None:
+        model = self._routes.models[name]
+        self._router.set_routes(name, model.record.model_hash, model.routes.values())
 
     # --- time --------------------------------------------------------------------------------
 
@@ -148,13 +152,14 @@ class ControlPlane:
             with self._watch("gateway", "route change"):
                 changed = self._routes.apply_changes(event)
                 for name in sorted(changed.models):
-                    self._router.set_routes(name, self._routes.models[name].routes.values())
+                    self._take_routes(name)
 
     def request(self, model: str, what: str = "assignment") -> Assignment | None:
         """One comes, and gets an instance if any takes it. Beyond two for each instance, the oldest ends."""
         stream = StreamState(
             request_id=self._new_id("request"),
             model=model,
+            model_hash=self._routes.models[model].record.model_hash,
             prompt_token_ids=cast(tuple[int, ...], range(PROMPT_TOKENS)),
             sampling=SamplingParams(max_tokens=OUTPUT_TOKENS, seed=0),
             arrived_at_s=self.now_s,

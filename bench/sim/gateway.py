@@ -89,10 +89,10 @@ class SimGateway:
         self._settings = settings
         self._latencies = latencies
         self.router = Router(max_queued_requests=settings.max_queued_requests, gateway_id="gateway")
-        self._reports = QueueReports("gateway", self.router)
+        self._arrivals = Arrivals()
+        self._reports = QueueReports("gateway", self.router, self._arrivals)
         self._requests: dict[str, _Request] = {}
         self._routes: dict[str, dict[str, Route]] = {}
-        self._arrivals: dict[str, Arrivals] = {}
         self._inflight: dict[str, int] = {}
         """By model, requests that are at instances."""
         self._ticking: Event | None = None
@@ -125,6 +125,8 @@ class SimGateway:
             sampling=SamplingParams(max_tokens=request.output_tokens, seed=0, ignore_eos=True),
             arrived_at_s=now_s,
         )
+        if request.model not in self._routes:
+            self._take_routes(request.model, ())
         it = _Request(request, stream, now_s + self._settings.queue_timeout_s)
         try:
             self.router.enqueue(stream, deadline_s=it.deadline_s, retry_after_s=1.0)
@@ -133,9 +135,7 @@ class SimGateway:
             self._on_served(Served(request, it.times_s, now_s, 0, "overloaded"))
             return
         self._requests[stream.request_id] = it
-        arrivals = self._arrived(request.model)
-        arrivals.requests += 1
-        arrivals.prompt_tokens += request.prompt_tokens
+        self._arrivals.count(request.model, request.prompt_tokens)
         self._pump(request.model)
         if self.router.wakes(request.model):
             self._report_by(max(now_s, self._reported_s + LEAST_REPORT_S))
@@ -219,7 +219,7 @@ class SimGateway:
         ended = self.num_finished + self.num_failed
         if self.num_arrived != ended + len(self._requests):
             raise AssertionError(f"{self.num_arrived} came, {ended} ended, and {len(self._requests)} have not")
-        waiting = sum([self.router.queued(model)[0] for model in self._arrivals])
+        waiting = sum([self.router.queued(model)[0] for model in self._routes])
         booked = sum([request_id in self.router.bookings for request_id in self._requests])
         inflight = sum([it.stream.phase is not Phase.QUEUED for it in self._requests.values()])
         if not waiting + booked == len(self._requests) == waiting + inflight:
@@ -233,7 +233,7 @@ class SimGateway:
 
     def _take_routes(self, model: str, routes: tuple[Route, ...]) -> None:
         self._routes[model] = {route.instance_id: route for route in routes}
-        self.router.set_routes(model, routes)
+        self.router.set_routes(model, "", routes)
         self._pump(model)
 
     def _hear_load(self, report: LoadReport) -> None:
@@ -260,7 +260,7 @@ class SimGateway:
         for stream in self.router.expired(now_s=now_s):
             too_long = self.router.too_long(stream) is not None
             self._end(self._requests[stream.request_id], "too_long" if too_long else "timeout")
-        for model in self._arrivals:
+        for model in self._routes:
             self._pump(model)
         if now_s >= self._prune_s:
             self._prune_s = now_s + PRUNE_EVERY_S
@@ -414,9 +414,6 @@ class SimGateway:
 
     # --- queue reports -----------------------------------------------------------------------
 
-    def _arrived(self, model: str) -> Arrivals:
-        return self._arrivals.setdefault(model, Arrivals())
-
     def _next_report_s(self) -> float:
         """When the regular report is due: those since the last one, which would have been empty, were not made."""
         passed_s = self._clock.now_s - self._reported_s
@@ -432,9 +429,7 @@ class SimGateway:
     def _report(self) -> None:
         now_s = self._clock.now_s
         self._reporting, self._reported_s = None, now_s
-        report = self._reports.report(
-            self._arrivals, inflight=self._inflight, arrived=self._arrived, published_at_s=now_s
-        )
+        report = self._reports.report(self._routes, inflight=self._inflight, published_at_s=now_s)
         if report.models:
             self._on_queues(report)
         if report.models or self._requests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,7 +61,7 @@ class ActiveRequests:
 
     def __init__(self) -> None:
         self._by_id: dict[str, ActiveRequest] = {}
-        self._arrivals: dict[str, Arrivals] = {}
+        self.arrivals = Arrivals()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -70,9 +71,7 @@ class ActiveRequests:
     def add(self, request: ActiveRequest) -> None:
         """Keep a request that was just accepted, and count it as arrived."""
         stream = request.stream
-        arrivals = self.arrived(stream.model)
-        arrivals.requests += 1
-        arrivals.prompt_tokens += len(stream.prompt_token_ids)
+        self.arrivals.count(stream.model, len(stream.prompt_token_ids))
         self._idle.clear()
         self._by_id[stream.request_id] = request
 
@@ -98,18 +97,16 @@ class ActiveRequests:
         """The requests whose current attempt is at a worker."""
         return [request for request in self._by_id.values() if request.stream.worker_id == worker_id]
 
-    def arrived(self, model: str) -> Arrivals:
-        """What has arrived for a model since this gateway started."""
-        return self._arrivals.setdefault(model, Arrivals())
-
     def inflight_by_model(self) -> dict[str, int]:
         """Requests that are at instances."""
-        counts: dict[str, int] = {}
-        for request in self._by_id.values():
-            stream = request.stream
-            if stream.phase is not Phase.QUEUED:
-                counts[stream.model] = counts.get(stream.model, 0) + 1
-        return counts
+        return self._count(Phase.SUBMITTED, Phase.RUNNING)
+
+    def running_by_model(self) -> dict[str, int]:
+        """Of these, the ones that have had a sign from their instance that it computes them."""
+        return self._count(Phase.RUNNING)
+
+    def _count(self, *phases: Phase) -> dict[str, int]:
+        return dict(Counter(r.stream.model for r in self._by_id.values() if r.stream.phase in phases))
 
     async def wait_idle(self) -> None:
         """Until no request is left."""

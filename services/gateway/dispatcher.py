@@ -18,7 +18,7 @@ from services.gateway.core import failover
 from services.gateway.core.capacity import Capacity, Size
 from services.gateway.core.failover import WorkerLost
 from services.gateway.core.patience import OwnTime, Patience
-from services.gateway.core.router import Assignment, Router
+from services.gateway.core.router import Assignment, Router, gone
 from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.core.stream import Phase, StreamState, Verdict
 from services.gateway.late_requests import LateRequests
@@ -32,7 +32,6 @@ from shared.bus.departures import Departure
 from shared.errors import (
     BlitzError,
     DeadlineExceeded,
-    ModelNotFound,
     PoisonRequest,
     Unavailable,
     Unservable,
@@ -97,7 +96,7 @@ class Dispatcher:
 
     def start(self, stream: StreamState, sink: Sink) -> None:
         """Take a request. Raises ``Overloaded`` when its model's queue is full, ``Unservable`` when nothing that is
-        registered can ever serve its model."""
+        registered can ever serve its model, ``ModelNotFound`` when its weights are not registered any more."""
         self._refuse_unservable(stream.model)
         deadline_s = self._clock() + self._config.queue_timeout_s
         self.router.enqueue(stream, deadline_s=deadline_s, retry_after_s=1.0)
@@ -141,17 +140,19 @@ class Dispatcher:
             self.silence_watch.departed(departure.id, departure.reason)
 
     def routes_changed(self, changes: RouteChanges) -> None:
-        """React to a new view: bind waiting requests, refuse those of removed models, check on lost instances."""
+        """React to a new view: bind waiting requests, refuse those of weights that are gone, ask lost instances."""
+        left: list[StreamState] = []
         for name in sorted(changes.removed):
-            for stream in self.router.remove_model(name):
-                self._fail(
-                    self.requests[stream.request_id], ModelNotFound(f"model {name!r} was removed", param="model")
-                )
+            left += self.router.remove_model(name)
+            self.requests.arrivals.forget(name)
+            self._metrics.forget(name)
         for name in sorted(changes.models):
             model = self._routes.models.get(name)
             if model is not None:
-                self.router.set_routes(name, model.routes.values())
+                left += self.router.set_routes(name, model.record.model_hash, model.routes.values())
                 self.pump(name)
+        for stream in left:
+            self._fail(self.requests[stream.request_id], gone(stream.model))
         if changes.lost_instances:
             self.silence_watch.instances_lost(changes.lost_instances)
 
@@ -173,7 +174,7 @@ class Dispatcher:
                 self._fail(self.requests[stream.request_id], too_long)
             else:
                 self._late.end(self.requests[stream.request_id])
-        for name in list(self._routes.models):
+        for name in self.router.waiting():
             self.pump(name)
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + self._patience.check_every_s
@@ -185,9 +186,7 @@ class Dispatcher:
         """These workers are registered now: refuse the waiting requests that none of them can ever serve. Call it
         regularly, as it is a matter of time, too."""
         self.capacity.put(sizes, self._clock())
-        for name in list(self._routes.models):
-            if not self.router.queued(name)[0]:
-                continue
+        for name in self.router.waiting():
             try:
                 self._refuse_unservable(name)
             except Unservable as error:

@@ -1,4 +1,4 @@
-"""What the gateway counts, and the load that instances report, under its own names and vLLM's.
+"""What the gateway counts of its requests, under its own names and vLLM's; and the load that instances report.
 
 Counting costs a bisection; exporting does the rest.
 """
@@ -6,7 +6,6 @@ Counting costs a bisection; exporting does the rest.
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,9 +43,8 @@ _MODEL_COUNTERS = (
     ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
 )
 _MODEL_GAUGES = (
-    ("vllm:num_requests_running", "Requests running on instances.", "running_requests"),
-    ("vllm:num_requests_waiting", "Requests waiting, here or at instances.", "waiting_requests"),
-    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use (0..1).", "kv_usage"),
+    ("vllm:num_requests_running", "Requests of this gateway that get tokens.", "running_requests"),
+    ("vllm:num_requests_waiting", "Requests of this gateway that wait for their first token.", "waiting_requests"),
     ("blitz_gateway_queued_requests", "Requests waiting for an instance.", "gateway_queued_requests"),
     ("blitz_gateway_inflight_requests", "Requests at instances.", "gateway_inflight_requests"),
 )
@@ -115,20 +113,21 @@ class ModelMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ModelGauges:
-    """A model's load now, over all its instances and this gateway's queue."""
+    """A model's requests at this gateway now: those of several gateways add up."""
 
     model: str
     running_requests: int
     waiting_requests: int
     gateway_queued_requests: int
     gateway_inflight_requests: int
-    kv_usage: float
 
 
 class GatewayMetrics:
     """All models' counters and the HTTP ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, routes: RouteView) -> None:
+        """``routes``: what is registered, and so what has counters."""
+        self._routes = routes
         self._models: dict[str, ModelMetrics] = {}
         self.responses: Counter[tuple[str, int]] = Counter()
         """HTTP responses by route and status. A route is a pattern, never a raw path."""
@@ -140,11 +139,18 @@ class GatewayMetrics:
         """Further metrics, read at export."""
 
     def of(self, model: str) -> ModelMetrics:
-        """The counters of a (registered) model."""
+        """The counters of a model. Of one that is registered no more, and whose last requests still run, nobody reads
+        them."""
         metrics = self._models.get(model)
         if metrics is None:
-            metrics = self._models[model] = ModelMetrics()
+            metrics = ModelMetrics()
+            if model in self._routes.models:
+                self._models[model] = metrics
         return metrics
+
+    def forget(self, model: str) -> None:
+        """The model is registered no more."""
+        self._models.pop(model, None)
 
     def count_cut(self, reason: str) -> None:
         """One client's connection was closed by the gateway, or its response given up."""
@@ -191,6 +197,20 @@ class GatewayMetrics:
         return "".join(text)
 
 
+def model_gauges(routes: RouteView, requests: ActiveRequests, router: Router) -> Iterator[ModelGauges]:
+    """One row per registered model."""
+    inflight, running = requests.inflight_by_model(), requests.running_by_model()
+    for name in routes.models:
+        queued, at_instances, with_tokens = router.queued(name)[0], inflight.get(name, 0), running.get(name, 0)
+        yield ModelGauges(
+            model=name,
+            running_requests=with_tokens,
+            waiting_requests=queued + at_instances - with_tokens,
+            gateway_queued_requests=queued,
+            gateway_inflight_requests=at_instances,
+        )
+
+
 FRESH_S = 3.0
 """Older reports say nothing about now."""
 
@@ -216,25 +236,6 @@ class LoadGauges:
         """The fresh reports by instance id; ``now_s`` is monotonic."""
         self._prune(now_s)
         return {instance_id: report for instance_id, (_, report) in self._reports.items()}
-
-    def gauges(self, routes: RouteView, requests: ActiveRequests, router: Router) -> Iterator[ModelGauges]:
-        """One row per registered model, from fresh reports."""
-        by_model: dict[str, list[LoadReport]] = {}
-        for report in self.latest(time.monotonic()).values():
-            by_model.setdefault(report.model, []).append(report)
-        inflight = requests.inflight_by_model()
-        for name in routes.models:
-            mine = by_model.get(name, [])
-            queued = router.queued(name)[0]
-            blocks = sum(report.kv_blocks_total for report in mine)
-            yield ModelGauges(
-                model=name,
-                running_requests=sum(report.running_requests for report in mine),
-                waiting_requests=sum(report.queued_requests for report in mine) + queued,
-                gateway_queued_requests=queued,
-                gateway_inflight_requests=inflight.get(name, 0),
-                kv_usage=sum(report.kv_blocks_used for report in mine) / blocks if blocks else 0.0,
-            )
 
     def _prune(self, now_s: float) -> None:
         self._reports = {i: row for i, row in self._reports.items() if now_s - row[0] <= FRESH_S}

@@ -41,6 +41,7 @@ class Outbox:
             gateway_id=self._config.gateway_id,
             instance_id=stream.instance_id,
             model=stream.model,
+            model_hash=stream.model_hash,
             prompt_token_ids=stream.prompt_token_ids,
             sampling=stream.sampling,
             output_token_ids=tuple(stream.output_token_ids),

@@ -20,7 +20,7 @@ from services.gateway.core.router import TICK_S
 from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.memory import ByteBudget, ResponseMemory
-from services.gateway.metrics import GatewayMetrics, LoadGauges, ModelGauges
+from services.gateway.metrics import GatewayMetrics, LoadGauges, ModelGauges, model_gauges
 from services.gateway.offload import Offload
 from services.gateway.server import ConnectionLimits, Server
 from services.gateway.tokenizer import TokenizerStore
@@ -61,7 +61,7 @@ class Gateway:
         self.config = config
         self.routes = RouteView()
         self._registry = RegistryReader(bus)
-        self.metrics = GatewayMetrics()
+        self.metrics = GatewayMetrics(self.routes)
         self.offload = Offload()
         self.tokenizers = TokenizerStore(max_bytes=config.tokenizer_memory_bytes, idle_s=config.tokenizer_idle_s)
         self.request_memory = ByteBudget(config.request_memory_bytes, "requests")
@@ -77,7 +77,7 @@ class Gateway:
         self.seeds = random.Random()
         """Draws the seeds of requests without one. The system seeds it once, not per request."""
         self.draining = False
-        self._queue_reports = QueueReports(config.gateway_id, self.dispatcher.router)
+        self._queue_reports = QueueReports(config.gateway_id, self.dispatcher.router, self.dispatcher.requests.arrivals)
         self._stale = asyncio.Event()
         self.api_keys = ApiKeys(
             config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
@@ -89,8 +89,8 @@ class Gateway:
         self._warned = False
 
     def gauges(self) -> tuple[ModelGauges, ...]:
-        """Each model's load now. On the event loop, which owns what it is read from."""
-        return tuple(self.load_gauges.gauges(self.routes, self.dispatcher.requests, self.dispatcher.router))
+        """Each model's requests here now. On the event loop, which owns what it is read from."""
+        return tuple(model_gauges(self.routes, self.dispatcher.requests, self.dispatcher.router))
 
     def _memory(self) -> Iterator[Metric]:
         held = {"request": self.request_memory.used_bytes, "response": self.response_memory.used_bytes}
@@ -286,13 +286,8 @@ class Gateway:
                     await self.dispatcher.held.wait()
 
     def _queue_report(self) -> QueueReport:
-        requests = self.dispatcher.requests
-        return self._queue_reports.report(
-            self.routes.models,
-            inflight=requests.inflight_by_model(),
-            arrived=requests.arrived,
-            published_at_s=time.time(),
-        )
+        inflight = self.dispatcher.requests.inflight_by_model()
+        return self._queue_reports.report(self.routes.models, inflight=inflight, published_at_s=time.time())
 
     async def _say(self, subject: str, message: GatewayHeartbeat | QueueReport) -> None:
         try:

@@ -52,6 +52,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     gateway_id: str
     instance_id: str
     model: str
+    model_hash: str
+    """The weights that the prompt was tokenized for: an instance of others refuses it (``conflict``)."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()

@@ -100,7 +100,9 @@ class Cluster:
     ) -> ModelRecord:
         path = path or tiny_checkpoint(kind)
         message = AddModel(path=str(path), name=name, min_instances=min_instances)
-        return await self.client.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=TIMEOUT_S)
+        record = await self.client.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=TIMEOUT_S)
+        self.gateway.model_hash = record.model_hash
+        return record
 
     async def remove_model(self, name: str = "m") -> None:
         await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=TIMEOUT_S)

@@ -37,10 +37,14 @@ def expected_tokens(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, 
 class FakeGateway:
     """Keeps every part that arrived, in order, by (request, attempt)."""
 
-    def __init__(self, broker: MemoryBroker, gateway_id: str = "gw", incarnation: str = "1") -> None:
+    def __init__(
+        self, broker: MemoryBroker, gateway_id: str = "gw", incarnation: str = "1", model_hash: str = ""
+    ) -> None:
         self.bus = broker.bus(f"gateway-{gateway_id}-{incarnation}")
         self.gateway_id = gateway_id
         self.incarnation = incarnation
+        self.model_hash = model_hash
+        """Of what its requests are for."""
         self.parts: dict[tuple[str, int], list[StreamPart]] = {}
         self.batches: list[TokenBatch] = []
         self._arrived = asyncio.Event()
@@ -76,6 +80,7 @@ class FakeGateway:
             gateway_id=self.gateway_id,
             instance_id=instance_id,
             model="m",
+            model_hash=self.model_hash,
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=temperature),
             output_token_ids=output,

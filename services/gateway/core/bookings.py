@@ -15,7 +15,7 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from services.gateway.core.stream import StreamState
@@ -228,27 +228,49 @@ class OtherGateways:
 
     def __init__(self, gateway_id: str) -> None:
         self._gateway_id = gateway_id
-        self._reports: dict[str, tuple[float, dict[str, ModelQueue]]] = {}
+        self._heard: dict[str, tuple[float, frozenset[str]]] = {}
+        """When each gateway reported last, and the models that it had requests for."""
+        self._wanted: dict[str, dict[str, ModelQueue]] = {}
+        """By model, then by gateway."""
 
-    def take(self, report: QueueReport, now_s: float) -> None:
-        """Keep a report; one of this gateway's own is ignored."""
-        if report.gateway_id == self._gateway_id:
-            return
+    def take(self, report: QueueReport, now_s: float) -> Set[str]:
+        """Keep a report; one of this gateway's own is ignored. Returns the models that it says something new about, or
+        nothing any more."""
+        gateway_id = report.gateway_id
+        if gateway_id == self._gateway_id:
+            return frozenset()
         wanted = {queue.model: queue for queue in report.models if queue.queued_requests or queue.inflight_requests}
-        if wanted or report.gateway_id in self._reports:
-            self._reports[report.gateway_id] = (now_s, wanted)
+        _, before = self._heard.get(gateway_id, (now_s, frozenset[str]()))
+        self._heard[gateway_id] = (now_s, frozenset(wanted))
+        for model, queue in wanted.items():
+            self._wanted.setdefault(model, {})[gateway_id] = queue
+        self._withdraw(gateway_id, before - wanted.keys())
+        return before | wanted.keys()
 
-    def expire(self, now_s: float) -> None:
-        """Forget the gateways that fell silent."""
-        self._reports = {name: row for name, row in self._reports.items() if now_s - row[0] <= FRESH_QUEUES_S}
+    def expire(self, now_s: float) -> Set[str]:
+        """Forget the gateways that fell silent. Returns the models that they had requests for."""
+        silent = [name for name, (at_s, _) in self._heard.items() if now_s - at_s > FRESH_QUEUES_S]
+        models: set[str] = set()
+        for gateway_id in silent:
+            _, wanted = self._heard.pop(gateway_id)
+            self._withdraw(gateway_id, wanted)
+            models |= wanted
+        return models
+
+    def _withdraw(self, gateway_id: str, models: Iterable[str]) -> None:
+        for model in models:
+            queues = self._wanted[model]
+            del queues[gateway_id]
+            if not queues:
+                del self._wanted[model]
 
     def queued(self, model: str) -> int:
         """Requests that wait in the others' queues."""
-        return sum(queues[model].queued_requests for _, queues in self._reports.values() if model in queues)
+        return sum(queue.queued_requests for queue in self._wanted.get(model, {}).values())
 
     def about(self, model: str) -> Contention:
         """What the others want of that model."""
-        wanted = [queues[model] for _, queues in self._reports.values() if model in queues]
+        wanted = self._wanted.get(model, {}).values()
         if not wanted:
             return ALONE
         return Contention(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from services.gateway.core.router import Router
+from services.gateway.core.router import Router, gone
 from services.gateway.core.stream import MAX_OTHER_DEATHS, Deaths, Phase, StreamState
 from shared.errors import (
     BadRequest,
@@ -25,7 +25,6 @@ from shared.errors import (
     DeadlineExceeded,
     EngineBroken,
     Internal,
-    ModelNotFound,
     NoResponder,
     NotFound,
     Overloaded,
@@ -108,7 +107,7 @@ def after_failure(
         return Complete(ended)
     pause_s = _pause_s(error)
     if not model_registered:
-        return GiveUp(ModelNotFound(f"model {stream.model!r} was removed", param="model"), pause_s)
+        return GiveUp(gone(stream.model), pause_s)
     if died:
         return _after_death(stream, pause_s)
     if isinstance(error, Overloaded):

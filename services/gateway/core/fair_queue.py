@@ -149,7 +149,9 @@ class FairQueue:
         self._aside.pop(item.stream.request_id, None)
         if in_lane:
             self._leave_lane(item)
-        if len(self._deadlines) > max(SWEEP_ABOVE, 2 * len(self._items)):
+        if not self._items:
+            self._deadlines.clear()  # nobody asks an empty queue what is late: it holds nothing of what has left
+        elif len(self._deadlines) > max(SWEEP_ABOVE, 2 * len(self._items)):
             self._deadlines = [row for row in self._deadlines if not row[1].gone]
             heapify(self._deadlines)
 

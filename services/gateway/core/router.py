@@ -23,11 +23,13 @@ Rules
   continues it: the one with the fewest outstanding tokens, including those promised to it. However full that is, the
   request does not wait here: the prefill instance decides how long to wait. If none is named, the prefill instance
   decodes by itself.
+- A queue is of one model's weights: what was tokenized for others of the same name is refused, and leaves with them.
 - The queue is bounded; a full one refuses. One key occupies no more places than it leaves free.
 - A request that another instance takes over counts there from then on.
 
 The cost of a request does not grow with the number of waiting requests, and grows with the logarithm of the number of
-instances (``InstanceIndex``). An instance that comes or goes makes no other one be looked at again.
+instances (``InstanceIndex``). An instance that comes or goes makes no other one be looked at again. What happens
+regularly costs nothing for models that nothing waits for; another gateway's report costs as much as it names models.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from services.gateway.core.fair_queue import FairQueue, Waiting
 from services.gateway.core.instance_index import InstanceIndex
 from services.gateway.core.routes import TAKES_REQUESTS, takes_new
 from services.gateway.core.stream import StreamState
-from shared.errors import ContextLengthExceeded, Overloaded
+from shared.errors import ContextLengthExceeded, ModelNotFound, Overloaded
 from shared.messages.common import DECODES_FOR_OTHERS, NEEDS_DECODER, TAKES_PROMPTS
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import Route
@@ -78,6 +80,7 @@ class Dispatched:
 
 @dataclass(slots=True)
 class _Queue:
+    model_hash: str
     waiting: FairQueue = field(default_factory=FairQueue)
     routes: dict[str, Route] = field(default_factory=dict)
     takers: InstanceIndex = field(default_factory=InstanceIndex)
@@ -97,6 +100,9 @@ class Router:
     def __init__(self, *, max_queued_requests: int, gateway_id: str = "") -> None:
         self._max_queued_requests = max_queued_requests
         self._queues: dict[str, _Queue] = {}
+        """By name, of the weights that are registered under it."""
+        self._waiting: set[str] = set()
+        """Models with waiting requests, and some that had any when ``waiting`` was asked last."""
         self._model_of: dict[str, str] = {}
         self.bookings = Bookings(self._load_changed)
         self.others = OtherGateways(gateway_id)
@@ -108,6 +114,11 @@ class Router:
         """Waiting requests of a model, and the prompt tokens that they bring."""
         queue = self._queues.get(model)
         return (len(queue.waiting), queue.waiting.num_tokens) if queue else (0, 0)
+
+    def waiting(self) -> list[str]:
+        """The models that requests wait for, in order."""
+        self._waiting = {name for name in self._waiting if self.queued(name)[0]}
+        return sorted(self._waiting)
 
     def sleeps(self, model: str) -> bool:
         """Whether no instance of a model takes requests."""
@@ -124,9 +135,14 @@ class Router:
         head = queue.waiting.head() if queue is not None else None
         return head.stream.num_known_tokens if head is not None else 0
 
-    def set_routes(self, model: str, routes: Iterable[Route]) -> None:
-        """Replace a model's instances. Bookings at instances that are gone stay until released."""
-        queue = self._queues.setdefault(model, _Queue())
+    def set_routes(self, model: str, model_hash: str, routes: Iterable[Route]) -> list[StreamState]:
+        """Replace a model's instances. Bookings at instances that are gone stay until released. Returns the requests
+        that waited for other weights of the name, in order: they have left."""
+        queue = self._queues.get(model)
+        left: list[StreamState] = []
+        if queue is None or queue.model_hash != model_hash:
+            left = self.remove_model(model)
+            queue = self._queues[model] = _Queue(model_hash, contention=self.others.about(model))
         before = queue.routes
         self._forget_routes(model, queue)
         queue.routes = {route.instance_id: route for route in routes}
@@ -142,6 +158,7 @@ class Router:
         queue.holds_tokens = max(taking, default=0.0)
         queue.may_hold_tokens = max([*taking, *drained], default=0.0)
         queue.waiting.bring_back()
+        return left
 
     def remove_model(self, model: str) -> list[StreamState]:
         """Forget a model. Returns the requests that waited for it, in order."""
@@ -157,8 +174,11 @@ class Router:
         return [self._forget(item) for item in queue.waiting.clear()] if queue is not None else []
 
     def enqueue(self, stream: StreamState, *, deadline_s: float, retry_after_s: float) -> None:
-        """Append a request to its key's part of its model's queue. Raises ``Overloaded`` when there is no place."""
-        queue = self._queues.setdefault(stream.model, _Queue())
+        """Append a request to its key's part of its model's queue. Raises ``Overloaded`` when there is no place,
+        ``ModelNotFound`` for a model, or weights of it, that are not registered (any more)."""
+        queue = self._queues.get(stream.model)
+        if queue is None or queue.model_hash != stream.model_hash:
+            raise gone(stream.model)
         free = self._max_queued_requests - len(queue.waiting)
         if free <= 0:
             raise Overloaded(
@@ -174,13 +194,15 @@ class Router:
             )
         self._sequences[stream.request_id] = self._next_sequence
         queue.waiting.push(Waiting(self._next_sequence, stream, deadline_s))
+        self._waiting.add(stream.model)
         self._next_sequence += 1
 
     def requeue(self, stream: StreamState, *, deadline_s: float) -> None:
-        """Put a request whose attempt ended back into its place, even if the queue is full."""
+        """Put a request whose attempt ended back into its place, even if the queue is full. Its model is registered."""
         self.bookings.release(stream.request_id)
-        queue = self._queues.setdefault(stream.model, _Queue())
-        queue.waiting.push(Waiting(self._sequences[stream.request_id], stream, deadline_s), back=True)
+        waiting = self._queues[stream.model].waiting
+        waiting.push(Waiting(self._sequences[stream.request_id], stream, deadline_s), back=True)
+        self._waiting.add(stream.model)
 
     def suspend(self, instance_id: str, *, until_s: float) -> None:
         """Send that instance no requests until then."""
@@ -235,9 +257,7 @@ class Router:
 
     def expired(self, *, now_s: float) -> list[StreamState]:
         """Requests that waited past their deadline; they leave the queues."""
-        return [
-            self._forget(item) for _, queue in sorted(self._queues.items()) for item in queue.waiting.expired(now_s)
-        ]
+        return [self._forget(item) for name in self.waiting() for item in self._queues[name].waiting.expired(now_s)]
 
     def too_long(self, stream: StreamState) -> ContextLengthExceeded | None:
         """Why none of the existing instances can hold the request; None if one can."""
@@ -263,21 +283,20 @@ class Router:
 
     def others_reported(self, report: QueueReport, *, now_s: float) -> None:
         """Take a gateway's queue report."""
-        self.others.take(report, now_s)
-        self._contend()
+        self._contend(self.others.take(report, now_s))
 
     def prune(self, *, now_s: float) -> None:
         """Forget the loads of instances that are gone, hold nothing of ours and were promised nothing, and what
         silent instances and gateways reported."""
         self.bookings.prune(self._model_of.keys(), now_s)
-        self.others.expire(now_s)
-        self._contend()
+        self._contend(self.others.expire(now_s))
         self._wake(now_s)
 
-    def _contend(self) -> None:
-        for model, queue in self._queues.items():
+    def _contend(self, models: Iterable[str]) -> None:
+        for model in models:
+            queue = self._queues.get(model)
             contention = self.others.about(model)
-            if contention != queue.contention:
+            if queue is not None and contention != queue.contention:
                 queue.contention = contention
                 queue.changed.update(queue.routes)
 
@@ -375,6 +394,11 @@ def _capacity_tokens(route: Route, load: InstanceLoad, contention: Contention) -
         share = min(-(-route.max_queued_tokens // gateways), route.max_queued_tokens - contention.head_tokens)
         capacity = min(capacity, share - load.unstarted_tokens)
     return capacity
+
+
+def gone(model: str) -> ModelNotFound:
+    """Of a request for weights that are registered no more."""
+    return ModelNotFound(f"model {model!r} was removed, or is another by now", param="model")
 
 
 def _too_long(stream: StreamState, limit: float) -> ContextLengthExceeded:

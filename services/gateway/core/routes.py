@@ -120,14 +120,16 @@ class RouteView:
         for name in event.removed_models:
             self._remove(name, changes)
         touched: dict[str, dict[str, Route]] = {}
+        records = {record.name: record for record in event.models}
 
         def routes(name: str) -> dict[str, Route]:
             if name not in touched:
                 known = self.models.get(name)
-                touched[name] = dict(known.routes) if known is not None else {}
+                # Instances of other weights are none of its; that they are gone may have been said unheard.
+                stay = known is not None and records.get(name, known.record).model_hash == known.record.model_hash
+                touched[name] = dict(known.routes) if known is not None and stay else {}
             return touched[name]
 
-        records = {record.name: record for record in event.models}
         for name in records:
             routes(name)
         for gone in event.gone:

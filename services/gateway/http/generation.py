@@ -83,10 +83,9 @@ class Generation:
         )
 
     def _admit(self, streams: list[StreamState], choices: list[Choice]) -> None:
-        """Start all streams and count them as admitted, or none. Raises ``ModelNotFound``, ``Overloaded``."""
+        """Start all streams and count them as admitted, or none. Raises ``Overloaded``, ``ModelNotFound`` for weights
+        that were removed while the prompt was tokenized."""
         gateway, model = self._gateway, streams[0].model
-        # It may have been removed while the prompt was tokenized.
-        gateway.find_model(model)
         try:
             for stream, choice in zip(streams, choices, strict=True):
                 gateway.dispatcher.start(stream, choice)

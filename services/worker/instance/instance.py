@@ -164,7 +164,13 @@ class Instance:
 
     def sequence_of(self, request: Submit) -> Sequence:
         """A request as this instance's scheduler takes it. Raises ``BadRequest`` for tokens that the model lacks, for
-        sampling that is out of range, and for names that no process can have."""
+        sampling that is out of range, and for names that no process can have, ``Conflict`` for a request for other
+        weights: its tokens mean something else there."""
+        if request.model_hash != self.record.model_hash:
+            raise Conflict(
+                f"instance {self.instance_id} has {self.record.name} of hash {self.record.model_hash}, the request is "
+                f"for {request.model} of hash {request.model_hash}"
+            )
         spec = self.record.spec
         check_request(request, spec.vocab_size)
         return sequence_of(request, spec.eos_token_ids)

@@ -47,6 +47,8 @@ class LoadReporter:
         self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests", registry=metrics)
         self._queued_gauge = Gauge("blitz_worker_queued_requests", "Waiting requests", registry=metrics)
         self._kv_gauge = Gauge("blitz_worker_kv_usage_ratio", "Used share of the KV blocks", registry=metrics)
+        text = "The same, for dashboards of vLLM"
+        self._vllm_kv_gauge = Gauge("vllm:kv_cache_usage_perc", text, ["model_name"], registry=metrics)
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -57,11 +59,10 @@ class LoadReporter:
                     function()
                 report = self._report()
                 if report is None:
-                    self._show(0, 0, 0.0)
+                    self._show(None)
                     self._group.leave()
                     continue
-                kv_usage = report.kv_blocks_used / report.kv_blocks_total
-                self._show(report.running_requests, report.queued_requests, kv_usage)
+                self._show(report)
                 await self._say(report)
         finally:
             self._group.leave()
@@ -89,10 +90,14 @@ class LoadReporter:
         except BlitzError as error:
             log.debug("load not published: %s", error)
 
-    def _show(self, running: int, queued: int, kv_usage: float) -> None:
-        self._running_gauge.set(running)
-        self._queued_gauge.set(queued)
+    def _show(self, report: LoadReport | None) -> None:
+        kv_usage = report.kv_blocks_used / report.kv_blocks_total if report is not None else 0.0
+        self._running_gauge.set(report.running_requests if report is not None else 0)
+        self._queued_gauge.set(report.queued_requests if report is not None else 0)
         self._kv_gauge.set(kv_usage)
+        self._vllm_kv_gauge.clear()
+        if report is not None:
+            self._vllm_kv_gauge.labels(report.model).set(kv_usage)
 
     def _report(self) -> LoadReport | None:
         instance = self._instance()

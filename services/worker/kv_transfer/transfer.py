@@ -55,7 +55,7 @@ class KvTransfer:
         self.sequence = sequence
         self.place = place
         self.instance = instance
-        request = submit_of(sequence, place.instance_id, instance.record.name)
+        request = submit_of(sequence, place.instance_id, instance.record.name, instance.record.model_hash)
         output = request.output_token_ids[: num_tokens - len(sequence.prompt)]
         self.request: Submit = msgspec.structs.replace(request, output_token_ids=output, decode_at=None)
         self.num_tokens = num_tokens

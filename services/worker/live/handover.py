@@ -55,13 +55,13 @@ class HandedOver:
                     return
 
     async def _hand_over(self, batch: PromptBatch, tensors: Tensors, behind_seal: bool) -> bool:
-        serial = self.queue.num_handed
+        serial, record = self.queue.num_handed, self._instance.record
         message = HandOver(
             pair_id=self._assignment.pair_id,
             batch_id=batch.batch_id,
             serial=serial,
             layer_s=batch.layer_s,
-            requests=batch.submits(self._assignment.target.instance_id, self._assignment.model),
+            requests=batch.submits(self._assignment.target.instance_id, record.name, record.model_hash),
             behind_seal=behind_seal,
         )
         try:

@@ -229,7 +229,7 @@ class Real(Twin):
             probe_s=1e6,
         )
         self.dispatcher = Dispatcher(
-            broker.bus("gateway"), self.view, GatewayMetrics(), config, clock=lambda: self.now_s
+            broker.bus("gateway"), self.view, GatewayMetrics(self.view), config, clock=lambda: self.now_s
         )
         bus = broker.bus("workers")
         for name in NAMES:

@@ -75,9 +75,10 @@ async def test_a_process_that_ends_is_known_to_without_a_silence(server: Server,
     process = start_worker(server)
     assert process.stdout is not None
     record, worker = model_record(checkpoint, "m"), FakeWorker(MemoryBroker(), "w0")
-    routes, metrics = RouteView(), GatewayMetrics()
+    routes = RouteView()
     found = (ModelRoute(model="m", route=worker.route()),)
     routes.apply_changes(RouteChanges(publisher="pool", sequence=1, published_at_s=0.0, models=(record,), routes=found))
+    metrics = GatewayMetrics(routes)
     running = Dispatcher(
         bus,
         routes,
@@ -92,7 +93,7 @@ async def test_a_process_that_ends_is_known_to_without_a_silence(server: Server,
             max_attempts=3,
         ),
     )
-    running.router.set_routes("m", [worker.route()])
+    running.router.set_routes("m", record.model_hash, [worker.route()])
     await bus.watch_departures(running.on_departure)
     stream, end = request("r"), Ends()
     stream.model_hash = record.model_hash

@@ -40,10 +40,11 @@ class Ends:
 
 
 def dispatcher(broker: MemoryBroker, worker: FakeWorker) -> Dispatcher:
+    routes = RouteView()
     made = Dispatcher(
         broker.bus("gateway"),
-        RouteView(),
-        GatewayMetrics(),
+        routes,
+        GatewayMetrics(routes),
         GatewayConfig(
             gateway_id="gw-test",
             max_queued_requests=10,
@@ -54,7 +55,7 @@ def dispatcher(broker: MemoryBroker, worker: FakeWorker) -> Dispatcher:
             max_attempts=3,
         ),
     )
-    made.router.set_routes("m", [worker.route()])
+    made.router.set_routes("m", "", [worker.route()])
     return made
 
 

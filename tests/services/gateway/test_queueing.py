@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from services.gateway.core import capacity
+from services.gateway.tokenizer import ModelTokenizer
 from shared import subjects
 from shared.messages.load import QueueReport
 from shared.messages.operations import ListScaleRecords, RefusedLoad, ScaleRecords, Unplanned
+from shared.messages.registry import ModelRecord, ModelRoute, RouteChanges
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.test_failover import collect
@@ -184,6 +186,62 @@ async def test_a_removed_models_waiting_requests_get_404_and_running_ones_finish
     assert (await waiting).json()["error"]["code"] == "model_not_found"
     worker.resume.set()
     assert await running == "hello"
+
+
+async def of_other_weights(stack: Stack) -> None:
+    """The model is removed, and its name registered anew with another checkpoint, in one change; it has an instance."""
+    [record] = stack.pool.models
+    record = stack.pool.models[0] = msgspec.structs.replace(record, model_hash="other")
+    routes = tuple(ModelRoute(model=record.name, route=worker.route()) for worker in stack.workers)
+    event = RouteChanges(
+        publisher="p", sequence=1, published_at_s=0.0, removed_models=(record.name,), models=(record,), routes=routes
+    )
+    await stack.pool.bus.publish(subjects.route_changes(), event)
+    await stack.until(lambda: stack.gateway.routes.models["tiny"].record.model_hash == "other")
+
+
+async def with_an_instance(stack: Stack) -> FakeWorker:
+    worker = FakeWorker(stack.broker, "w9")
+    await worker.start()
+    stack.workers.append(worker)
+    return worker
+
+
+async def test_what_waits_for_a_model_never_runs_on_other_weights_of_its_name(make_stack: StackFactory) -> None:
+    stack = await make_stack(0)
+    waiting = asyncio.create_task(stack.http.post("/v1/completions", json=ASK))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 1)
+    worker = await with_an_instance(stack)
+    await of_other_weights(stack)
+    answer = await waiting
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert worker.submits == []
+    assert (await stack.http.post("/v1/completions", json=ASK)).status_code == 200
+    assert [submit.model_hash for submit in worker.submits] == ["other"]
+
+
+async def test_a_prompt_that_was_tokenized_for_the_weights_before_is_not_given_to_others(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = await make_stack(0)
+    tokenizers = stack.gateway.tokenizers
+    get, asked, go_on = tokenizers.get, asyncio.Event(), asyncio.Event()
+
+    async def slowly(record: ModelRecord) -> ModelTokenizer:
+        tokenizer = await get(record)
+        asked.set()
+        await go_on.wait()
+        return tokenizer
+
+    monkeypatch.setattr(tokenizers, "get", slowly)
+    asking = asyncio.create_task(stack.http.post("/v1/completions", json=ASK))
+    await asked.wait()
+    worker = await with_an_instance(stack)
+    await of_other_weights(stack)
+    go_on.set()
+    answer = await asking
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert worker.submits == []
 
 
 async def test_a_chat_that_came_before_any_instance_gets_what_the_first_instance_holds(

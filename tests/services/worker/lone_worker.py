@@ -60,10 +60,10 @@ class LoneWorker:
         self.broker = MemoryBroker()
         self.fabric = MemoryFabric()
         self.pool = FakePool(self.broker)
-        self.gateway = FakeGateway(self.broker)
         self.planner = self.broker.bus("planner")
         self.progress: list[ScaleProgress] = []
         self.model = model_record()
+        self.gateway = FakeGateway(self.broker, model_hash=self.model.model_hash)
         self._config = config
         self._plans = itertools.count(1)
 

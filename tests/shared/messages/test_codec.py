@@ -27,6 +27,7 @@ SUBMIT = Submit(
     gateway_id="g",
     instance_id="i",
     model="m",
+    model_hash="h",
     prompt_token_ids=(1, 2, 3),
     sampling=SamplingParams(max_tokens=4, seed=5, logit_bias=((7, -1.5),), logprobs=0),
     gateway_incarnation="1",

@@ -45,9 +45,9 @@ class PromptBatch:
         left = self.num_tokens - begin
         return begin + -(-left // -(-left // most_tokens))
 
-    def submits(self, instance_id: str, model: str) -> tuple[Submit, ...]:
+    def submits(self, instance_id: str, model: str, model_hash: str) -> tuple[Submit, ...]:
         """The requests, as the target has to know them."""
-        return tuple(submit_of(s, instance_id, model) for s in self.sequences)
+        return tuple(submit_of(s, instance_id, model, model_hash) for s in self.sequences)
 
     def adopt(
         self, reservations: Reservations, sampled: Iterable[Sampled], now_s: float, *, kv_here: bool = True

@@ -203,7 +203,7 @@ def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float 
     )
 
 
-def submit_of(sequence: Sequence, instance_id: str, model: str) -> Submit:
+def submit_of(sequence: Sequence, instance_id: str, model: str, model_hash: str) -> Submit:
     """A request as another instance has to know it."""
     return Submit(
         request_id=sequence.request_id,
@@ -211,6 +211,7 @@ def submit_of(sequence: Sequence, instance_id: str, model: str) -> Submit:
         gateway_id=sequence.gateway_id,
         instance_id=instance_id,
         model=model,
+        model_hash=model_hash,
         prompt_token_ids=sequence.prompt,
         sampling=sequence.params,
         output_token_ids=tuple(sequence.output),

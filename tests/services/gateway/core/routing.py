@@ -47,7 +47,7 @@ def stream(
 class Harness:
     def __init__(self, *routes: Route, max_queued: int = 100) -> None:
         self.router = Router(max_queued_requests=max_queued)
-        self.router.set_routes("m", routes)
+        self.router.set_routes("m", "", routes)
 
     def add(self, *streams: StreamState) -> None:
         for one in streams:

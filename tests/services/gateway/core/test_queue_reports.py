@@ -9,20 +9,17 @@ from tests.services.gateway.core.routing import route, stream
 class Rig:
     def __init__(self) -> None:
         self.router = Router(max_queued_requests=10)
-        self.router.set_routes("m", ())
-        self.router.set_routes("other", ())
-        self.arrivals = {"m": Arrivals(), "other": Arrivals()}
-        self._reports = QueueReports("gw", self.router)
+        self.router.set_routes("m", "", ())
+        self.router.set_routes("other", "", ())
+        self.arrivals = Arrivals()
+        self._reports = QueueReports("gw", self.router, self.arrivals)
 
     def arrive(self, name: str) -> None:
         self.router.enqueue(stream(name), deadline_s=10.0, retry_after_s=1.0)
-        self.arrivals["m"].requests += 1
-        self.arrivals["m"].prompt_tokens += 10
+        self.arrivals.count("m", 10)
 
     def report(self, inflight: int = 0) -> tuple[ModelQueue, ...]:
-        said = self._reports.report(
-            self.arrivals, inflight={"m": inflight}, arrived=self.arrivals.__getitem__, published_at_s=7.0
-        )
+        said = self._reports.report({"m", "other"}, inflight={"m": inflight}, published_at_s=7.0)
         assert (said.gateway_id, said.published_at_s) == ("gw", 7.0)
         return said.models
 
@@ -69,6 +66,6 @@ def test_only_the_first_waiting_request_wakes_a_model_and_only_one_that_sleeps()
     rig.arrive("r1")
     assert not rig.router.wakes("m")
     rig.router.clear("m")
-    rig.router.set_routes("m", [route("a")])
+    rig.router.set_routes("m", "", [route("a")])
     rig.arrive("r2")
     assert not rig.router.wakes("m")

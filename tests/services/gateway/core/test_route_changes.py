@@ -18,6 +18,7 @@ from shared.registry import RegistryView
 from tests.records import heartbeat, model, view, worker_record
 
 M = model("m")
+OTHER_WEIGHTS = structs.replace(M, model_hash="other")
 
 
 def route(name: str, state: InstanceState = "serving") -> Route:
@@ -153,6 +154,14 @@ def test_a_removed_model_is_gone_and_its_return_is_another() -> None:
     changes = routes.apply_changes(event(6, "a", removed_models=("m",), models=(M,)))
     assert (changes.removed, changes.models) == (set(), {"m"})
     assert list(routes.models["m"].routes) == ["a"]
+
+
+def test_instances_of_a_models_earlier_weights_are_no_routes_of_it_whatever_was_not_heard() -> None:
+    routes = RouteView()
+    routes.apply_view(at(4, "w0"))
+    changes = routes.apply_changes(event(6, "a", models=(OTHER_WEIGHTS,)))
+    assert (changes.gap, changes.models, changes.removed) == (True, {"m"}, set())
+    assert (changes.lost_instances, list(routes.models["m"].routes)) == ({"i-w0"}, ["a"])
 
 
 STATES: tuple[InstanceState, ...] = ("spare", "loading", "live", "serving", "draining")

@@ -76,10 +76,10 @@ def test_resubmitted_requests_return_to_their_place() -> None:
     streams = [stream(str(i)) for i in range(4)]
     h.add(*streams)
     assert h.sent() == [("0", "a"), ("1", "a")]
-    h.router.set_routes("m", [])
+    h.router.set_routes("m", "", [])
     h.router.requeue(streams[1], deadline_s=10.0)
     h.router.requeue(streams[0], deadline_s=10.0)
-    h.router.set_routes("m", [route("b", running=9)])
+    h.router.set_routes("m", "", [route("b", running=9)])
     assert [request for request, _ in h.sent()] == ["0", "1", "2", "3"]
 
 
@@ -165,7 +165,7 @@ def test_a_decode_instance_gets_no_request_itself() -> None:
     h.add(stream("1", max_tokens=5))
     assert h.sent() == []
     assert h.router.queued("m") == (1, 10)
-    h.router.set_routes("m", [decode("d"), route("a")])
+    h.router.set_routes("m", "", [decode("d"), route("a")])
     assert h.placed() == [("a", None)]
 
 
@@ -194,7 +194,7 @@ def test_an_instance_that_changes_its_role_keeps_what_is_booked_there() -> None:
     assert h.placed() == [("p", "d1"), ("p", "d2")]
     h.router.bookings.moved("1", "d1")
     # The prefill instance decodes now, and a decode instance takes prompts beside what it decodes.
-    h.router.set_routes("m", [decode("p"), prefill("d1"), decode("d2")])
+    h.router.set_routes("m", "", [decode("p"), prefill("d1"), decode("d2")])
     h.add(stream("3", 10, max_tokens=10))
     assert h.placed() == [("d1", "d2")], "30 tokens are at p, and as many were promised to d2, which is first by its id"
     assert h.router.bookings.load_of("d1").inflight_requests == 2
@@ -213,7 +213,7 @@ def test_what_waits_goes_to_an_instance_that_begins_to_take_prompts() -> None:
     h = Harness(decode("d1"), decode("d2"))
     h.add(stream("1", max_tokens=5))
     assert h.placed() == []
-    h.router.set_routes("m", [decode("d1"), prefill("d2")])
+    h.router.set_routes("m", "", [decode("d1"), prefill("d2")])
     assert h.placed() == [("d2", "d1")]
 
 
@@ -271,7 +271,7 @@ def test_a_decode_instance_that_failed_the_request_is_avoided_unless_it_is_the_o
     one.avoid.add("d2")
     h.add(one)
     assert h.placed() == [("p", "d1")]
-    h.router.set_routes("m", [prefill("p"), decode("d2")])
+    h.router.set_routes("m", "", [prefill("p"), decode("d2")])
     two = stream("two", max_tokens=5)
     two.avoid.add("d2")
     h.add(two)
@@ -302,7 +302,7 @@ def test_what_was_promised_to_an_instance_that_is_gone_is_not_forgotten_before_i
     h = Harness(prefill("p"), decode("d"))
     h.add(stream("1", max_tokens=5))
     h.placed()
-    h.router.set_routes("m", [prefill("p")])
+    h.router.set_routes("m", "", [prefill("p")])
     h.router.prune(now_s=0.0)
     assert promised(h.router, "d") == (1, 15)
     h.router.finish("1", "m")
@@ -340,7 +340,7 @@ def test_an_instance_that_comes_or_goes_makes_no_other_one_be_looked_at_again(mo
         return load_of(instance_id)
 
     monkeypatch.setattr(harness.router.bookings, "load_of", looks)
-    harness.router.set_routes("m", [*routes[:1], *routes[2:], route("new")])
+    harness.router.set_routes("m", "", [*routes[:1], *routes[2:], route("new")])
     harness.add(stream("second"))
     assert harness.placed() == [("i002", None)]
     assert looked_at == {"i000", "i002", "new"}
@@ -353,8 +353,8 @@ def test_nothing_is_kept_of_an_instance_that_came_and_went_while_no_request_did(
     harness = Harness(route("a"))
     name = Name("b")
     known = weakref.ref(name)
-    harness.router.set_routes("m", [route("a"), route(name)])
+    harness.router.set_routes("m", "", [route("a"), route(name)])
     del name
-    harness.router.set_routes("m", [route("a")])
+    harness.router.set_routes("m", "", [route("a")])
     gc.collect()
     assert known() is None

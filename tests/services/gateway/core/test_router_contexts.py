@@ -10,7 +10,7 @@ def test_an_open_length_is_cut_to_what_the_instances_hold_once_they_are_known() 
     open_ended = stream("1", 10, max_tokens=4000, default=True)
     h.add(open_ended)
     assert h.sent() == []
-    h.router.set_routes("m", [route("a", context=100), route("b", context=50)])
+    h.router.set_routes("m", "", [route("a", context=100), route("b", context=50)])
     assert h.sent() == [("1", "a")]
     assert open_ended.sampling.max_tokens == 90
 
@@ -26,7 +26,7 @@ def test_an_open_length_is_not_cut_where_an_instance_holds_all_of_it() -> None:
 def test_a_head_that_no_instance_can_hold_is_refused_at_once_and_blocks_nobody() -> None:
     h = Harness()
     h.add(stream("long", 10, max_tokens=4000), stream("prompt", 100, max_tokens=1, default=True), stream("3"))
-    h.router.set_routes("m", [route("a", context=100)])
+    h.router.set_routes("m", "", [route("a", context=100)])
     dispatched = h.router.dispatch("m", now_s=0.0)
     assert [a.request_id for a in dispatched.assignments] == ["3"]
     assert [name for name, _ in dispatched.refused] == ["long", "prompt"]
@@ -49,7 +49,7 @@ def test_a_request_that_was_running_waits_aside_until_an_instance_can_hold_it() 
     assert h.sent() == [("1", "big")]
     begun.submitted_to("big", "w-big")
     begun.requeued(fault=True)
-    h.router.set_routes("m", [route("small", context=100)])
+    h.router.set_routes("m", "", [route("small", context=100)])
     h.router.requeue(begun, deadline_s=10.0)
     h.add(stream("2"))
     assert h.sent() == [("2", "small")]
@@ -57,7 +57,7 @@ def test_a_request_that_was_running_waits_aside_until_an_instance_can_hold_it() 
     error = h.router.too_long(begun)
     assert error is not None
     assert "hold 100 tokens" in error.message
-    h.router.set_routes("m", [route("small", context=100), route("big2", context=1000)])
+    h.router.set_routes("m", "", [route("small", context=100), route("big2", context=1000)])
     h.add(stream("3"))
     assert h.sent() == [("1", "big2"), ("3", "small")]
 
@@ -68,10 +68,10 @@ def test_a_request_that_only_an_instance_holds_that_drains_is_passed_by_and_ends
     dispatched = h.router.dispatch("m", now_s=0.0)
     assert [a.request_id for a in dispatched.assignments] == ["2"]
     assert dispatched.refused == ()
-    h.router.set_routes("m", [route("small", context=100), route("big", context=1000)])
+    h.router.set_routes("m", "", [route("small", context=100), route("big", context=1000)])
     assert h.sent() == [("1", "big")]
     h.add(stream("3", 10, max_tokens=500))
-    h.router.set_routes("m", [route("small", context=100), route("big", context=1000, state="draining")])
+    h.router.set_routes("m", "", [route("small", context=100), route("big", context=1000, state="draining")])
     assert h.sent() == []
     assert [s.request_id for s in h.router.expired(now_s=10.0)] == ["3"]
 

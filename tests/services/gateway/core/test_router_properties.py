@@ -164,7 +164,7 @@ class Machine(RuleBasedStateMachine):
         self.foreign = {name: row for name, row in self.foreign.items() if name in known}
         self.router.prune(now_s=self.now_s)
         rows = [route(n, running=SLOTS, queued_tokens=QUEUE_TOKENS, context=CONTEXT) for n in sorted(known)]
-        self.router.set_routes("m", rows)
+        self.router.set_routes("m", "", rows)
         self.router.prune(now_s=self.now_s)
         self.others.expire(self.now_s)
         self.contention = self.others.about("m")

@@ -5,6 +5,7 @@ import re
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -37,18 +38,65 @@ async def test_requests_show_up_under_vllms_names(stack: Stack) -> None:
     assert values['blitz_gateway_http_responses_total{route="/v1/completions",status="200"}'] == 2
 
 
-async def test_load_reports_become_gauges(stack: Stack) -> None:
+async def test_each_gateway_shows_its_own_requests_whatever_the_instances_have_of_others(
+    make_stack: StackFactory,
+) -> None:
+    stack = await make_stack(1)
+    worker = stack.workers[0]
+    worker.max_running, worker.pause_after = 2, 1
+    await stack.gateway.refresh()
     report = LoadReport(
         worker_id="w0", instance_id="w0-i", model="tiny", state="serving", role="colocated", published_at_s=0.0,
-        queued_requests=2, queued_tokens=9, running_requests=3, running_tokens=30, prefill_tokens_total=0,
+        queued_requests=20, queued_tokens=9, running_requests=30, running_tokens=30, prefill_tokens_total=0,
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip
-    await stack.workers[0].bus.publish(subjects.load(), report)
-    await stack.until(stack.gateway.gauges)
-    values = await scrape(stack)
-    assert values['vllm:num_requests_running{model_name="tiny"}'] == 3
-    assert values['vllm:num_requests_waiting{model_name="tiny"}'] == 2
-    assert values['vllm:kv_cache_usage_perc{model_name="tiny"}'] == 0.4
+    await worker.bus.publish(subjects.load(), report)
+    await stack.until(lambda: len(stack.gateway.load_gauges))
+
+    async def gauges() -> dict[str, float]:
+        values = await scrape(stack)
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "blitz_gateway_queued_requests")
+        return {name: values[name + '{model_name="tiny"}'] for name in names}
+
+    def ask() -> asyncio.Task[Any]:
+        return asyncio.create_task(stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}))
+
+    assert list((await gauges()).values()) == [0, 0, 0]
+    asking = [ask()]
+    await stack.until(lambda: worker.submits)
+    await stack.received(1)
+    worker.pause_after = 0
+    asking += [ask(), ask()]
+    await stack.until(lambda: len(worker.submits) == 2 and stack.gateway.dispatcher.num_active == 3)
+    # One has a token, one waits for its first at the instance, and one here.
+    assert list((await gauges()).values()) == [1, 2, 1]
+    worker.resume.set()
+    await asyncio.gather(*asking)
+    assert list((await gauges()).values()) == [0, 0, 0]
+
+
+async def test_what_was_counted_of_a_model_goes_with_it_and_not_before_its_last_request_ended(stack: Stack) -> None:
+    worker = stack.workers[0]
+    worker.pause_after = 1
+    running = asyncio.create_task(stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}))
+    await stack.until(lambda: worker.submits)
+    await stack.received(1)
+    assert any('model_name="tiny"' in series for series in await scrape(stack))
+    assert (await stack.http.delete("/admin/models/tiny")).status_code == 200
+    assert not any('model_name="tiny"' in series for series in await scrape(stack))
+    worker.resume.set()
+    assert (await running).status_code == 200
+    await worker.send("gw-test", worker.part(worker.submits[0], 0, [1]))
+    assert not any('model_name="tiny"' in series for series in await scrape(stack))
+
+
+async def test_a_model_whose_weights_changed_keeps_its_counters(stack: Stack) -> None:
+    ask = {"model": "tiny", "prompt": "xy"}
+    assert (await stack.http.post("/v1/completions", json=ask)).status_code == 200
+    stack.pool.models[0] = msgspec.structs.replace(stack.pool.models[0], model_hash="other")
+    await stack.gateway.refresh()
+    assert (await stack.http.post("/v1/completions", json=ask)).status_code == 200
+    assert (await scrape(stack))['vllm:prompt_tokens_total{model_name="tiny"}'] == 6
 
 
 async def test_refused_requests_are_neither_prompt_tokens_nor_aborts(make_stack: StackFactory) -> None:
@@ -129,6 +177,8 @@ async def test_scrapes_at_once_share_their_rendering_and_see_what_was_before_the
 
 
 async def test_what_is_scraped_is_prometheus_text(stack: Stack) -> None:
+    odd_name = 'a"b\\c\nd'
+    stack.gateway.routes.models[odd_name] = stack.gateway.routes.models["tiny"]
     stack.gateway.metrics.of('a"b\\c\nd').ttft_s.observe(0.002)
     await stack.openai.completions.create(model="tiny", prompt="xy", max_tokens=2)
     text = (await stack.http.get("/metrics")).text

@@ -38,6 +38,17 @@ async def test_only_the_very_instance_that_serves_admits(alone: LoneWorker) -> N
     instance.check_admits(instance_id)
 
 
+async def test_a_request_for_other_weights_is_refused_and_nothing_of_it_is_here(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    alone.gateway.model_hash = "other"
+    with pytest.raises(Conflict, match="other"):
+        await alone.submit(instance_id, "r")
+    assert (await alone.stats()).load.queued_requests == 0
+    alone.gateway.model_hash = alone.model.model_hash
+    await alone.submit(instance_id, "r")
+    await alone.gateway.end_of("r")
+
+
 async def test_a_retired_instance_cannot_be_revived_any_more(alone: LoneWorker) -> None:
     await alone.serve()
     instance = alone.worker.serving

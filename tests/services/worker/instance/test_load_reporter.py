@@ -34,6 +34,15 @@ async def test_a_spare_worker_reports_nothing_and_an_idle_instance_no_speed(alon
     assert {(r.state, r.prefill_tokens_per_s, r.decode_base_s) for r in reports} == {("serving", 0.0, 0.0)}
 
 
+async def test_the_share_of_kv_in_use_is_shown_under_vllms_name_while_there_is_an_instance(alone: LoneWorker) -> None:
+    def shown() -> float | None:
+        return alone.worker.metrics.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "m"})
+
+    assert shown() is None
+    await alone.serve()
+    await eventually(lambda: shown() == 0)
+
+
 async def test_the_speed_that_was_measured_is_reported() -> None:
     timing = MockTiming(layer_base_s=1e-3, layer_per_token_s=50e-6)
     async with lone_worker(mock=timing) as alone:

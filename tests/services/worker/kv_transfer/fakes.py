@@ -60,6 +60,7 @@ class FakePrefill:
             gateway_id=self._alone.gateway.gateway_id,
             instance_id=self._instance_id,
             model="m",
+            model_hash=self._alone.model.model_hash,
             prompt_token_ids=prompt,
             output_token_ids=output,
             sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0),

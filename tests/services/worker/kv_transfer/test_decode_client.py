@@ -54,6 +54,7 @@ SILENCE_S, NEVER_S = 1.0, 600.0
 class _Instance:
     class record:  # noqa: N801 - an attribute
         name = "m"
+        model_hash = "h"
 
     class layout:  # noqa: N801
         num_layers = 4

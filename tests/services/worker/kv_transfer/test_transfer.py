@@ -21,6 +21,7 @@ PLACE = DecodePlace(worker_id="w1", instance_id="i1")
 class _Instance:
     class record:  # noqa: N801 - an attribute
         name = "m"
+        model_hash = "h"
 
     class layout:  # noqa: N801
         num_layers = 4

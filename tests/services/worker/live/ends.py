@@ -58,6 +58,7 @@ class Member:
     def __init__(self, worker_id: str, **scheduler: int) -> None:
         self.instance_id = f"instance-of-{worker_id}"
         self.layout = SimpleNamespace(num_layers=NUM_LAYERS)
+        self.record = SimpleNamespace(name="m", model_hash="h")
         self.copy = SimpleNamespace(layers_ready=0, complete=False)
         self.state = "serving"
         loop = make_loop(**scheduler)
@@ -248,7 +249,7 @@ class Ends:
             batch_id=batch_id,
             serial=serial,
             layer_s=1.0,
-            requests=tuple(submit_of(s, self.target.instance_id, "m") for s in sequences),
+            requests=tuple(submit_of(s, self.target.instance_id, "m", "h") for s in sequences),
         )
         return msgspec.structs.replace(message, **changes)
 

@@ -81,6 +81,7 @@ def _one_request(burst: Burst) -> tuple[Submit, ...]:
             gateway_id="gw",
             instance_id=burst.source_instance_id,
             model="m",
+            model_hash=burst.cluster.gateway.model_hash,
             prompt_token_ids=PROMPTS["r0"],
             sampling=SamplingParams(max_tokens=2, seed=1),
             gateway_incarnation="1",

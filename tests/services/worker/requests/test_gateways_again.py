@@ -23,7 +23,7 @@ async def alone() -> AsyncIterator[LoneWorker]:
 
 async def gateway(alone: LoneWorker, incarnation: str) -> FakeGateway:
     """One process of the gateway ``gw``."""
-    process = FakeGateway(alone.broker, "gw", incarnation)
+    process = FakeGateway(alone.broker, "gw", incarnation, alone.model.model_hash)
     await process.start()
     return process
 
@@ -33,7 +33,11 @@ async def queued(alone: LoneWorker) -> int:
 
 
 async def test_its_heartbeat_ends_the_requests_of_the_process_before_and_no_others(alone: LoneWorker) -> None:
-    earlier, later, other = await gateway(alone, "1"), await gateway(alone, "2"), FakeGateway(alone.broker, "other")
+    earlier, later, other = (
+        await gateway(alone, "1"),
+        await gateway(alone, "2"),
+        FakeGateway(alone.broker, "other", model_hash=alone.model.model_hash),
+    )
     await other.start()
     instance_id = await alone.serve()
     await alone.pause()

@@ -37,7 +37,7 @@ async def test_tokens_come_with_consecutive_offsets_and_one_end(alone: LoneWorke
 
 
 async def test_a_steps_tokens_travel_in_one_message_per_gateway(alone: LoneWorker) -> None:
-    other = FakeGateway(alone.broker, "gw2")
+    other = FakeGateway(alone.broker, "gw2", model_hash=alone.model.model_hash)
     await other.start()
     instance_id = await alone.serve()
     await alone.pause()
@@ -169,7 +169,7 @@ async def test_a_cancel_of_an_older_attempt_leaves_the_newer_one(alone: LoneWork
 
 
 async def test_a_silent_gateways_requests_are_freed_after_its_lease(alone: LoneWorker) -> None:
-    other = FakeGateway(alone.broker, "living")
+    other = FakeGateway(alone.broker, "living", model_hash=alone.model.model_hash)
     await other.start()
     instance_id = await alone.serve()
     await alone.pause()
@@ -379,6 +379,7 @@ def a_submit(request_id: str = "r", *, attempt: int = 1, output: tuple[int, ...]
         gateway_id="gw",
         instance_id="i1",
         model="m",
+        model_hash="h",
         prompt_token_ids=PROMPT,
         sampling=SamplingParams(max_tokens=8, seed=1, temperature=0.0),
         output_token_ids=output,

@@ -35,6 +35,7 @@ def submit(instance_id: str, *, sampling: dict[str, Any] | None = None, **change
         "gateway_incarnation": "1",
         "instance_id": instance_id,
         "model": "m",
+        "model_hash": model_record().model_hash,
         "prompt_token_ids": PROMPT,
         "sampling": SamplingParams(**(params | (sampling or {}))),
     }

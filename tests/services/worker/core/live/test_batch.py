@@ -41,13 +41,14 @@ def test_the_target_knows_a_request_as_the_source_does() -> None:
         gateway_id="gw",
         instance_id="at-source",
         model="m",
+        model_hash="h",
         prompt_token_ids=(1, 2, 3),
         sampling=params,
         output_token_ids=(8, 9),
         gateway_incarnation="1",
     )
     here = sequence_of(submit, (250,), arrived_s=4.0)
-    (sent,) = PromptBatch("x", 0, [here], 1.0).submits("at-target", "m")
+    (sent,) = PromptBatch("x", 0, [here], 1.0).submits("at-target", "m", "h")
     assert sent.instance_id == "at-target"
     there = sequence_of(decode(encode(sent), Submit), (250,))
     for name in ("key", "gateway_id", "prompt", "output", "tokens", "params", "stop_ids", "eos_token_ids"):

@@ -134,6 +134,7 @@ def test_what_a_gateway_asks_for_reaches_the_sequence() -> None:
         gateway_incarnation="1",
         instance_id="i",
         model="m",
+        model_hash="h",
         prompt_token_ids=(1,),
         sampling=params,
     )
