@@ -3,7 +3,9 @@
 Rules
 - A demand is sent when another number of instances is wanted than there is, or when it is another number of instances
   that the load does not need at this moment; and again after a while, as long as that is so. Thus a lost message and a
-  failed plan heal.
+  failed plan heal. When what is there is what is wanted again, that is said once.
+- People are told of each number that is wanted and not there, but of another one in the same direction no sooner than
+  ``TELL_S`` after the last.
 - What is wanted was triggered when the number that is there was first wrong, or another one was wanted: a repeat is the
   same wish.
 - A follower knows as much as the leader, and says nothing.
@@ -34,6 +36,8 @@ from shared.registry_view import RegistryView, counted_as
 
 SNAPSHOT_INTERVAL_S = 1.0
 """How often the registry is looked at, beside whenever routes change."""
+TELL_S = 1.0
+"""While a load rises, each evaluation may want one instance more."""
 About = tuple[str, Role]
 """A model and a role."""
 ProfileOf = Callable[[ModelRecord, str, str], Profile | None]
@@ -56,7 +60,7 @@ class Wish(NamedTuple):
     spare: int
     urgent: int
     turns: bool
-    """Whether people have not been told yet that more, or that fewer, are wanted."""
+    """Whether people have not been told yet that as many are wanted."""
 
 
 class Figures(NamedTuple):
@@ -74,8 +78,11 @@ class _Group:
     """As of the last snapshot."""
     sent: int | None = None
     sent_at_s: float = -inf
-    told: bool | None = None
-    """Whether people were last told that more (True) or fewer are wanted."""
+    told: int | None = None
+    """The number that people were last told is wanted, if it is not met since."""
+    told_at_s: float = -inf
+    told_more: bool | None = None
+    """Whether that was more than there were, or fewer."""
     triggered_at_s: float = 0.0
     met: bool = True
     """Whether what was wanted at the last evaluation was there."""
@@ -83,6 +90,13 @@ class _Group:
     """Instances that another model may have at once, and since when (unix time) so many."""
     idle_since_s: float = 0.0
     spare: int = 0
+
+    def is_news(self, desired: int) -> bool:
+        """Whether people are to be told of the number now."""
+        more = _direction(desired, self.there.observed)
+        if more is None or desired == self.told:
+            return False
+        return more != self.told_more or self.sent_at_s - self.told_at_s >= TELL_S
 
     def set_idle(self, idle: int, spare: int, unix_s: float) -> bool:
         """Whether they are other numbers than before."""
@@ -232,12 +246,15 @@ class Watch:
                 desired, observed = verdict.desired, group.there.observed
                 changed = group.set_idle(verdict.idle, verdict.spare, unix_s)
                 was_met, group.met = group.met, desired == observed
-                if not leads or (desired == observed and not (group.idle or changed)):
-                    group.sent = group.told = None
+                ended = group.met and not was_met
+                if group.met:
+                    group.told = group.told_more = None
+                if not leads or (group.met and not (group.idle or changed or ended)):
+                    group.sent = group.told = group.told_more = None
                     continue
                 if desired != group.sent or (was_met and not group.met):
                     group.triggered_at_s = unix_s
-                elif not changed and now_s - group.sent_at_s < self._repeat_s:
+                elif not (changed or ended) and now_s - group.sent_at_s < self._repeat_s:
                     continue
                 group.sent, group.sent_at_s = desired, now_s
                 wishes.append(_wish(name, role, group, verdict))
@@ -253,7 +270,9 @@ class Watch:
         """It reached the bus. One that did not is repeated like the others."""
         model = self._models.get(wish.model)
         if model is not None:
-            model.groups[wish.role].told = _direction(wish.desired, wish.observed)
+            group, more = model.groups[wish.role], _direction(wish.desired, wish.observed)
+            if wish.turns or more is None:
+                group.told, group.told_more, group.told_at_s = wish.desired, more, group.sent_at_s
 
 
 def _wish(name: str, role: Role, group: _Group, verdict: Verdict) -> Wish:
@@ -270,7 +289,7 @@ def _wish(name: str, role: Role, group: _Group, verdict: Verdict) -> Wish:
         deficit=max(0.0, min(verdict.needed, desired) - observed) / max(observed, 1),
         spare=verdict.spare,
         urgent=verdict.urgent,
-        turns=_direction(desired, observed) not in (None, group.told),
+        turns=group.is_news(desired),
     )
 
 

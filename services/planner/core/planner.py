@@ -95,7 +95,7 @@ class Planner:
         more_idle = self.fleet.on_demand(demand, now_s)
         # What is there is what is wanted: the monitor only says what it could do without, or no longer. Taken for a
         # demand, it would undo what was decided since the monitor looked.
-        if demand.idle_since_s and demand.desired == demand.observed:
+        if demand.desired == demand.observed:
             self.rounds.forget(demand.model, demand.role)
         else:
             request = ScaleRequest(

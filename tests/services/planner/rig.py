@@ -109,11 +109,17 @@ class Rig:
         """These workers, spare, are all there is."""
         self.pool.workers = tuple(worker_record(w) for w in worker_ids)
 
-    async def demand(self, desired: int, role: Role = "colocated") -> None:
-        await self.demand_of("m", desired, role)
+    async def demand(self, desired: int, role: Role = "colocated", *, observed: int | None = None) -> None:
+        await self.demand_of("m", desired, role, observed=observed)
 
-    async def demand_of(self, name: str, desired: int, role: Role = "colocated") -> None:
+    async def demand_of(
+        self, name: str, desired: int, role: Role = "colocated", *, observed: int | None = None
+    ) -> None:
+        """``observed``: as many as the registry shows, if it is not given."""
         self._sequence += 1
+        if observed is None:
+            instances = [worker.instance for worker in self.pool.workers if worker.instance is not None]
+            observed = sum((instance.model, instance.role) == (name, role) for instance in instances)
         message = Demand(
             publisher="monitor",
             sequence=self._sequence,
@@ -121,7 +127,7 @@ class Rig:
             model=name,
             role=role,
             desired=desired,
-            observed=0,
+            observed=observed,
             triggered_at_s=time.time(),
             reason="load",
             term=1,

@@ -122,6 +122,15 @@ async def test_what_is_wanted_in_vain_is_shown_with_the_reason_until_it_is_met_o
     monkeypatch.setattr(unplanned, "UNPLANNED_S", -1.0)
     assert await rig.unplanned() == ()
     monkeypatch.undo()
+    await rig.demand(3)
+    await eventually(lambda: rig.refused("no_capacity") == 3)
+    assert len(await rig.unplanned()) == 1
+    await rig.demand(0, observed=0)
+
+    async def nothing_is_shown() -> bool:
+        return await rig.unplanned() == ()
+
+    await eventually(nothing_is_shown)
     rig.spare("w0", "w1", "w2")
     await rig.demand(3)
     await eventually(lambda: len(rig.plans()) == 1)

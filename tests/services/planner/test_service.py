@@ -365,7 +365,7 @@ async def test_new_settings_of_a_known_model_bound_the_next_decision(rig: Rig) -
     await rig.demand(3)
     await eventually(lambda: len(rig.plans()) == 1)
     rig.pool.models = (msgspec.structs.replace(rig.model, max_instances=2),)
-    await rig.demand(4)
+    await rig.demand(4, observed=3)
     await eventually(lambda: len(rig.plans()) == 2)
     rig.pool.models = (msgspec.structs.replace(rig.model, min_instances=1),)
     await rig.demand(0)

@@ -57,6 +57,7 @@ class Rounds:
     def forget(self, model: str, role: Role) -> None:
         """What this model and role wanted before is not wanted any more."""
         self._room.forget(model, role)
+        self._unplanned.met((model, role))
 
     def ask(self, request: ScaleRequest, moment: Moment, origin: Any = None) -> Waiting:
         """Decide on this, which was asked for by hand, in the next round. What comes of it is said of the result."""

@@ -13,8 +13,8 @@ from shared.errors import BlitzError
 from shared.messages.common import Role
 from shared.messages.operations import Unplanned
 
-UNPLANNED_S = 10.0
-"""A demand that was not repeated for so long is met, or was dropped."""
+UNPLANNED_S = 2.5
+"""The monitor repeats each second what is not met; what it has not repeated for so long is not wanted any more."""
 MAX_UNPLANNED_LISTED = 100
 MAX_WHY_CHARS = 500
 

@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from services.monitor.core.watch import Figures
+from services.monitor.core.watch import TELL_S, Figures
 from shared.messages.common import Role
 from shared.messages.registry import ModelRecord
 from shared.profile import PrefillPoint, Profile
@@ -33,7 +33,8 @@ def test_an_unmet_demand_is_repeated_until_it_is_met() -> None:
     assert [(w.model, w.desired, w.observed) for w in said] == [("m", 2, 0)] * 3
     assert {w.triggered_at_s for w in said} == {UNIX_S + TICK_S}, "a repeat is the same wish"
     rig.show(model(min_instances=2), serving=2)
-    assert rig.run(3.0) == []
+    assert rig.numbers() == {("colocated", 2, 2)}
+    assert rig.run(3.0) == [], "that what is there is what is wanted is said once"
     assert rig.watch.figures["m", "colocated"] == Figures(2, 0.0)
 
 
@@ -73,18 +74,29 @@ def test_a_follower_says_nothing_and_is_ready_at_once() -> None:
     assert [w.desired for w in rig.run(TICK_S)] == [2], "the next term begins with what is wanted"
 
 
-def test_people_are_told_once_per_direction_and_only_of_what_was_published() -> None:
+def test_people_are_told_of_each_number_and_only_of_what_was_published() -> None:
     rig = Rig()
     rig.show(model(min_instances=2))
     rig.now_s = 1.0
     (unpublished,) = rig.watch.evaluate(1.0, unix_s=UNIX_S, connected_since_s=0.0, leads=True)
     assert unpublished.turns
     rig.run(3.5)
-    rig.show(model(min_instances=3))
-    rig.run(1.0)
     assert [w.turns for w in rig.said] == [True, *[False] * (len(rig.said) - 1)]
     rig.show(model(min_instances=0, max_instances=0), serving=1)
-    assert [w.turns for w in rig.run(TICK_S)] == [True]
+    assert [w.turns for w in rig.run(TICK_S)] == [True], "another direction"
+
+
+def test_people_are_told_of_further_numbers_a_while_after_the_last_and_at_once_when_it_was_met() -> None:
+    rig = Rig()
+    for wanted in range(1, 7):
+        rig.show(model(min_instances=wanted), serving=1)
+        rig.run(0.3)
+    rig.run(3 * TELL_S)
+    assert [w.desired for w in rig.said if w.turns] == [2, 6], "no line for each step, and the last one is said"
+    rig.show(model(min_instances=6), serving=6)
+    rig.run(TICK_S)
+    rig.show(model(min_instances=6), serving=5)
+    assert [(w.desired, w.turns) for w in rig.run(TICK_S)] == [(6, True)]
 
 
 def test_only_the_first_word_of_a_held_request_is_urgent() -> None:
@@ -195,6 +207,7 @@ def test_the_floor_of_a_role_is_its_number_while_it_holds(role: Role) -> None:
         worker_record("w1", lease_plan_id="p", lease_model="m", lease_role=role),
     )
     rig.show(record)
+    assert rig.numbers() == {(role, 2, 2)}
     assert rig.run(3.0) == []
     rig.workers = tuple(worker_record(f"w{i}", record, "serving", role=role) for i in range(3))
     rig.show(record)
@@ -205,6 +218,7 @@ def test_the_floor_of_a_role_is_its_number_while_it_holds(role: Role) -> None:
     # Without a floor it stays as it is.
     rig.floors.clear()
     rig.show(record)
+    assert rig.numbers() == {(role, 3, 3)}
     assert rig.run(3.0) == []
     assert set(rig.watch.figures) == {("m", "colocated")}, "the load decides on none of these"
 
@@ -281,6 +295,7 @@ def test_load_is_met_within_the_models_limits() -> None:
     assert said[-1].desired == 3
     assert "20000 waiting" in said[-1].reason
     rig.show(record, serving=3)
+    assert rig.numbers() == {("colocated", 3, 3)}
     assert rig.run(3.0) == []
     # The reports age, and the load is forgotten with them; the minimum stays.
     rig.waiting = None
