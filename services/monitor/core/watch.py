@@ -271,7 +271,7 @@ class Watch:
         model = self._models.get(wish.model)
         if model is not None:
             group, more = model.groups[wish.role], _direction(wish.desired, wish.observed)
-            if wish.turns or more is None:
+            if wish.turns:
                 group.told, group.told_more, group.told_at_s = wish.desired, more, group.sent_at_s
 
 
