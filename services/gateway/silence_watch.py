@@ -25,12 +25,13 @@ from dataclasses import dataclass
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests
 from services.gateway.core.failover import LossReason, WorkerLost
-from services.gateway.core.patience import CLOSED, DEPARTED_TIMEOUTS_S, OwnTime, Patience, Reaction
+from services.gateway.core.patience import OwnTime, Patience, Reaction
 from services.gateway.core.stream import Phase
 from services.gateway.metrics import GatewayMetrics
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
+from shared.bus.departures import CLOSED, DEPARTED_TIMEOUTS_S
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound
 from shared.messages.common import Ack
 from shared.messages.generation import Resend

@@ -117,9 +117,11 @@ class MonitorService:
         if self._watch.on_queue(report, time.monotonic()):
             self._urgent.set()
 
-    def _on_routes(self, _event: RouteChanges) -> None:
-        # Instances came or went: look at the whole picture at the next turn.
+    def _on_routes(self, event: RouteChanges) -> None:
+        # Instances came or went: look at the whole picture at the next turn, which is now if a model lost its last.
         self._refresh.set()
+        if self._watch.on_gone(gone.model for gone in event.gone):
+            self._urgent.set()
 
     async def _take_snapshot(self) -> None:
         try:

@@ -26,12 +26,15 @@ from services.pool.redis_copy import RedisCopy
 from services.pool.route_publisher import RoutePublisher
 from services.pool.store import Standing, Store
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
-from shared.errors import BadRequest, Conflict, NotFound, Unavailable
+from shared.bus.departures import CLOSED, DEPARTED_TIMEOUTS_S, Departure
+from shared.errors import BadRequest, BlitzError, Conflict, NoResponder, NotFound, Unavailable
 from shared.identity import refuse_if_held
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, InstanceState
 from shared.messages.copies import RetireCopy
+from shared.messages.identity import GetHolder, Holder
 from shared.messages.registry import (
     AddModel,
     CordonWorker,
@@ -102,6 +105,8 @@ class LeadingPool:
         self._holders = Holders()
         self._subscriptions: list[Subscription] = []
         self._publisher: asyncio.Task[None] | None = None
+        self._departed = OwnedTasks()
+        """Questions to workers whose connections have ended."""
         self._renewed: set[str] = set()
         self._tidy_at_s = time.monotonic() + TIDY_EVERY_S
         """When to look for removals that need not be remembered."""
@@ -126,6 +131,7 @@ class LeadingPool:
         await self._respond("retire_copy", RetireCopy, self._on_retire_copy)
         await self._respond("cordon_worker", CordonWorker, self._on_cordon)
         await self._respond("lead", Lead, self._terms.lead)
+        self._subscriptions.append(await self._bus.watch_departures(self._on_departure))
         self._publisher = asyncio.create_task(self._routes.run())
 
     async def close(self) -> None:
@@ -133,6 +139,7 @@ class LeadingPool:
         await self._models.inspections.close()
         for subscription in self._subscriptions:
             await subscription.close()
+        await self._departed.close()
         if self._publisher is not None:
             self._publisher.cancel()
             await asyncio.gather(self._publisher, return_exceptions=True)
@@ -216,6 +223,48 @@ class LeadingPool:
             else:
                 # It reported while Redis forgot it: its next report is stored again.
                 self.registry.is_not_stored(worker_id)
+
+    def _on_departure(self, departure: Departure) -> None:
+        """A connection has ended. That of a process that was killed ends before its lease does."""
+        if departure.kind == "worker" and departure.reason in CLOSED and self._is_here(departure):
+            self._departed.start(self._ask_departed(departure))
+
+    def _is_here(self, departure: Departure) -> bool:
+        entry = self.registry.workers.get(departure.id)
+        return entry is not None and entry.record.worker.incarnation == departure.incarnation
+
+    async def _ask_departed(self, departure: Departure) -> None:
+        """Whether the process is back; it is forgotten if nothing is subscribed in its place."""
+        worker_id, subject = departure.id, subjects.worker_holder(departure.id, departure.incarnation)
+        for timeout_s in DEPARTED_TIMEOUTS_S:
+            try:
+                await self._bus.request(subject, GetHolder(), Holder, timeout_s=timeout_s)
+            except NoResponder:
+                await self._forget_departed(departure)
+                return
+            except BlitzError as error:
+                log.debug("worker %s, whose connection was closed, gives no answer: %s", worker_id, error)
+            else:
+                return
+        # Its lease decides.
+
+    async def _forget_departed(self, departure: Departure) -> None:
+        worker_id = departure.id
+        if not (self._grace.over(time.monotonic()) and self._is_here(departure)):
+            return
+        try:
+            await self._store.forget([worker_id])
+        except RedisError as error:
+            log.warning("worker %s is gone, and Redis did not take it; its lease decides: %s", worker_id, error)
+            return
+        if not self._is_here(departure):
+            # Another process reported in its place while Redis forgot it: its next report is stored again.
+            self.registry.is_not_stored(worker_id)
+            return
+        log.warning("worker %s is gone (%s): forgotten before its lease ended", worker_id, departure.reason)
+        self._metrics.expired.inc()
+        self.registry.forget([worker_id])
+        self._routes.wake()
 
     def redis_is_away(self) -> None:
         """Nothing expires, and nothing is granted, until it has been back for a lease."""

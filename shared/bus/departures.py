@@ -19,6 +19,14 @@ _NAME = re.compile(rf"({_PART})\.({_PART})\.({_PART})")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_\-]")
 
 
+CLOSED = frozenset({"Client Closed", "Read Error", "Write Error"})
+"""The server's reason for connections that the other end closed, as the system does for a process that ends. The server
+gives other reasons for connections that it ended itself: slow, stale, or all of them, because it stops."""
+DEPARTED_TIMEOUTS_S = (0.05, 0.1, 0.2, 0.4)
+"""Of questions to a process whose connection was closed. A missing subscription is an answer at once; no answer may
+mean that the server had not removed the subscriptions yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Departure:
     """Whose connection it was, and why it ended, in the server's words (``Client Closed``, ``Stale Connection``)."""

@@ -13,12 +13,6 @@ from services.gateway.core.stream import Phase
 
 MAX_MISSED_PROBES = 3
 """A worker is not considered dead before this many questions in a row had no answer."""
-CLOSED = frozenset({"Client Closed", "Read Error", "Write Error"})
-"""The server's reason for connections that the other end closed, as the system does for a process that ends. The server
-gives other reasons for connections that it ended itself: slow, stale, or all of them, because it stops."""
-DEPARTED_TIMEOUTS_S = (0.05, 0.1, 0.2, 0.4)
-"""Of questions to a worker whose connection was closed. A missing subscription is an answer at once; no answer may
-mean that the server had not removed the subscriptions yet."""
 
 
 class Reaction(enum.Enum):

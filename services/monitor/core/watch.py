@@ -20,7 +20,7 @@ Rules
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -115,6 +115,9 @@ class _Model:
     held_by: set[str] = field(default_factory=set)
     """Gateways that hold requests for which there is no instance, as of their last reports."""
 
+    num_gone: int = 0
+    """Instances that are gone since the last snapshot."""
+
     @property
     def keeps(self) -> tuple[int, float]:
         """The lower, the sooner it can do without an instance: how many are spare (negative), and since when (unix
@@ -124,9 +127,13 @@ class _Model:
         return -max(group.spare for group in groups), idle_since_s
 
     @property
+    def num_taking(self) -> int:
+        """Instances that take requests, now or soon."""
+        return sum(group.there.observed for role, group in self.groups.items() if role in TAKES_PROMPTS)
+
+    @property
     def has_instances(self) -> bool:
-        """That take requests, now or soon."""
-        return any(group.there.observed for role, group in self.groups.items() if role in TAKES_PROMPTS)
+        return self.num_taking > 0
 
 
 class Watch:
@@ -177,6 +184,17 @@ class Watch:
                 urgent = True
         return urgent
 
+    def on_gone(self, names: Iterable[str]) -> bool:
+        """Instances are gone; ``names``: of their models, once per instance. Whether it is urgent: one of the models may
+        have none left that takes prompts."""
+        urgent = False
+        for name in names:
+            model = self._models.get(name)
+            if model is not None:
+                model.num_gone += 1
+                urgent = urgent or 0 < model.num_taking <= model.num_gone
+        return urgent
+
     def on_snapshot(self, view: RegistryView, profile_of: ProfileOf) -> None:
         """The registry is like this now."""
         models = view.models
@@ -200,7 +218,7 @@ class Watch:
             known = self._models.get(name)
             if known is None or known.record.model_hash != record.model_hash:
                 known = self._models[name] = _Model(record, ModelDemand(self._policy))
-            known.record = record
+            known.record, known.num_gone = record, 0
             known.demand.profile = profile_of(record, *next(iter(kinds))) if len(kinds) == 1 else None
             for role, group in known.groups.items():
                 about = name, role

@@ -20,7 +20,7 @@ from shared.errors import Unavailable
 from shared.leading import Leader
 from shared.messages.common import Role
 from shared.messages.load import Demand, QueueReport
-from shared.messages.registry import ModelRecord, RouteChanges
+from shared.messages.registry import GoneRoute, ModelRecord, RouteChanges
 from shared.profile import PrefillPoint, write_profile
 from tests.records import model, profile, worker_record
 from tests.services.fake_pool import FakePool
@@ -71,6 +71,13 @@ class Rig:
         """The registry says that a model is new, or has other settings."""
         self._sequence += 1
         event = RouteChanges(publisher="pool", sequence=self._sequence, published_at_s=time.time(), models=(record,))
+        await self.client.publish(subjects.route_changes(), event)
+
+    async def gone(self, *instance_ids: str) -> None:
+        """The registry says that instances are gone."""
+        self._sequence += 1
+        gone = tuple(GoneRoute(model="m", instance_id=instance_id) for instance_id in instance_ids)
+        event = RouteChanges(publisher="pool", sequence=self._sequence, published_at_s=time.time(), gone=gone)
         await self.client.publish(subjects.route_changes(), event)
 
     async def queue(self, tokens: int, gateway_id: str = "gw") -> None:
@@ -322,3 +329,21 @@ async def test_a_disaggregated_model_that_sleeps_is_woken_with_one_of_each_at_on
         await eventually(lambda: len(rig.demands) >= 2)
         assert {(d.role, d.desired, d.observed) for d in rig.demands} == {("prefill", 1, 0), ("decode", 1, 0)}
         assert rig.gauge("decode") == 1
+
+
+async def test_a_model_that_loses_its_last_instance_is_looked_at_at_once() -> None:
+    record, rig = model(min_instances=0), Rig()
+    rig.pool.models = (record,)
+    rig.pool.workers = (worker_record("w0", record, "serving"), worker_record("w1", record, "serving"))
+    await rig.start(interval_s=3600.0)
+    await eventually(lambda: rig.pool.num_snapshots == 1)
+    rig.pool.models = (model(min_instances=1),)
+    rig.pool.workers = ()
+    await rig.gone("i-w1")
+    await rig.gone("i-w0")
+    await eventually(lambda: rig.demands)
+    assert [(d.desired, d.observed) for d in rig.demands if d.desired] == [(1, 0)]
+    assert rig.pool.num_snapshots == 2, "the first one left another: that waits for the next turn"
+    rig.stopping.set()
+    await rig.gone("i-w0")
+    await rig.task

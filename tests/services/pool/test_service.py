@@ -20,7 +20,9 @@ from services.pool.config import PoolSettings
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
+from shared.bus.departures import Departure
 from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, Unavailable
+from shared.identity import hold
 from shared.messages.common import Ack, Role
 from shared.messages.registry import (
     AddModel,
@@ -132,6 +134,27 @@ async def test_a_silent_worker_is_forgotten_after_its_lease_and_its_route_goes(s
     await eventually(all_gone)
     await eventually(lambda: [gone.instance_id for event in strict_pool.events for gone in event.gone] == ["i-w0"])
     assert {found.route.worker_id for event in strict_pool.events for found in event.routes} == {"w0"}
+
+
+async def test_a_worker_whose_process_ended_is_forgotten_long_before_its_lease_ends(granting_pool: Pool) -> None:
+    pool, record = granting_pool, await granting_pool.know_model()
+    for name in ("dead", "back", "cut", "other"):
+        await pool.beat(heartbeat(name, record, "serving"))
+    incarnation = heartbeat("dead").worker.incarnation
+    await hold(pool.broker.bus("back"), incarnation, subjects.worker_holder("back", incarnation))
+    pool.broker.depart(Departure("worker", "back", incarnation, "Client Closed"))
+    pool.broker.depart(Departure("worker", "cut", incarnation, "Stale Connection"))
+    pool.broker.depart(Departure("worker", "other", "another", "Client Closed"))
+    pool.broker.depart(Departure("gateway", "other", incarnation, "Client Closed"))
+    pool.broker.depart(Departure("worker", "dead", incarnation, "Client Closed"))
+
+    async def one_is_gone() -> bool:
+        return len((await pool.snapshot()).workers) == 3
+
+    await eventually(one_is_gone)
+    assert [w.worker.worker_id for w in (await pool.snapshot()).workers] == ["back", "cut", "other"]
+    await pool.beat(heartbeat("dead", record, "serving"))
+    assert len((await pool.snapshot()).workers) == 4, "it was not dead after all"
 
 
 async def test_an_older_report_does_not_overwrite_a_newer_one(pool: Pool) -> None:
