@@ -185,8 +185,8 @@ class Watch:
         return urgent
 
     def on_gone(self, names: Iterable[str]) -> bool:
-        """Instances are gone; ``names``: of their models, once per instance. Whether it is urgent: one of the models may
-        have none left that takes prompts."""
+        """Instances are gone; ``names``: of their models, once per instance. Whether it is urgent: one of the models
+        may have none left that takes prompts."""
         urgent = False
         for name in names:
             model = self._models.get(name)
