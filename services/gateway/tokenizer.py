@@ -92,9 +92,10 @@ class ModelTokenizer:
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A fresh incremental decoder whose deltas add up to ``decode``."""
+        hidden = self._special_ids if skip_special_tokens else frozenset()
         if self._byte_table is not None:
-            return ByteDetokenizer(self._byte_table, self._special_ids if skip_special_tokens else frozenset())
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+            return ByteDetokenizer(self._byte_table, hidden)
+        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), hidden)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token alone stands for."""

@@ -15,6 +15,8 @@ from typing import Protocol
 REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 8
 """A character has at most 4 bytes: a window that ends broken for longer will stay broken."""
+_MAX_WINDOW_TOKENS = 32
+"""More than an emission and what is held behind it: beyond, tokens without text are not kept."""
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -51,19 +53,23 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For any other vocabulary: decodes a window that starts one emission before the new tokens.
 
-    ``decode`` gives the text of some ids. The text of ``ids[prefix:read]`` is already sent; a
-    leading space that a decoder strips from the first token is then stripped on both sides.
+    ``decode`` gives the text of some ids; ``hidden`` ids print nothing, whatever is around them. The text of
+    ``ids[prefix:read]`` is already sent; a leading space that a decoder strips from the first token is then stripped
+    on both sides.
     """
 
-    __slots__ = ("_decode", "_ids", "_prefix_text", "_read")
+    __slots__ = ("_decode", "_hidden", "_ids", "_prefix_text", "_read")
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], hidden: frozenset[int]) -> None:
         self._decode = decode
+        self._hidden = hidden
         self._ids: list[int] = []
         self._read = 0
         self._prefix_text = ""
 
     def push(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if text.endswith(REPLACEMENT) and len(self._ids) - self._read < _MAX_HELD_TOKENS:
@@ -78,7 +84,8 @@ class WindowDetokenizer:
     def _emit(self, text: str) -> str:
         delta = text[len(self._prefix_text) :]
         if not delta:
-            # A token without text (hidden, or a stripped space) cannot serve as the next prefix.
+            # A token without text (a stripped space, an id that the tokenizer lacks) cannot serve as the next prefix.
+            del self._ids[_MAX_WINDOW_TOKENS:]
             self._read = len(self._ids)
             return ""
         del self._ids[: self._read]

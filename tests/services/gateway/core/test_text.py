@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from services.gateway.core.text_output import Detokenizer, StopScanner, TextOutput, WindowDetokenizer
 from services.gateway.tokenizer import ModelTokenizer, load_tokenizer
@@ -72,6 +72,37 @@ def test_bytes_that_stay_invalid_are_not_held_back_for_ever() -> None:
     detokenizer = tokenizer.detokenizer(skip_special_tokens=True)
     assert isinstance(detokenizer, WindowDetokenizer)
     assert any(detokenizer.push(7 + 0x80) for _ in range(10))
+
+
+@pytest.mark.parametrize(("token_id", "skip"), [(263, True), (264, True), (264, False)])
+def test_tokens_that_print_nothing_cost_the_same_however_many_they_are(
+    monkeypatch: pytest.MonkeyPatch, token_id: int, skip: bool
+) -> None:
+    base = sentencepiece_like()
+    base.add_special_tokens([AddedToken("<pad>", special=True)])
+    assert base.token_to_id("<pad>") == 263
+    assert base.id_to_token(264) is None
+    tokenizer = ModelTokenizer(base, None)
+    lengths: list[int] = []
+    decode = ModelTokenizer.decode
+
+    def counted(self: ModelTokenizer, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        lengths.append(len(token_ids))
+        return decode(self, token_ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(ModelTokenizer, "decode", counted)
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+    deltas = run(detokenizer, [1, *[token_id] * 16_000, 7 + 0xC3, 7 + 0xA9, 2])
+    assert "".join(deltas) == "the\xe9 fox"
+    assert max(lengths) <= 64
+    assert len(lengths) <= 2 * 16_000 + 20
+
+
+def test_a_hidden_token_inside_a_character_does_not_break_it() -> None:
+    base = sentencepiece_like()
+    base.add_special_tokens([AddedToken("<pad>", special=True)])
+    detokenizer = ModelTokenizer(base, None).detokenizer(skip_special_tokens=True)
+    assert "".join(run(detokenizer, [1, 7 + 0xC3, *[263] * 100, 7 + 0xA9])) == "the\xe9"
 
 
 def scan(scanner: StopScanner, deltas: list[str]) -> tuple[str, bool]:
