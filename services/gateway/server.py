@@ -3,7 +3,8 @@ connections (uvicorn's protocol) with bounded waiting.
 
 Rules of a connection
 - A request's headers must arrive within the read time-out and within ``MAX_HEAD_BYTES``. The time-out also bounds how
-  long a new connection may send nothing; bytes that trickle in do not extend it.
+  long a new connection may send nothing; bytes that trickle in do not extend it. While a request is in progress, the
+  headers of the next one have time. Empty lines before a request are ignored (RFC 9112, 2.2).
 - What a client sends after an answer that did not wait for its body is read and dropped for ``LINGER_S``, so that it
   can read the answer.
 - A client that reads nothing of what waits for it within the send time-out is cut off.
@@ -72,7 +73,13 @@ class Connection(HttpToolsProtocol):
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._begun = False
+        """Some of a request has come, and not all of it."""
         self._in_head = True
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -91,15 +98,25 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not self._begun:
+            data = data.lstrip(b"\r\n")
+            if not data:
+                return
         if self._in_head:
             self._head_bytes += len(data)
-            if self._reading is None:
-                self._reading = self.loop.call_later(self._limits.read_timeout_s, self._cut, "read_timeout")
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._cut("head_too_large")
+        if self._begun and self._in_head:
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._cut("head_too_large")
+            else:
+                self._time_head()
+
+    def _time_head(self) -> None:
+        if self._reading is None and not self._answering:
+            self._reading = self.loop.call_later(self._limits.read_timeout_s, self._cut, "read_timeout")
 
     def on_message_begin(self) -> None:
+        self._begun = True
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: self.abort}  # type: ignore[dict-item]  # not data
 
@@ -111,6 +128,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._begun = False
         self._in_head = True
         self._head_bytes = 0
         if self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing():
@@ -123,7 +141,7 @@ class Connection(HttpToolsProtocol):
             # The answer came before the request's end.
             self._stop_reading_timer()
             self._reading = self.loop.call_later(LINGER_S, self.transport.close)
-        elif not self.pipeline:
+        elif not self._answering:
             self._rest()
 
     def _rest(self) -> None:
@@ -132,6 +150,8 @@ class Connection(HttpToolsProtocol):
             self._stop_reading_timer()
             self._limits.idle.pop(self, None)
             self._limits.idle[self] = None
+            if self._begun:
+                self._time_head()
 
     def pause_writing(self) -> None:
         super().pause_writing()

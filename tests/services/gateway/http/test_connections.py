@@ -138,6 +138,44 @@ async def test_a_connection_serves_request_after_request(make_stack: StackFactor
     assert stack.gateway.metrics.cuts == {}
 
 
+async def read_timeouts(stack: Stack) -> None:
+    """Returns when every header timer that runs now has ended."""
+    for _ in range(2):
+        await closed(await connect(stack, b"GET /live HTTP/1.1\r\nHost"))
+
+
+@pytest.mark.parametrize("behind", [b"\r\n", b"GET /live HTTP/1.1\r\nHo"])
+async def test_what_comes_behind_a_body_does_not_end_a_long_answer(make_stack: StackFactory, behind: bytes) -> None:
+    stack = await make_stack(read_timeout_s=0.3)
+    worker = stack.workers[0]
+    worker.pause_after = 1
+    body = b'{"model": "tiny", "prompt": "a", "stream": true}'
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    reader, writer = await connect(stack, head + body)
+    await stack.until(lambda: worker.submits)
+    writer.write(behind)
+    await read_timeouts(stack)
+    worker.resume.set()
+    await reader.readuntil(b"[DONE]")
+    if behind.isspace():
+        writer.write(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n")
+        await reader.readuntil(b'{"status":"ok"}')
+        writer.close()
+    else:
+        await closed((reader, writer))
+
+
+async def test_empty_lines_between_requests_are_ignored(make_stack: StackFactory) -> None:
+    stack = await make_stack(read_timeout_s=0.3)
+    reader, writer = await connect(stack, b"\r\n")
+    for _ in range(2):
+        writer.write(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n")
+        await reader.readuntil(b'{"status":"ok"}')
+        writer.write(b"\r\n\r\n")
+        await read_timeouts(stack)
+    writer.close()
+
+
 async def test_a_connection_without_a_request_is_given_up_by_its_client_first(stack: Stack) -> None:
     client_s = httpx.Limits().keepalive_expiry
     assert client_s is not None
