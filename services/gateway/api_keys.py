@@ -31,7 +31,9 @@ REPORT_EVERY_S = 0.1
 ROWS_PER_REPORT = 1000
 """Of at most some 250 bytes each: well under 1 MB."""
 MAX_LABELS = 200
-"""Keys with series of their own in the metrics; the others are summed up as ``other``."""
+"""Keys with series of their own in the metrics; the others, and those that are gone, are summed up as ``other``."""
+LEAST_OPEN_TOKENS = 256
+"""Of output, if the caller leaves the length open: with less left, a key waits rather than get a stump."""
 OTHER = "other"
 
 
@@ -102,10 +104,12 @@ class ApiKeys:
         finally:
             bill.settle()
 
-    def output_tokens(self, name: str, prompts: Sequence[Sequence[int]]) -> int | None:
-        """The longest output to allow where the caller does not say; None means unlimited."""
-        limit = self._limits.limits_of(name).tokens_per_minute
-        return None if limit is None else max(1, (limit - sum(map(len, prompts))) // len(prompts))
+    def output_tokens(self, name: str, prompts: Sequence[Sequence[int]], least: int) -> int | None:
+        """The longest output to allow where the caller does not say; None means unlimited. ``least``: what the caller
+        needs."""
+        least = max(least, LEAST_OPEN_TOKENS)
+        tokens = sum(map(len, prompts))
+        return self._limits.open_tokens(name, self._clock(), prompt_tokens=tokens, outputs=len(prompts), least=least)
 
     def charge(self, name: str, streams: Sequence[StreamState]) -> Charge | None:
         """Admit a request. Raises ``RateLimitExceeded``, ``BadRequest``; then nothing is charged."""
@@ -169,13 +173,20 @@ class ApiKeys:
     def _apply(self, keys: dict[bytes, ApiKey]) -> None:
         self._keys = {**self._plain, **keys}
         self._by_name = {key.name: key for key in self._keys.values()}
+        for gone in self._labels - self._by_name.keys():
+            self._labels.remove(gone)
+            for counter in (self._requests, self._tokens):
+                counter.pop(gone, None)
+        for row in [row for row in self._limited if row[0] not in (OTHER, *self._labels)]:
+            del self._limited[row]
         self._limits.set_limits({key.name: key.limits for key in keys.values()}, self._clock())
         if self._path:
             self._reads["ok"] += 1
 
     def _label(self, name: str) -> str:
         if name not in self._labels:
-            if len(self._labels) >= MAX_LABELS:
+            # The last requests of a key that is gone are not to make a series that nobody ends.
+            if name not in self._by_name or len(self._labels) >= MAX_LABELS:
                 return OTHER
             self._labels.add(name)
         return name
@@ -227,8 +238,10 @@ class Bill:
 
     def limited(self, options: Options, prompts: Sequence[Sequence[int]]) -> Options:
         """An open length of the output, within what the key may use."""
-        most = self._keys.output_tokens(self.key, prompts)
-        if most is None or options.max_tokens is not None:
+        if options.max_tokens is not None:
+            return options
+        most = self._keys.output_tokens(self.key, prompts, options.sampling.min_tokens)
+        if most is None:
             return options
         default = options.default_max_tokens
         return replace(options, default_max_tokens=most if default is None else min(default, most))

@@ -140,16 +140,13 @@ class KeyLimits:
         for name in self._keys.keys() - limits.keys():
             del self._keys[name]
             self._told.pop(name, None)
+            for other in self._others.values():
+                other.rows.pop(name, None)
         for name, new in limits.items():
             key = self._keys.setdefault(name, _Key(new))
             key.limits = new
             key.requests = _bucket(key.requests, new.requests_per_minute, now_s)
             key.tokens = _bucket(key.tokens, new.tokens_per_minute, now_s)
-
-    def limits_of(self, name: str) -> Limits:
-        """Of a key; unlimited for those that have no entry."""
-        key = self._keys.get(name)
-        return key.limits if key is not None else UNLIMITED
 
     def check(self, name: str, now_s: float, *, requests: int = 1, tokens: int = 1) -> None:
         """Raises ``RateLimitExceeded`` if the key cannot pay for that now, ``BadRequest`` if it never can."""
@@ -211,6 +208,15 @@ class KeyLimits:
             key.requests.standing(now_s) if key.requests is not None else None,
             key.tokens.standing(now_s) if key.tokens is not None else None,
         )
+
+    def open_tokens(self, name: str, now_s: float, *, prompt_tokens: int, outputs: int, least: int) -> int | None:
+        """The longest length for each of so many outputs whose callers left it open: what the key has now, and at
+        least ``least`` if it can ever have that. None means unlimited."""
+        key = self._keys.get(name)
+        if key is None or key.tokens is None:
+            return None
+        now, ever = (int(amount - prompt_tokens) // outputs for amount in (key.tokens.left(now_s), key.tokens.capacity))
+        return max(1, min(ever, max(now, least)))
 
     def open_requests(self, name: str) -> int:
         """Requests of a limited key that this gateway has open."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
 from services.gateway.api_keys import ApiKeys, shown_duration
 from shared.settings import SettingsError
@@ -131,6 +132,59 @@ async def test_an_open_length_is_cut_to_what_the_key_may_use(make_stack: StackFa
     assert len(submit.prompt_token_ids) + submit.sampling.max_tokens == 60
     too_long = await post(stack, "a", {**BODY, "max_tokens": 60})
     assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "max_tokens")
+
+
+async def test_an_open_length_is_what_the_key_has_left(make_stack: StackFactory, tmp_path: Path) -> None:
+    stack = await make_stack(1, keys_file=keys_file(tmp_path, key("a", tokens_per_minute=2000)))
+    [record] = stack.pool.models
+    stack.pool.models[:] = [structs.replace(record, spec=structs.replace(record.spec, max_position=8000))]
+    stack.workers[0].context_tokens = 8000
+    await stack.gateway.refresh()
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a" * 100}]}
+    answers = [(await post(stack, "a", body, "chat/completions")).status_code for _ in range(12)]
+    assert answers == [200] * 12
+    # Somewhat more came back in the meantime.
+    lengths = [len(submit.prompt_token_ids) + submit.sampling.max_tokens for submit in stack.workers[0].submits]
+    assert lengths[0] == 2000
+    assert all(256 <= length < 2000 for length in lengths[1:])
+
+
+async def test_a_key_with_too_little_left_for_an_open_length_waits(make_stack: StackFactory, tmp_path: Path) -> None:
+    stack = await make_stack(1, keys_file=keys_file(tmp_path, key("a", tokens_per_minute=1000)))
+    stack.workers[0].pause_after = 1
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    running = [asyncio.create_task(post(stack, "a", {**body, "max_tokens": 200}, "chat/completions")) for _ in range(4)]
+    await stack.until(lambda: len(stack.workers[0].submits) == 4)
+    refused = await post(stack, "a", body, "chat/completions")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    stack.workers[0].resume.set()
+    assert [(await task).status_code for task in running] == [200] * 4
+    assert (await post(stack, "a", body, "chat/completions")).status_code == 200
+
+
+async def test_a_key_that_goes_leaves_its_series_to_those_that_come(
+    make_stack: StackFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.api_keys.MAX_LABELS", 2)
+    path = keys_file(tmp_path, *(key(name, requests_per_minute=1) for name in "ab"))
+    stack = await make_stack(1, keys_file=path)
+    [worker] = stack.workers
+    worker.pause_after = 1
+    running = asyncio.create_task(post(stack, "a"))
+    await stack.until(lambda: worker.submits)
+    assert [(await post(stack, name)).status_code for name in "a"] == [429]
+    for names in ("c", "cd"):
+        keys_file(tmp_path, *(key(name) for name in names))
+        await stack.gateway.api_keys.look()
+    worker.resume.set()
+    assert (await running).status_code == 200
+    for name in "cd":
+        assert (await post(stack, name)).status_code == 200
+    series = {name: value for name, value in (await scrape(stack)).items() if "{key=" in name}
+    assert {value for name, value in series.items() if 'key="a"' in name} == set()
+    assert series['blitz_gateway_key_requests_total{key="c"}'] == 1
+    assert series['blitz_gateway_key_requests_total{key="d"}'] == 1
+    assert series['blitz_gateway_key_tokens_total{key="other"}'] == 8
 
 
 async def test_a_file_that_changes_is_read_again_and_a_bad_one_changes_nothing(
