@@ -11,11 +11,13 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+from collections.abc import MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
@@ -185,8 +187,24 @@ class GatewayApp:
             await send({"type": "http.response.body", "body": error_events(error)})
 
 
+def _only_looks(scope: MutableMapping[str, Any]) -> bool:
+    """Probes, scrapes and listings: nothing is done that a trace could be of."""
+    return scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS")
+
+
+_TELEMETRY: TelemetryConfig = {
+    "tracing": True,
+    "metrics": False,
+    "logs": False,
+    "operation_spans": False,
+    "exclude": _only_looks,
+}
+
+
 def _rest(gateway: Gateway) -> FastAPI:
-    app = FastAPI(title="BlitzScale gateway", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="BlitzScale gateway", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_TELEMETRY
+    )
     app.include_router(models_router(gateway))
     app.include_router(operations_router(gateway))
     app.include_router(admin_router(gateway))

@@ -14,6 +14,8 @@ from services.gateway.metrics import GatewayMetrics, ModelGauges
 from services.gateway.service import Gateway
 from shared.errors import Unavailable
 
+PROBES = ["GET", "HEAD"]
+
 
 class _Sample(Collector):
     """All metrics with the gauges of one moment."""
@@ -62,8 +64,8 @@ def operations_router(gateway: Gateway) -> APIRouter:
     router = APIRouter(tags=["operations"])
     scrapes = Scrapes(gateway)
 
-    @router.get("/ready", include_in_schema=False)
-    @router.get("/health")
+    @router.api_route("/ready", methods=PROBES, include_in_schema=False)
+    @router.api_route("/health", methods=PROBES)
     async def health() -> dict[str, str]:
         """200 while this gateway answers requests, whatever models there are: all gateways know the same ones."""
         if gateway.draining:
@@ -74,7 +76,7 @@ def operations_router(gateway: Gateway) -> APIRouter:
             raise Unavailable("the gateway does not know the models yet")
         return {"status": "ok"}
 
-    @router.get("/live")
+    @router.api_route("/live", methods=PROBES)
     async def live() -> dict[str, str]:
         """200 while the process is running."""
         return {"status": "ok"}

@@ -43,7 +43,7 @@ def read_json(raw: bytes | Raw, type_: Any, name: str) -> Any:
     except msgspec.ValidationError as error:
         raise _refusal(error, type_, raw, name) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"{name or 'the request body'} is not valid JSON: {error}", param=name or None) from error
+        raise _not_json(error, type_, bytes(raw), name) from error
 
 
 def read_fields(body: bytes, names: tuple[str, ...]) -> tuple[bytes, ...]:
@@ -145,6 +145,33 @@ def _refusal(error: msgspec.ValidationError, type_: Any, raw: bytes | Raw, name:
         name += step[0] if name else step[0].removeprefix(".")
         value = _value_inside(value, step)
     return BadRequest(f"{name} must be {_wanted(declared)}, not {shown(value)}", param=name)
+
+
+_TO_LONE_SURROGATE = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+(?=\\u[dD])",
+    re.DOTALL,
+)
+_ESCAPE_CHARACTERS = 6
+"""Of ``\\uXXXX``."""
+
+
+def _not_json(error: Exception, type_: Any, raw: bytes, name: str) -> BadRequest:
+    lone = _TO_LONE_SURROGATE.match(raw) if isinstance(error, msgspec.DecodeError) else None
+    if lone is None:
+        return BadRequest(f"{name or 'the request body'} is not valid JSON: {error}", param=name or None)
+    # The decoder does not say where it is: it is in the field that differs if another character takes its place.
+    at, end = lone.end(), lone.end() + _ESCAPE_CHARACTERS
+    names = () if name else tuple(field.encode_name for field in msgspec.structs.fields(type_))
+    try:
+        one, other = (read_fields(raw[:at] + letter + raw[end:], names) for letter in (b"a", b"b"))
+        name = next((field for field, x, y in zip(names, one, other, strict=True) if x != y), name)
+    except BadRequest:
+        pass  # more than this is wrong with it
+    return BadRequest(
+        f"{name or 'the request body'} has half of a surrogate pair, which is no character: "
+        f"{raw[at:end].decode(errors='replace')} at byte {at}",
+        param=name or None,
+    )
 
 
 def _plain(raw: bytes) -> Any:

@@ -52,18 +52,21 @@ _REFUSED_UNLESS = {
     "tool_choice": ((None, "none", "auto"), "tools are"),
     "modalities": ((None, ["text"]), "anything but text is"),
 }
+_CHOICE_OF = {"tools": "tool_choice", "functions": "function_call"}
+"""What the caller forbids to be called (``none``) may be named."""
 _NAMES = (*_REFUSED_IF_SET, *_REFUSED_UNLESS)
 _LONGEST_HARMLESS_BYTES = 64
 """No accepted value is longer, so longer ones are refused without a look inside."""
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
+"""An empty one stops nothing."""
 Stop = Annotated[
     StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)],
     Meta(
         description=f"a string or an array of at most {MAX_STOP_STRINGS} strings "
-        f"of 1 to {MAX_STOP_CHARACTERS} characters"
+        f"of at most {MAX_STOP_CHARACTERS} characters"
     ),
 ]
 StopTokenIds = Annotated[
@@ -139,12 +142,13 @@ class Options:
 
 def refuse_unsupported(raw: bytes, body: SharedBody) -> None:
     """Raise ``UnsupportedParameter`` for what this system knows but does not support."""
-    for name, value in zip(_NAMES, read_fields(raw, _NAMES), strict=True):
-        if not value:
+    values = dict(zip(_NAMES, read_fields(raw, _NAMES), strict=True))
+    for name, value in values.items():
+        if not value or values.get(_CHOICE_OF.get(name, "")) == b'"none"':
             continue
         harmless = msgspec.json.decode(value) if len(value) <= _LONGEST_HARMLESS_BYTES else value
         if name in _REFUSED_IF_SET:
-            if harmless:
+            if harmless and (name, harmless) != ("function_call", "none"):
                 raise _unsupported(name, _REFUSED_IF_SET[name])
         elif harmless not in _REFUSED_UNLESS[name][0]:
             raise _unsupported(name, _REFUSED_UNLESS[name][1])
@@ -193,7 +197,7 @@ def read_options(
         seed=body.seed,
         max_tokens=max_tokens,
         default_max_tokens=default_max_tokens,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop=tuple(filter(None, (body.stop,) if isinstance(body.stop, str) else body.stop or ())),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=include_usage and continuous_usage,

@@ -26,6 +26,14 @@ async def test_a_gateway_is_ready_also_while_there_is_no_model(stack: Stack) -> 
     assert [(await stack.http.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/live"])
+async def test_probes_may_ask_for_the_head_alone(stack: Stack, path: str) -> None:
+    answer = await stack.http.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    stack.broker.disconnect()
+    assert (await stack.http.head(path)).status_code == (200 if path == "/live" else 503)
+
+
 async def test_a_gateway_that_knows_no_models_yet_is_live_but_not_healthy(stack: Stack) -> None:
     stack.gateway.routes.ready = False
     unknowing = await stack.http.get("/health")

@@ -68,6 +68,10 @@ async def test_echo_with_logprobs_and_images_are_unsupported(stack: Stack) -> No
 
 HARMLESS: list[dict[str, Any]] = [
     {"tools": []},
+    {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+    {"functions": [{"name": "f"}], "function_call": "none"},
+    {"stop": ""},
+    {"stop": ["", "unheard of"]},
     {"tool_choice": "none"},
     {"tool_choice": "auto"},
     {"response_format": {"type": "text"}},
@@ -101,7 +105,6 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("max_tokens", {"max_tokens": 0}),
     ("max_tokens", {"max_tokens": "many"}),
     ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
-    ("stop", {"stop": ""}),
     ("stop", {"stop": [1]}),
     ("stop", {"stop": ["x"] * 65}),
     ("stop_token_ids", {"stop_token_ids": [300]}),
@@ -162,6 +165,22 @@ async def test_wrong_prompts_are_refused(stack: Stack, prompt: Any) -> None:
 )
 async def test_bodies_that_are_not_json_objects_are_refused(stack: Stack, body: bytes) -> None:
     check(await stack.http.post(CHAT, content=body), 400, "invalid_request_error", "bad_request")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "shown"),
+    [
+        (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', "messages", "\\ud800 at byte 60"),
+        (b'{"user": "\\\\ud800 \\ud83d\\ude00", "stop": ["\\udC00 a"], "messages": []}', "stop", "\\udC00 at byte 43"),
+        (b'{"user": "\\ud83d\\ud83d\\ude00"}', None, "\\ud83d at byte 10"),
+        (b'{"stop": "\\ud83d", 5', None, "\\ud83d at byte 10"),
+    ],
+)
+async def test_half_of_a_surrogate_pair_is_shown_and_its_field_named(
+    stack: Stack, body: bytes, param: str | None, shown: str
+) -> None:
+    response = await stack.http.post(CHAT, content=body)
+    assert shown in check(response, 400, "invalid_request_error", "bad_request", param)
 
 
 async def test_a_wrong_value_that_cannot_be_shown_is_refused_all_the_same(stack: Stack) -> None:

@@ -51,6 +51,20 @@ async def test_one_span_per_request_joins_the_callers_trace_and_reaches_the_work
     assert [(p.trace_id, p.span_id) for p in parents] == [(span.context.trace_id, span.context.span_id)]
 
 
+async def test_probes_and_listings_are_no_spans_and_what_an_operator_does_is_one(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    for path in ("/health", "/live", "/metrics", "/v1/models", "/admin/models", "/nowhere"):
+        await stack.http.get(path)
+    assert exporter.get_finished_spans() == ()
+    assert (await stack.http.delete("/admin/models/tiny")).status_code == 200
+    assert [span.name for span in exporter.get_finished_spans()] == ["DELETE /admin/models/{name}"]
+
+
 async def test_a_number_that_no_span_can_carry_is_refused_before_there_is_one(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
