@@ -27,6 +27,8 @@ class GatewayConfig(ServiceConfig):
     """More keys for ``/v1``, with limits; read again when it changes. Empty: none."""
     admin_keys: tuple[str, ...] = ()
     """Bearer keys for ``/admin``; none admits clients of the loopback interface only."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may use ``/v1`` from a browser; ``*`` is all."""
     max_queued_requests: int = 1024
     """Requests waiting here per model."""
     queue_timeout_s: float = 120.0
@@ -48,7 +50,8 @@ class GatewayConfig(ServiceConfig):
     send_timeout_s: float = 30.0
     """A client that reads nothing of what waits for it for this long is cut off."""
     request_memory_bytes: int = 256 * 1024 * 1024
-    """Bodies being read and prompts of requests that have not ended, together."""
+    """Bodies being read and prompts of requests that have not ended, together. No key, or address without one,
+    occupies more than it leaves free."""
     response_memory_bytes: int = 128 * 1024 * 1024
     """What waits to be sent to clients, together."""
     slow_reader_bytes: int = 1024 * 1024
@@ -85,6 +88,7 @@ class GatewayConfig(ServiceConfig):
             api_keys=env.listing("BLITZ_API_KEYS", default=()),
             keys_file=env.text("BLITZ_GATEWAY_KEYS_FILE", default=default.keys_file),
             admin_keys=env.listing("BLITZ_ADMIN_KEYS", default=()),
+            cors_origins=env.listing("BLITZ_GATEWAY_CORS_ORIGINS", default=()),
             max_queued_requests=count("BLITZ_GATEWAY_MAX_QUEUED", default.max_queued_requests),
             queue_timeout_s=seconds("BLITZ_GATEWAY_QUEUE_TIMEOUT_S", default.queue_timeout_s),
             submit_timeout_s=seconds("BLITZ_GATEWAY_SUBMIT_TIMEOUT_S", default.submit_timeout_s),

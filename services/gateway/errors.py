@@ -26,7 +26,7 @@ class MethodNotAllowed(BadRequest):
 
 
 class UnsupportedMediaType(BadRequest):
-    """A body of another type than JSON."""
+    """A body of another type than JSON, or packed in another way than by gzip."""
 
     code = "unsupported_media_type"
     http_status = 415

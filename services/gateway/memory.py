@@ -1,6 +1,7 @@
 """Memory that clients can make the gateway use, counted and bounded over all of them together.
 
-Requests claim their share of a ``ByteBudget``; one that does not fit is refused.
+Requests claim their share of a ``ByteBudget``; one that does not fit is refused. No client (its key, or its address
+without one) occupies more than it leaves free for the others.
 
 Tokens arrive as fast as the engine makes them, and a client reads them as fast as it likes. What it has not read is
 held in a ``ResponseBuffer``. A client for which too much waits is cut off: its connection is closed, its requests are
@@ -201,36 +202,50 @@ class ByteBudget:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._what = what
+        self._of_clients: dict[str, int] = {}
 
     @contextlib.contextmanager
-    def claim(self) -> Iterator[Claim]:
-        """A share, empty at first, given back at the end."""
-        claim = Claim(self)
+    def claim(self, client: str) -> Iterator[Claim]:
+        """A share, empty at first, given back at the end. ``client``: who it is counted with, as an error says it."""
+        claim = Claim(self, client)
         try:
             yield claim
         finally:
             claim.resize(0)
 
-    def _take(self, num_bytes: int) -> None:
-        if num_bytes > 0 and self.used_bytes + num_bytes > self.limit_bytes:
+    def _take(self, client: str, num_bytes: int) -> None:
+        used = self.used_bytes + num_bytes
+        mine = self._of_clients.get(client, 0) + num_bytes
+        if num_bytes > 0 and used > self.limit_bytes:
             raise Overloaded(
                 f"{self._what} here occupy {self.used_bytes} bytes of memory; with {num_bytes} more they would exceed "
                 f"the {self.limit_bytes} that they may occupy; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self.used_bytes += num_bytes
+        if num_bytes > 0 and mine > self.limit_bytes - used:
+            raise Overloaded(
+                f"{self._what} of {client} would occupy {mine} bytes of memory, more than the "
+                f"{self.limit_bytes - used} that they would leave for others; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.used_bytes = used
+        self._of_clients[client] = mine
+        if not mine:
+            del self._of_clients[client]
 
 
 class Claim:
-    """One user's share of a budget."""
+    """One request's share of a budget."""
 
-    __slots__ = ("_budget", "num_bytes")
+    __slots__ = ("_budget", "_client", "num_bytes")
 
-    def __init__(self, budget: ByteBudget) -> None:
+    def __init__(self, budget: ByteBudget, client: str) -> None:
         self._budget = budget
+        self._client = client
         self.num_bytes = 0
 
     def resize(self, num_bytes: int) -> None:
-        """Take more or give back. Raises ``Overloaded`` when the budget is used up; then the share stays as it was."""
-        self._budget._take(num_bytes - self.num_bytes)
+        """Take more or give back. Raises ``Overloaded`` when the budget, or the client's part of it, is used up; then
+        the share stays as it was."""
+        self._budget._take(self._client, num_bytes - self.num_bytes)
         self.num_bytes = num_bytes

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from services.gateway.errors import UnsupportedMediaType
 from services.gateway.http import asgi
-from services.gateway.http.asgi import JSON, header
+from services.gateway.http.asgi import JSON, client_of, header
 from services.gateway.http.status import pool_of, status_of
 from services.gateway.request_bodies.body import read_body, required, shown
 from services.gateway.service import Gateway
@@ -71,13 +71,14 @@ async def _body(request: Request, gateway: Gateway, type_: type[T]) -> T:
     if content_type != JSON.decode():
         raise UnsupportedMediaType(f"the body needs Content-Type: application/json, not {content_type[:80]!r}")
     config = gateway.config
-    with gateway.request_memory.claim() as claim:
+    with gateway.request_memory.claim(client_of(request.scope)) as claim:
         raw = await asgi.read_body(
             request.scope,
             request.receive,
             max_bytes=min(config.max_body_bytes, MAX_BODY_BYTES),
             timeout_s=config.read_timeout_s,
             claim=claim,
+            offload=gateway.offload,
         )
         return read_body(raw, type_)
 

@@ -32,8 +32,10 @@ from services.gateway.http.asgi import (
     header,
     in_pieces,
     key_of,
+    send_body,
     send_error,
 )
+from services.gateway.http.cors import Cors
 from services.gateway.http.generation import Generation
 from services.gateway.http.models import models_router
 from services.gateway.http.operations import operations_router
@@ -125,6 +127,7 @@ class GatewayApp:
 
     def __init__(self, gateway: Gateway) -> None:
         self._access = Access(gateway.api_keys, gateway.config.admin_keys)
+        self._cors = Cors(gateway.config.cors_origins)
         self._api_keys = gateway.api_keys
         self._metrics = gateway.metrics
         self._hot = {
@@ -154,12 +157,19 @@ class GatewayApp:
                 if request_id := scope.get(REQUEST_ID):
                     # OpenAI's clients show it with their errors.
                     message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], *self._cors.of_any(scope)]
             await send(message)
 
+        if len(scope["path"]) > 1:
+            scope["path"] = scope["path"].rstrip("/") or "/"
         hot = self._hot.get(scope["path"])
         try:
-            self._access.check(scope)
-            if hot is None:
+            preflight = self._cors.is_preflight(scope)
+            if not preflight:
+                self._access.check(scope)
+            if preflight:
+                await send_body(counting_send, 200, b"", headers=self._cors.allowed(scope))
+            elif hot is None:
                 await self._rest(scope, receive, in_pieces(counting_send))
             elif scope["method"] == "POST":
                 await hot(scope, receive, counting_send)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import zlib
 from collections.abc import Callable, Sequence
 
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.errors import RequestTimeout, error_body, error_headers
+from services.gateway.errors import RequestTimeout, UnsupportedMediaType, error_body, error_headers
 from services.gateway.memory import MAX_PIECE_BYTES, Claim
+from services.gateway.offload import Offload
 from services.gateway.server import ABORT
 from shared.errors import BadRequest, BlitzError, PayloadTooLarge
 
@@ -22,7 +25,12 @@ KEY = "blitz.key"
 MAX_DIGITS = 20
 """Of a length that a client declares."""
 BODY_FACTOR = 4
-"""What a body occupies while it is read, decoded and tokenized, as a multiple of its bytes."""
+"""What a body occupies while it is decoded and tokenized, as a multiple of its bytes."""
+IPV6_NETWORK_BITS = 64
+"""One client may have all addresses of such a network."""
+GZIP_FACTOR = 1032
+"""The most that gzip makes of a byte."""
+FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
 
 class ClientDisconnected(Exception):
@@ -43,19 +51,57 @@ def key_of(scope: Scope) -> str:
     return name
 
 
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float, claim: Claim) -> bytes:
-    """The whole request body, its memory charged to ``claim``.
+def client_of(scope: Scope) -> str:
+    """Whom a request's memory is counted with, in words: its key, or its address (of IPv6, the network)."""
+    if key := key_of(scope):
+        return f"key {key!r}"
+    address = (scope.get("client") or ("?", 0))[0]
+    if ":" in address:
+        address = str(ipaddress.ip_network((address.partition("%")[0], IPV6_NETWORK_BITS), strict=False))
+    return f"address {address}"
 
-    Raises ``PayloadTooLarge``, ``RequestTimeout``, ``Overloaded``, ``ClientDisconnected``.
+
+async def read_body(
+    scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float, claim: Claim, offload: Offload
+) -> bytes:
+    """The whole request body as it was before it was compressed, its memory charged to ``claim``.
+
+    Raises ``PayloadTooLarge``, ``UnsupportedMediaType``, ``BadRequest``, ``RequestTimeout``, ``Overloaded``,
+    ``ClientDisconnected``.
     """
     length = header(scope, b"content-length")
     if length.isdecimal() and int(length[:MAX_DIGITS]) > max_bytes:
         raise PayloadTooLarge(f"the request body has {length[:MAX_DIGITS]} bytes; at most {max_bytes} are allowed")
+    coding = header(scope, b"content-encoding").strip().lower()
+    if coding not in ("", "identity", "gzip", "x-gzip"):
+        raise UnsupportedMediaType(f"Content-Encoding: {coding[:80]} is not supported; gzip and identity are")
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read(receive, max_bytes, claim)
+            body = await _read(receive, max_bytes, claim)
     except TimeoutError:
         raise RequestTimeout(f"the request body did not arrive within {timeout_s:g} s") from None
+    if coding.endswith("gzip"):
+        claim.resize(len(body) + min(max_bytes, GZIP_FACTOR * len(body)))
+        body = await offload.run(_gunzip, body, max_bytes)
+    content_type = header(scope, b"content-type").partition(";")[0].strip().lower()
+    # curl calls everything a form unless it is told otherwise.
+    if content_type in FORMS and body.lstrip()[:1] != b"{":
+        raise UnsupportedMediaType(f"the request body is a form ({content_type}); send a JSON object")
+    claim.resize(BODY_FACTOR * len(body))
+    return body
+
+
+def _gunzip(data: bytes, max_bytes: int) -> bytes:
+    decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        body = decoder.decompress(data, max_bytes + 1)
+    except zlib.error as error:
+        raise BadRequest(f"the request body is not valid gzip: {error}") from error
+    if len(body) > max_bytes:
+        raise PayloadTooLarge(f"the request body has more than {max_bytes} bytes when it is decompressed")
+    if not decoder.eof or decoder.unused_data:
+        raise BadRequest("the request body is not one whole gzip stream")
+    return body
 
 
 async def _read(receive: Receive, max_bytes: int, claim: Claim) -> bytes:
@@ -70,7 +116,7 @@ async def _read(receive: Receive, max_bytes: int, claim: Claim) -> bytes:
         size += len(chunk)
         if size > max_bytes:
             raise PayloadTooLarge(f"the request body has more than {max_bytes} bytes")
-        claim.resize(BODY_FACTOR * size)
+        claim.resize(size)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)

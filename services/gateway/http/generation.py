@@ -16,6 +16,7 @@ from services.gateway.http.asgi import (
     DONE,
     REQUEST_ID,
     abort_of,
+    client_of,
     error_events,
     header,
     in_pieces,
@@ -51,7 +52,7 @@ class Generation:
         arrived_s, arrived_at_s = time.monotonic(), time.time()
         gateway.refuse_while_draining()
         gateway.api_keys.check(key_of(scope))
-        with gateway.request_memory.claim() as claim:
+        with gateway.request_memory.claim(client_of(scope)) as claim:
             preparation = Preparation(gateway, await self._read(scope, receive, claim))
             body, model = await preparation.read(self._kind)
             gateway.api_keys.check_model(key_of(scope), model.record.name)
@@ -79,7 +80,12 @@ class Generation:
     async def _read(self, scope: Scope, receive: Receive, claim: Claim) -> bytes:
         config = self._gateway.config
         return await read_body(
-            scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.read_timeout_s, claim=claim
+            scope,
+            receive,
+            max_bytes=config.max_body_bytes,
+            timeout_s=config.read_timeout_s,
+            claim=claim,
+            offload=self._gateway.offload,
         )
 
     def _admit(self, streams: list[StreamState], choices: list[Choice]) -> None:

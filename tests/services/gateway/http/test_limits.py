@@ -6,11 +6,14 @@ import asyncio
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from services.gateway.request_bodies.body import refuse_many_elements
 from shared.errors import BadRequest
+from tests.plain_http import http_client
 from tests.services.gateway.conftest import Stack, StackFactory
+from tests.services.gateway.http.test_connections import Client
 from tests.services.gateway.http.test_refusals import CHAT, MESSAGES, TEXT, check
 
 TOO_LONG: list[tuple[str, str, dict[str, Any], str]] = [
@@ -93,17 +96,63 @@ async def test_other_requests_are_answered_while_a_large_body_is_prepared(stack:
 
 
 async def test_requests_that_together_hold_too_much_are_refused_and_leave_nothing(make_stack: StackFactory) -> None:
-    stack = await make_stack(0, request_memory_bytes=100_000, queue_timeout_s=60.0)
+    stack = await make_stack(0, request_memory_bytes=200_000, queue_timeout_s=60.0)
     body = {"model": "tiny", "prompt": [200] * 200}
     waiting = [asyncio.create_task(stack.http.post(TEXT, json=body)) for _ in range(5)]
     await stack.until(lambda: stack.gateway.dispatcher.num_active == 5)
     assert stack.gateway.request_memory.used_bytes == 5 * (8192 + 200 * 40)
     response = await stack.http.post(TEXT, json={"model": "tiny", "prompt": ["a", "b", "c"]})
     message = check(response, 429, "rate_limit_error", "overloaded")
-    assert "100000" in message
+    assert "requests of address 127.0.0.1 would occupy" in message
     assert response.headers["retry-after"] == "1"
     assert (await stack.http.post(TEXT, content=b" " * 50_000)).status_code == 429
     assert stack.gateway.dispatcher.num_active == 5
     stack.gateway.dispatcher.end_all()
     assert [(await task).status_code for task in waiting] == [503] * 5
     assert stack.gateway.request_memory.used_bytes == 0
+
+
+async def half_sent(stack: Stack, count: int, size: int, address: str = "127.0.0.1") -> list[Client]:
+    """Connections with bodies of which the last byte is missing."""
+    port = int(stack.url.rpartition(":")[2])
+    clients = []
+    for _ in range(count):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+        writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {size}\r\n\r\n".encode() + b" " * (size - 1))
+        clients.append((reader, writer))
+    return clients
+
+
+async def test_bodies_that_are_never_finished_leave_memory_for_others(make_stack: StackFactory) -> None:
+    stack = await make_stack(max_body_bytes=20_000, request_memory_bytes=640_000)
+    clients = await half_sent(stack, 8, 20_000)
+    memory = stack.gateway.request_memory
+    await stack.until(lambda: memory.used_bytes == 8 * 19_999)
+    assert (await stack.http.post(TEXT, json={"model": "tiny", "prompt": "a"})).status_code == 200
+    # However many there are: this address is refused, and others are not.
+    clients += await half_sent(stack, 24, 20_000)
+    answers = await asyncio.gather(*(reader.readline() for reader, _ in clients[16:]))
+    assert {answer.split()[1] for answer in answers} == {b"429"}
+    assert memory.used_bytes == 16 * 19_999
+    async with http_client(base_url=stack.url, transport=httpx.AsyncHTTPTransport(local_address="127.0.0.2")) as other:
+        assert (await other.post(TEXT, json={"model": "tiny", "prompt": "a"})).status_code == 200
+    for _, writer in clients:
+        writer.close()
+    await stack.until(lambda: not memory.used_bytes)
+
+
+async def test_a_key_is_one_client_from_whatever_addresses_it_comes(make_stack: StackFactory) -> None:
+    stack = await make_stack(0, request_memory_bytes=60_000, queue_timeout_s=60.0, api_keys=("one", "two"))
+    body = {"model": "tiny", "prompt": [200] * 20}
+
+    def post(key: str) -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(stack.http.post(TEXT, json=body, headers={"authorization": f"Bearer {key}"}))
+
+    waiting = [post("one") for _ in range(3)]
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 3)
+    message = check(await post("one"), 429, "rate_limit_error", "overloaded")
+    assert "of key 'env:1'" in message
+    waiting.append(post("two"))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 4)
+    stack.gateway.dispatcher.end_all()
+    assert [(await task).status_code for task in waiting] == [503] * 4

@@ -1,0 +1,109 @@
+"""What clients of other kinds than OpenAI's send: browsers, proxies, forms, packed bodies."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+
+import pytest
+
+from services.gateway.http.asgi import client_of
+from tests.services.gateway.conftest import Stack, StackFactory
+from tests.services.gateway.http.test_refusals import TEXT, check
+
+BODY = b'{"model": "tiny", "prompt": "a"}'
+PAGE = "https://app.example"
+PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "x-a, x-b"}
+
+
+async def test_gzip_is_read(stack: Stack) -> None:
+    headers = {"content-encoding": "gzip"}
+    assert (await stack.http.post(TEXT, content=gzip.compress(BODY), headers=headers)).status_code == 200
+    for broken in (BODY, gzip.compress(BODY)[:-1], gzip.compress(BODY) * 2):
+        response = await stack.http.post(TEXT, content=broken, headers=headers)
+        assert "gzip" in check(response, 400, "invalid_request_error", "bad_request")
+    assert stack.gateway.request_memory.used_bytes == 0
+
+
+async def test_a_decompression_bomb_is_refused(make_stack: StackFactory) -> None:
+    stack = await make_stack(max_body_bytes=100_000)
+    packer = zlib.compressobj(9, wbits=31)
+    bomb = packer.compress(BODY[:-1] + b" " * 50_000_000) + packer.flush()
+    assert len(bomb) < 100_000
+    response = await stack.http.post(TEXT, content=bomb, headers={"content-encoding": "gzip"})
+    message = check(response, 413, "invalid_request_error", "payload_too_large")
+    assert "more than 100000 bytes when it is decompressed" in message
+
+
+@pytest.mark.parametrize(
+    ("headers", "content", "named"),
+    [
+        ({"content-encoding": "br"}, BODY, "Content-Encoding: br"),
+        ({"content-type": "application/x-www-form-urlencoded"}, b"model=tiny&prompt=a", "a form"),
+        ({"content-type": "multipart/form-data; boundary=x"}, b"--x\r\n", "multipart/form-data"),
+    ],
+)
+async def test_bodies_of_other_kinds_are_refused_by_name(
+    stack: Stack, headers: dict[str, str], content: bytes, named: str
+) -> None:
+    response = await stack.http.post(TEXT, content=content, headers=headers)
+    assert named in check(response, 415, "invalid_request_error", "unsupported_media_type")
+
+
+async def test_json_that_curl_calls_a_form_is_taken(stack: Stack) -> None:
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    assert (await stack.http.post(TEXT, content=BODY, headers=headers)).status_code == 200
+
+
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(make_stack: StackFactory) -> None:
+    stack = await make_stack(api_keys=("a",))
+    headers = {"authorization": "Bearer a"}
+    assert (await stack.http.post(TEXT + "/", content=BODY, headers=headers)).status_code == 200
+    assert (await stack.http.get("/v1/models/", headers=headers)).json()["data"]
+    assert (await stack.http.get("/health/")).status_code == 200
+    check(await stack.http.get("/v1/models/"), 401, "authentication_error", "unauthorized")
+
+
+async def test_pages_of_named_origins_may_use_the_api(make_stack: StackFactory) -> None:
+    stack = await make_stack(cors_origins=(PAGE,), api_keys=("a",))
+    asked = await stack.http.options(TEXT, headers=PREFLIGHT)
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == PAGE
+    assert asked.headers["access-control-allow-headers"] == "x-a, x-b"
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    for key, status in (("a", 200), ("b", 401)):
+        headers = {"origin": PAGE, "authorization": f"Bearer {key}"}
+        answer = await stack.http.post(TEXT, content=BODY, headers=headers)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+async def test_pages_of_other_origins_and_administration_stay_closed(make_stack: StackFactory) -> None:
+    stack = await make_stack(cors_origins=(PAGE,))
+    other = {**PREFLIGHT, "origin": "https://other.example"}
+    check(await stack.http.options(TEXT, headers=other), 403, "permission_error", "forbidden")
+    answer = await stack.http.post(TEXT, content=BODY, headers={"origin": "https://other.example"})
+    assert "access-control-allow-origin" not in answer.headers
+    admin = await stack.http.options("/admin/status", headers=PREFLIGHT)
+    assert admin.status_code != 200
+    assert "access-control-allow-origin" not in admin.headers
+
+
+@pytest.mark.parametrize(("origins", "status"), [((), 405), (("*",), 200)])
+async def test_by_default_no_page_and_with_a_star_every_page(
+    make_stack: StackFactory, origins: tuple[str, ...], status: int
+) -> None:
+    stack = await make_stack(cors_origins=origins)
+    assert (await stack.http.options(TEXT, headers=PREFLIGHT)).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("10.0.0.1", "address 10.0.0.1"),
+        ("2001:db8::1:2", "address 2001:db8::/64"),
+        ("fe80::1%eth0", "address fe80::/64"),
+    ],
+)
+def test_addresses_of_one_network_are_one_client(address: str, client: str) -> None:
+    assert client_of({"client": (address, 1)}) == client
