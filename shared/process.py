@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 import uvloop
 
@@ -25,6 +27,9 @@ _PR_SET_PDEATHSIG = 1
 _EXIT_ERROR = 1
 _EXIT_FORCED = 130
 _LOOK_S = 0.02
+_TIME = "%Y-%m-%dT%H:%M:%S"
+
+LogFormat = Literal["text", "json"]
 CLEAN_UP_S = 5.0
 """What a service may take to end once its bus is gone: nothing that it would wait for can come."""
 
@@ -81,6 +86,7 @@ def run_service(
     main: Main,
     *,
     log_level: str = "info",
+    log_format: LogFormat = "text",
     health_port: int = 0,
     health_host: str = "127.0.0.1",
     die_with_parent: bool = False,
@@ -96,7 +102,7 @@ def run_service(
     ``ready_fd``: a line is written to this file, and it is closed, once the process is ready. 0: none.
     """
     try:
-        configure_logging(name, log_level)
+        configure_logging(name, log_level, log_format)
         if die_with_parent:
             die_with_parent_process()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -196,15 +202,39 @@ def _handle_signals(process: ProcessState, drain_s: float) -> None:
         loop.add_signal_handler(number, stop, number)
 
 
-def configure_logging(name: str, log_level: str) -> None:
-    """One line per record on stderr: ``time level service: message``. Raises ``Unavailable`` for a wrong level."""
+class JsonLines(logging.Formatter):
+    """One JSON object per record: ``time``, ``level``, ``service``, ``logger``, ``message``, ``exception`` if there is
+    one, and what the record has as ``fields``."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        row: dict[str, object] = {
+            "time": f"{time.strftime(_TIME, time.gmtime(record.created))}.{int(record.msecs):03}Z",
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            row["exception"] = self.formatException(record.exc_info)
+        fields: dict[str, object] = getattr(record, "fields", {})
+        return json.dumps(row | fields)
+
+
+def configure_logging(name: str, log_level: str, log_format: LogFormat = "text") -> None:
+    """One line per record on stderr: ``time level service: message``, or a JSON object. Raises ``Unavailable`` for a
+    wrong level."""
     level = logging.getLevelNamesMapping().get(log_level.upper())
     if level is None:
         raise Unavailable(f"log level {log_level!r}: must be debug, info, warning, error or critical")
-    formatter = logging.Formatter(
-        f"%(asctime)s.%(msecs)03dZ %(levelname)s {name}: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
-    )
-    formatter.converter = time.gmtime
+    formatter: logging.Formatter = JsonLines(name)
+    if log_format == "text":
+        formatter = logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)s {name}: %(message)s", datefmt=_TIME)
+        formatter.converter = time.gmtime
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()

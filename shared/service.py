@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from shared.bus.access import ANYBODY, NatsAccess
 from shared.bus.nats import NatsBus
 from shared.ending import ANSWERS_S, closed
-from shared.process import ProcessState, run_service
+from shared.process import LogFormat, ProcessState, run_service
 from shared.settings import Settings, SettingsError
 from shared.telemetry import setup_telemetry
 
@@ -30,6 +30,7 @@ class ServiceConfig:
     health_host: str = "127.0.0.1"
     drain_timeout_s: float = ANSWERS_S
     log_level: str = "info"
+    log_format: LogFormat = "text"
     die_with_parent: bool = False
     ready_fd: int = 0
 
@@ -48,6 +49,7 @@ def process_settings(env: Settings) -> dict[str, Any]:
         "nats_url": env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
         "nats": NatsAccess.from_env(env),
         "log_level": env.log_level("BLITZ_LOG_LEVEL"),
+        "log_format": env.choice("BLITZ_LOG_FORMAT", ("text", "json"), default="text"),
         "die_with_parent": env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
         "ready_fd": env.integer("BLITZ_READY_FD", default=0, minimum=0),
     }
@@ -78,6 +80,7 @@ def run(kind: str, read: Callable[[Mapping[str, str]], C], serve: Callable[[C, P
         config.log_name or kind,
         lambda process: serve(config, process),
         log_level=config.log_level,
+        log_format=config.log_format,
         health_port=config.health_port,
         health_host=config.health_host,
         die_with_parent=config.die_with_parent,

@@ -225,7 +225,9 @@ class Dispatcher:
         """Begin the next attempt at its assigned instance."""
         stream, route, decode = request.stream, assignment.route, assignment.decode
         decode_at = DecodePlace(worker_id=decode.worker_id, instance_id=decode.instance_id) if decode else None
-        stream.submitted_to(route.instance_id, route.worker_id, decode_at, may_wait=assignment.may_wait)
+        stream.submitted_to(
+            route.instance_id, route.worker_id, decode_at, may_wait=assignment.may_wait, now_s=self._clock()
+        )
         request.progressed(self._own_time.now_s)
         request.submitting = True
         self.tasks.start(self._submitting(request, stream.attempt), request.context)

@@ -31,6 +31,10 @@ E2E_BUCKETS_S = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+REQUEST_BUCKETS_TOKENS = (
+    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 20000.0, 50000.0,
+    100000.0, 200000.0, 500000.0, 1000000.0,
+)  # fmt: skip
 
 
 _MODEL_COUNTERS = (
@@ -109,6 +113,11 @@ class ModelMetrics:
     ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
     itl_s: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
     e2e_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
+    queue_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
+    prefill_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
+    decode_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
+    request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_TOKENS))
+    request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +186,24 @@ class GatewayMetrics:
     def histograms_text(self) -> str:
         """The histograms as Prometheus text. By hand: of hundreds of models they are nearly all that there is, and a
         hundred thousand objects would be made for them. May run in a thread."""
+        both, vllm = ("vllm:", "blitz_gateway_"), ("vllm:",)
         rows = (
-            ("time_to_first_token_seconds", "Arrival to first token.", "ttft_s"),
-            ("inter_token_latency_seconds", "Time between tokens of one stream.", "itl_s"),
-            ("e2e_request_latency_seconds", "Arrival to last token.", "e2e_s"),
+            (both, "time_to_first_token_seconds", "Arrival to first token.", "ttft_s"),
+            (both, "inter_token_latency_seconds", "Time between tokens of one stream.", "itl_s"),
+            (both, "e2e_request_latency_seconds", "Arrival to last token.", "e2e_s"),
+            (vllm, "request_queue_time_seconds", "Arrival to the hand-over to an instance.", "queue_s"),
+            (vllm, "request_prefill_time_seconds", "Hand-over to first token, with the wait there.", "prefill_s"),
+            (vllm, "request_decode_time_seconds", "First token to last.", "decode_s"),
+            (vllm, "request_prompt_tokens", "Prompt tokens of requests that ended.", "request_prompt_tokens"),
+            (vllm, "request_generation_tokens", "Tokens generated for them.", "request_generation_tokens"),
         )
         text: list[str] = []
-        for name, help_text, attribute in rows:
+        for prefixes, name, help_text, attribute in rows:
             series = [
                 (f'model_name="{_escaped(model)}"', *getattr(metrics, attribute).cumulative())
                 for model, metrics in sorted(self._models.items())
             ]
-            for prefix in ("vllm:", "blitz_gateway_"):
+            for prefix in prefixes:
                 full = prefix + name
                 text.append(f"# HELP {full} {help_text}\n# TYPE {full} histogram\n")
                 for label, buckets, total in series:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -207,6 +209,21 @@ def test_a_health_port_in_use_is_a_clear_error(start: Start) -> None:
     assert second.returncode == 1
     assert err.startswith(f"demo: cannot listen on 127.0.0.1:{port}")
     assert "Traceback" not in err
+
+
+def test_on_request_each_line_of_the_log_is_a_json_object(start: Start) -> None:
+    process = start(
+        "async def talk(process):\n"
+        "    log.warning('hello %s', 'you', extra={'fields': {'request_id': 'a', 'tokens': 5}})\n"
+        "    raise RuntimeError('a fault')\n"
+        "sys.exit(run_service('demo', talk, log_format='json'))"
+    )
+    _, err = process.communicate(timeout=20)
+    hello, fault = map(json.loads, err.splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", hello.pop("time"))
+    expected = {"level": "WARNING", "service": "demo", "message": "hello you", "request_id": "a", "tokens": 5}
+    assert {name: hello[name] for name in expected} == expected
+    assert (fault["level"], "RuntimeError: a fault" in fault["exception"]) == ("CRITICAL", True)
 
 
 def test_a_wrong_log_level_is_a_clear_error(start: Start) -> None:

@@ -45,7 +45,8 @@ def test_settings_that_cannot_be_read_are_one_line_and_code_1(
 
 def test_every_service_reads_the_same_variables_for_its_process() -> None:
     environ = {
-        "BLITZ_DEMO": "x", "BLITZ_NATS_URL": "nats://n:1", "BLITZ_LOG_LEVEL": "debug", "BLITZ_DIE_WITH_PARENT": "1",
+        "BLITZ_DEMO": "x", "BLITZ_NATS_URL": "nats://n:1", "BLITZ_LOG_LEVEL": "debug", "BLITZ_LOG_FORMAT": "json",
+        "BLITZ_DIE_WITH_PARENT": "1",
         "BLITZ_READY_FD": "5", "BLITZ_HEALTH_PORT": "9", "BLITZ_HEALTH_HOST": "::",
     }  # fmt: skip
     config = DemoConfig.from_env(environ)
@@ -55,7 +56,7 @@ def test_every_service_reads_the_same_variables_for_its_process() -> None:
         True,
         5,
     )
-    assert (config.health_port, config.health_host, config.what) == (9, "::", "x")
+    assert (config.health_port, config.health_host, config.what, config.log_format) == (9, "::", "x", "json")
     with pytest.raises(SettingsError, match="BLITZ_HEALTH_PORT"):
         DemoConfig.from_env(environ | {"BLITZ_HEALTH_PORT": "70000"})
 

@@ -38,6 +38,9 @@ steps may be lost with the worker, so the position is known only roughly."""
 MAX_OTHER_DEATHS = 20
 """In a row, without progress in between."""
 
+MAX_NOTED_INSTANCES = 16
+"""Of one request, for the log."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deaths:
@@ -117,6 +120,10 @@ class StreamState:
     """Output tokens that were here when the current attempt began."""
     instance_id: str = ""
     worker_id: str = ""
+    submitted_s: float = 0.0
+    """When the current attempt was handed to its instance; monotonic."""
+    instances: list[str] = field(default_factory=list)
+    """Those that have had it, the first ``MAX_NOTED_INSTANCES`` of them."""
     decode_at: DecodePlace | None = None
     may_wait: bool = True
     """Whether the current attempt may wait at its instance for a slot."""
@@ -164,7 +171,13 @@ class StreamState:
         return True
 
     def submitted_to(
-        self, instance_id: str, worker_id: str, decode_at: DecodePlace | None = None, *, may_wait: bool = True
+        self,
+        instance_id: str,
+        worker_id: str,
+        decode_at: DecodePlace | None = None,
+        *,
+        may_wait: bool = True,
+        now_s: float = 0.0,
     ) -> None:
         """A new attempt begins on that instance, to be decoded at another one if that is named. ``may_wait``: there,
         for a slot."""
@@ -172,7 +185,8 @@ class StreamState:
             raise ValueError(f"request {self.request_id} is {self.phase.value}, it cannot be submitted")
         self.attempt += 1
         self.phase = Phase.SUBMITTED
-        self.instance_id = instance_id
+        self.submitted_s = now_s
+        self._at(instance_id)
         self.worker_id = worker_id
         self.decode_at = decode_at
         self.may_wait = may_wait
@@ -192,9 +206,14 @@ class StreamState:
             if not says_so or worker_id in self.former_workers:
                 return False
         self.former_workers.add(self.worker_id)
-        self.instance_id = instance_id
+        self._at(instance_id)
         self.worker_id = worker_id
         return True
+
+    def _at(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        if instance_id not in self.instances and len(self.instances) < MAX_NOTED_INSTANCES:
+            self.instances.append(instance_id)
 
     def requeued(self, *, fault: bool, avoid: bool | None = None, deaths: Deaths | None = None) -> None:
         """The current attempt is given up; what it already brought stays.

@@ -26,7 +26,6 @@ from services.gateway.errors import Forbidden, MethodNotAllowed, error_body, err
 from services.gateway.http.admin import admin_router
 from services.gateway.http.asgi import (
     KEY,
-    REQUEST_ID,
     ClientDisconnected,
     error_events,
     header,
@@ -39,11 +38,14 @@ from services.gateway.http.cors import Cors
 from services.gateway.http.generation import Generation
 from services.gateway.http.models import models_router
 from services.gateway.http.operations import operations_router
+from services.gateway.http.request_log import REQUEST, RequestLog
 from services.gateway.service import Gateway
 from shared.errors import BadRequest, BlitzError, Internal, NotFound, Unauthorized
 
 log = logging.getLogger(__name__)
 
+CLIENT_LEFT = 499
+"""nginx's status for it."""
 _FAULT = "internal error; see the gateway's log"
 
 
@@ -146,6 +148,7 @@ class GatewayApp:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 0
+        request = scope[REQUEST] = RequestLog.of(scope)
 
         async def counting_send(message: Message) -> None:
             nonlocal status
@@ -154,10 +157,9 @@ class GatewayApp:
                 key = key_of(scope) if hot is not None else ""
                 if key:
                     message["headers"] = [*message["headers"], *self._api_keys.headers(key)]
-                if request_id := scope.get(REQUEST_ID):
-                    # OpenAI's clients show it with their errors.
-                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-                message["headers"] = [*message["headers"], *self._cors.of_any(scope)]
+                # OpenAI's clients show it with their errors.
+                named = (b"x-request-id", request.request_id.encode())
+                message["headers"] = [*message["headers"], named, *self._cors.of_any(scope)]
             await send(message)
 
         if len(scope["path"]) > 1:
@@ -176,18 +178,23 @@ class GatewayApp:
             else:
                 raise MethodNotAllowed(f"{scope['method']} {scope['path']}: use POST")
         except ClientDisconnected:
-            status = 499
+            pass
         except BlitzError as error:
+            request.error = error.code
             await self._answer(error, status, counting_send)
             status = status or error.http_status
         except Exception as error:
-            log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            request.error = Internal.code
+            log.error("%s %s failed (request %s)", scope["method"], scope["path"], request.request_id, exc_info=error)
             # FastAPI has answered, and raised it again.
             if hot is not None or not status:
-                await self._answer(Internal(_FAULT), status, send)
+                await self._answer(Internal(_FAULT), status, counting_send)
             status = status or 500
         route = scope["path"] if hot is not None else getattr(scope.get("route"), "path", "unmatched")
+        # A client that left before its answer began has none.
+        status = status or CLIENT_LEFT
         self._metrics.responses[route, status] += 1
+        request.say(scope, route, status)
 
     @staticmethod
     async def _answer(error: BlitzError, status: int, send: Send) -> None:

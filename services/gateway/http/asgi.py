@@ -18,8 +18,6 @@ from shared.errors import BadRequest, BlitzError, PayloadTooLarge
 JSON = b"application/json"
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of events."""
-REQUEST_ID = "blitz.request_id"
-"""In a scope: what logs and traces call the request, once it has a name."""
 KEY = "blitz.key"
 """In a scope: the name of the caller's API key."""
 MAX_DIGITS = 20

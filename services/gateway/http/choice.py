@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import TextOutput
 from services.gateway.http.logprobs import LogprobShape, entry_bytes
 from services.gateway.memory import ResponseBuffer
@@ -113,7 +114,7 @@ class Choice(ABC):
         output: TextOutput,
         metrics: ModelMetrics,
         *,
-        num_prompt_tokens: int,
+        stream: StreamState,
         arrived_s: float,
         logprobs: LogprobShape | None,
         opening_text: str,
@@ -126,10 +127,18 @@ class Choice(ABC):
         self._logprobs = logprobs
         self._opening_text = opening_text
         self._continuous_usage = continuous_usage
-        self._arrived_s = arrived_s
+        self._stream = stream
         self._last_s = 0.0
-        self.num_prompt_tokens = num_prompt_tokens
+        self.arrived_s = arrived_s
+        """Monotonic, as all times here."""
+        self.first_s = 0.0
+        """When its first token came; 0: not yet."""
         self.finish_reason: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of its prompt."""
+        return len(self._stream.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -150,7 +159,10 @@ class Choice(ABC):
             if last_s:
                 metrics.itl_s.observe(now_s - last_s)
             else:
-                metrics.ttft_s.observe(now_s - self._arrived_s)
+                self.first_s = now_s
+                metrics.ttft_s.observe(now_s - self.arrived_s)
+                metrics.queue_s.observe(max(0.0, self._stream.submitted_s - self.arrived_s))
+                metrics.prefill_s.observe(now_s - self._stream.submitted_s)
             self._last_s = now_s
             last = len(token_ids) - 1
             for index, token_id in enumerate(token_ids):
@@ -195,7 +207,11 @@ class Choice(ABC):
     def _end(self, text: str, entry: Any, finish_reason: str, now_s: float) -> None:
         self.finish_reason = finish_reason
         self._metrics.finished[finish_reason] += 1
-        self._metrics.e2e_s.observe(now_s - self._arrived_s)
+        self._metrics.e2e_s.observe(now_s - self.arrived_s)
+        self._metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
+        self._metrics.request_generation_tokens.observe(self.num_tokens)
+        if self.first_s:
+            self._metrics.decode_s.observe(now_s - self.first_s)
         self._emit_last(self._open(text), entry, finish_reason)
         self._buffer.open_choices -= 1
         self._buffer.wake()

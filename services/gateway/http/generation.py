@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.core.stream import StreamState
 from services.gateway.http.asgi import (
     DONE,
-    REQUEST_ID,
     abort_of,
     client_of,
     error_events,
@@ -27,6 +26,7 @@ from services.gateway.http.asgi import (
 from services.gateway.http.choice import Choice, ChunkFormat, Reply, StreamedChoice, Usage, WholeChoice
 from services.gateway.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobShape
 from services.gateway.http.preparation import Job, Kind, Preparation, memory_bytes, streams_of, text_output
+from services.gateway.http.request_log import REQUEST, RequestLog
 from services.gateway.memory import Claim, ResponseBuffer
 from services.gateway.request_bodies.options import Options, SharedBody
 from services.gateway.service import Gateway
@@ -60,7 +60,8 @@ class Generation:
             spans = request_span(operation, model.record.name, body, header(scope, b"traceparent"))
             with spans as span, gateway.api_keys.bill(key_of(scope)) as bill:
                 job = await preparation.job(body, model)
-                scope[REQUEST_ID] = job.response_id
+                request: RequestLog = scope[REQUEST]
+                request.begins(model.record.name, job.response_id)
                 # The text goes, the token ids stay.
                 del preparation, body
                 claim.resize(memory_bytes(job))
@@ -71,6 +72,7 @@ class Generation:
                 with closing(gateway.response_memory.open(job.response_id, len(streams), abort_of(scope))) as buffer:
                     choices = [self._choice(job, reply, buffer, i, s, arrived_s) for i, s in enumerate(streams)]
                     self._admit(streams, choices)
+                    request.streams, request.choices = streams, choices
                     try:
                         await _answer(reply, options, receive, send, buffer, choices)
                     finally:
@@ -121,7 +123,7 @@ class Generation:
             ChunkFormat(reply, index),
             text_output(options, stream, job.tokenizer),
             self._gateway.metrics.of(job.model.record.name),
-            num_prompt_tokens=len(stream.prompt_token_ids),
+            stream=stream,
             arrived_s=arrived_s,
             logprobs=shape,
             opening_text=job.prompts[index].echo,
