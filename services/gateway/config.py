@@ -33,6 +33,8 @@ class GatewayConfig(ServiceConfig):
     """Requests waiting here per model."""
     queue_timeout_s: float = 120.0
     """Longest wait for an instance."""
+    no_room_timeout_s: float = 10.0
+    """The same where, for as long, the planner can start none."""
     submit_timeout_s: float = 5.0
     """An instance that does not accept a request within this time is suspected."""
     stall_s: float = 10.0
@@ -91,6 +93,7 @@ class GatewayConfig(ServiceConfig):
             cors_origins=env.listing("BLITZ_GATEWAY_CORS_ORIGINS", default=()),
             max_queued_requests=count("BLITZ_GATEWAY_MAX_QUEUED", default.max_queued_requests),
             queue_timeout_s=seconds("BLITZ_GATEWAY_QUEUE_TIMEOUT_S", default.queue_timeout_s),
+            no_room_timeout_s=seconds("BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S", default.no_room_timeout_s),
             submit_timeout_s=seconds("BLITZ_GATEWAY_SUBMIT_TIMEOUT_S", default.submit_timeout_s),
             stall_s=seconds("BLITZ_GATEWAY_STALL_S", default.stall_s),
             probe_s=seconds("BLITZ_GATEWAY_PROBE_S", default.probe_s, least=0.05),

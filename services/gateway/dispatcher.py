@@ -21,7 +21,7 @@ from services.gateway.core.patience import OwnTime, Patience
 from services.gateway.core.router import Assignment, Router, gone
 from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.core.stream import Phase, StreamState, Verdict
-from services.gateway.late_requests import LateRequests
+from services.gateway.late_requests import LOOK_EVERY_S, LateRequests
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.outbox import Outbox
 from services.gateway.silence_watch import SilenceWatch
@@ -74,7 +74,15 @@ class Dispatcher:
         self.capacity = Capacity()
         """What the registered workers could hold."""
         self._late = LateRequests(
-            bus, self.requests, routes, self.capacity, self.tasks, self._fail, queue_timeout_s=config.queue_timeout_s
+            bus,
+            self.requests,
+            routes,
+            self.capacity,
+            self.tasks,
+            self._fail,
+            self._give_up,
+            queue_timeout_s=config.queue_timeout_s,
+            no_room_timeout_s=config.no_room_timeout_s,
         )
         self.silence_watch = SilenceWatch(
             bus,
@@ -88,6 +96,7 @@ class Dispatcher:
             probe_timeout_s=min(MAX_PROBE_TIMEOUT_S, config.submit_timeout_s),
         )
         self._next_check_s = -math.inf
+        self._next_look_s = -math.inf
 
     @property
     def num_active(self) -> int:
@@ -176,6 +185,9 @@ class Dispatcher:
                 self._late.end(self.requests[stream.request_id])
         for name in self.router.waiting():
             self.pump(name)
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_EVERY_S
+            self._late.look(self.router.held(due_s=self._patient_until_s()))
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + self._patience.check_every_s
             self.silence_watch.check()
@@ -192,6 +204,15 @@ class Dispatcher:
             except Unservable as error:
                 for stream in self.router.clear(name):
                     self._fail(self.requests[stream.request_id], error)
+
+    def _patient_until_s(self) -> float:
+        """The deadline of requests that have waited for as long as they do where there is no room."""
+        return self._clock() + self._config.queue_timeout_s - self._config.no_room_timeout_s
+
+    def _give_up(self, name: str, error: BlitzError) -> None:
+        if self.router.sleeps(name):
+            for stream in self.router.give_up(name, due_s=self._patient_until_s()):
+                self._fail(self.requests[stream.request_id], error)
 
     def _refuse_unservable(self, name: str) -> None:
         """Raises ``Unservable``."""

@@ -10,11 +10,11 @@ from shared.errors import (
     BadRequest,
     BlitzError,
     Conflict,
+    NoCapacity,
     NotFound,
     Overloaded,
     RequestFailed,
     Unauthorized,
-    Unservable,
 )
 
 
@@ -78,7 +78,7 @@ def error_headers(error: BlitzError) -> list[tuple[bytes, bytes]]:
     headers = []
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
-    if isinstance(error, (RequestFailed, Unservable)):
+    if isinstance(error, (RequestFailed, NoCapacity)):
         # Clients that retry after a 5xx (OpenAI's do, twice) look for this.
         headers.append((b"x-should-retry", b"false"))
     if isinstance(error, RequestTimeout):

@@ -1,4 +1,4 @@
-"""Ends requests that waited for an instance until their deadline, and tells them why none took them."""
+"""Ends requests that waited for an instance until their deadline, or in vain, and tells them why none took them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Callable
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests
 from services.gateway.core.capacity import Capacity
-from services.gateway.core.lateness import Known, why_late
+from services.gateway.core.lateness import Known, is_hopeless, why_late
 from services.gateway.core.routes import RouteView
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Unavailable
+from shared.errors import BlitzError, NoCapacity, Unavailable
 from shared.messages.operations import ListScaleRecords, ScaleRecords
 
 ASK_TIMEOUT_S = 0.5
 """The planner's part is left out if it does not answer by then."""
+LOOK_EVERY_S = 0.5
+"""How often the planner is asked about models whose requests have waited for their patience."""
+NO_ROOM_RETRY_S = 60.0
 MAX_ASKED = 50
 """Models that one question is about; requests of further ones that expire in the same moment wait for the next."""
 
@@ -31,17 +34,23 @@ class LateRequests:
         capacity: Capacity,
         tasks: OwnedTasks,
         fail: Callable[[ActiveRequest, BlitzError], None],
+        give_up: Callable[[str, BlitzError], None],
         *,
         queue_timeout_s: float,
+        no_room_timeout_s: float,
     ) -> None:
-        """``fail`` ends a request that has not ended."""
+        """``fail`` ends a request that has not ended, ``give_up`` those of a model that have waited for
+        ``no_room_timeout_s``, if it still has no instance."""
         self._bus = bus
         self._requests = requests
         self._routes = routes
         self._capacity = capacity
         self._tasks = tasks
         self._fail = fail
+        self._give_up = give_up
         self._queue_timeout_s = queue_timeout_s
+        self._no_room_timeout_s = no_room_timeout_s
+        self._looking = False
         self._late: dict[str, list[ActiveRequest]] = {}
         """By model; they are in no queue any more."""
         self._ending = False
@@ -52,6 +61,25 @@ class LateRequests:
         if not self._ending:
             self._ending = True
             self._tasks.start(self._end_all())
+
+    def look(self, names: list[str]) -> None:
+        """End what waits for these models if nothing will come of it, as far as the planner knows."""
+        if names and not self._looking:
+            self._looking = True
+            self._tasks.start(self._look(names))
+
+    async def _look(self, names: list[str]) -> None:
+        try:
+            for start in range(0, len(names), MAX_ASKED):
+                asked = names[start : start + MAX_ASKED]
+                planned = await self._ask(asked)
+                for name in asked:
+                    known = Known(self._routes.models.get(name), self._capacity.has_workers, planned)
+                    if is_hopeless(name, known, self._no_room_timeout_s):
+                        why = f"for {self._no_room_timeout_s:g} s no instance of model {name!r} could be started: "
+                        self._give_up(name, NoCapacity(why + why_late(name, known), retry_after_s=NO_ROOM_RETRY_S))
+        finally:
+            self._looking = False
 
     async def _end_all(self) -> None:
         try:

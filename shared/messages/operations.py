@@ -150,6 +150,8 @@ class Unplanned(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     for_s: float
     """Seconds since it was first refused."""
+    coming: bool = False
+    """An instance is on its way all the same: one gets its weights or its role, or others go to make room."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ swept later.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -133,6 +134,12 @@ class FairQueue:
                 late.append(item)
                 self._strike(item)
         return late
+
+    def next_deadline_s(self) -> float:
+        """The earliest of those that wait; infinite if none does."""
+        while self._deadlines and self._deadlines[0][1].gone:
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
 
     def clear(self) -> list[Waiting]:
         """All that wait, by arrival; they leave."""

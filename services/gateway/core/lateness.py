@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.gateway.core.routes import ModelRoutes, takes_new
+from shared.messages.common import TAKES_PROMPTS
 from shared.messages.operations import ScaleRecords
 
 MAX_FAILURES = 3
@@ -19,6 +20,18 @@ class Known:
     has_workers: bool
     planned: ScaleRecords | None
     """The planner's part for the model. None: no planner answers."""
+
+
+def is_hopeless(name: str, known: Known, patience_s: float) -> bool:
+    """Whether the planner has said for so long that no instance that takes the model's requests can be started, and
+    none is on its way. ``known``: of a model without such an instance. Without any worker nothing is known: the first
+    one may be about to come."""
+    if known.planned is None or not known.has_workers:
+        return False
+    return any(
+        u.model == name and u.role in TAKES_PROMPTS and not u.coming and u.for_s >= patience_s
+        for u in known.planned.unplanned
+    )
 
 
 def why_late(name: str, known: Known) -> str:

@@ -259,6 +259,15 @@ class Router:
         """Requests that waited past their deadline; they leave the queues."""
         return [self._forget(item) for name in self.waiting() for item in self._queues[name].waiting.expired(now_s)]
 
+    def held(self, *, due_s: float) -> list[str]:
+        """Models that sleep and have a request with a deadline by then."""
+        return [m for m, q in self._queues.items() if not q.holds_tokens and q.waiting.next_deadline_s() <= due_s]
+
+    def give_up(self, model: str, *, due_s: float) -> list[StreamState]:
+        """The requests of a model with deadlines by then; they leave the queue."""
+        queue = self._queues.get(model)
+        return [self._forget(item) for item in queue.waiting.expired(due_s)] if queue is not None else []
+
     def too_long(self, stream: StreamState) -> ContextLengthExceeded | None:
         """Why none of the existing instances can hold the request; None if one can."""
         queue = self._queues.get(stream.model)

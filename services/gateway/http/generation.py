@@ -39,6 +39,11 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
+HELD_COMMENT = b": waiting\n\n"
+HELD_COMMENT_EVERY_S = 5.0
+"""To a stream without a token yet. The first one comes later than the refusal of what there is no room for, which is a
+plain HTTP error so."""
+
 
 class Generation:
     """One of the two generating routes as an ASGI application. Errors before the first byte are raised."""
@@ -74,7 +79,8 @@ class Generation:
                     self._admit(streams, choices)
                     request.streams, request.choices = streams, choices
                     try:
-                        await _answer(reply, options, receive, send, buffer, choices)
+                        silent_s = gateway.config.no_room_timeout_s + HELD_COMMENT_EVERY_S
+                        await _answer(reply, options, receive, send, buffer, choices, silent_s)
                     finally:
                         self._end(streams, choices)
                         set_response_attributes(span, job.response_id, choices)
@@ -132,18 +138,44 @@ class Generation:
 
 
 async def _answer(
-    reply: Reply, options: Options, receive: Receive, send: Send, buffer: ResponseBuffer, choices: list[Choice]
+    reply: Reply,
+    options: Options,
+    receive: Receive,
+    send: Send,
+    buffer: ResponseBuffer,
+    choices: list[Choice],
+    silent_s: float,
 ) -> None:
     watcher = asyncio.create_task(_watch(receive, buffer))
     try:
-        await buffer.wait()
-        if not buffer.disconnected:
-            if options.stream:
+        if options.stream:
+            await _hold(send, buffer, silent_s)
+            if not buffer.disconnected:
                 await _send_stream(send, buffer, reply, choices, options)
-            else:
-                await _send_whole(send, buffer, reply, choices)
+        else:
+            await _send_whole(send, buffer, reply, choices)
     finally:
         watcher.cancel()
+
+
+async def _hold(send: Send, buffer: ResponseBuffer, silent_s: float) -> None:
+    """Wait for the first event. Proxies end a connection on which nothing comes: after ``silent_s`` it gets
+    comments."""
+    while True:
+        try:
+            async with asyncio.timeout(silent_s):
+                await buffer.wait()
+            return
+        except TimeoutError:
+            await _begin(send, buffer)
+            await send({"type": "http.response.body", "body": HELD_COMMENT, "more_body": True})
+            silent_s = HELD_COMMENT_EVERY_S
+
+
+async def _begin(send: Send, buffer: ResponseBuffer) -> None:
+    if not buffer.begun:
+        buffer.begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
 
 async def _watch(receive: Receive, buffer: ResponseBuffer) -> None:
@@ -160,11 +192,10 @@ def _usage(choices: list[Choice]) -> Usage:
 async def _send_stream(
     send: Send, buffer: ResponseBuffer, reply: Reply, choices: list[Choice], options: Options
 ) -> None:
-    """Send events as they come. Until the first one an error is still a plain HTTP error (raised)."""
-    if buffer.error is not None and not buffer.has_chunks:
+    """Send events as they come. Until the first one, or a comment, an error is still a plain HTTP error (raised)."""
+    if buffer.error is not None and not buffer.has_chunks and not buffer.begun:
         raise buffer.error
-    buffer.begun = True
-    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+    await _begin(send, buffer)
     before = 0
     while True:
         if buffer.has_chunks:

@@ -43,8 +43,16 @@ async def test_many_models_are_asked_about_in_few_questions_and_who_left_meanwhi
 
     await broker.bus("planner").respond(subjects.planner("records"), ListScaleRecords, records)
     late = LateRequests(
-        broker.bus("gateway"), requests, RouteView(), Capacity(), tasks, fail, queue_timeout_s=1.0
-    )  # fmt: skip
+        broker.bus("gateway"),
+        requests,
+        RouteView(),
+        Capacity(),
+        tasks,
+        fail,
+        lambda *_: None,
+        queue_timeout_s=1.0,
+        no_room_timeout_s=1.0,
+    )
     for index in range(2 * MAX_ASKED + 1):
         request = ActiveRequest(stream_of(index), cast("Sink", None), 0.0)
         requests.add(request)

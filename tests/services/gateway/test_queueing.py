@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -114,6 +115,67 @@ async def test_a_request_that_waited_in_vain_is_told_what_the_planner_knows_by_o
         assert "no worker is spare (wanted: 1 colocated); worker w7 failed to load it: bad disk" in error["message"]
         assert "something else" not in error["message"]
     assert [message.models for message in asked] == [("tiny",)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_for_which_there_is_no_room_is_told_so_soon_and_not_to_come_again(
+    make_stack: StackFactory, stream: bool
+) -> None:
+    stack = await make_stack(1, queue_timeout_s=3600.0, no_room_timeout_s=0.2)
+    await sleeping(stack)
+    said: dict[str, Any] = {"for_s": 0.1}
+    asked = 0
+
+    async def records(_: ListScaleRecords) -> ScaleRecords:
+        nonlocal asked
+        asked += 1
+        why = Unplanned(**{"model": "tiny", "role": "colocated", "wanted": 1, "why": "no worker is spare", **said})
+        return ScaleRecords(records=(), unplanned=(why,))
+
+    async def asked_again() -> None:
+        before = asked
+        await stack.until(lambda: asked > before + 1)
+
+    await stack.broker.bus("planner").respond(subjects.planner("records"), ListScaleRecords, records)
+    asking = asyncio.create_task(stack.http.post("/v1/completions", json=ASK | {"stream": stream}))
+    # Not yet, not for good, not those that take requests, not of this model.
+    for harmless in ({"for_s": 0.1}, {"coming": True}, {"role": "decode"}, {"model": "other"}):
+        said = {"for_s": 9.0, **harmless}
+        await asked_again()
+        assert stack.gateway.dispatcher.num_active == 1
+    said = {"for_s": 9.0}
+    answer = await asking
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (503, "no_capacity")
+    assert "no worker is spare" in error["message"]
+    assert (answer.headers["x-should-retry"], answer.headers["retry-after"]) == ("false", "60")
+
+
+async def test_a_stream_that_waits_long_gets_comments_that_clients_skip(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.http.generation.HELD_COMMENT_EVERY_S", 0.05)
+    stack = await make_stack(1, no_room_timeout_s=0.1)
+    await sleeping(stack)
+    official = asyncio.create_task(collect(stack))
+    async with stack.http.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
+        lines = response.aiter_lines()
+        assert [await anext(lines) for _ in range(4)] == [": waiting", "", ": waiting", ""]
+        stack.workers[0].state = "serving"
+        await stack.gateway.refresh()
+        events = [line async for line in lines if line.startswith("data: ")]
+    assert (response.status_code, events[-1]) == (200, "data: [DONE]")
+    assert await official == "hello"
+
+
+async def test_an_error_behind_a_comment_is_an_event(make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.http.generation.HELD_COMMENT_EVERY_S", 0.05)
+    stack = await make_stack(0, no_room_timeout_s=0.1, queue_timeout_s=1.0)
+    answer = await stack.http.post("/v1/completions", json=ASK | {"stream": True})
+    assert answer.status_code == 200
+    assert answer.text.startswith(": waiting")
+    assert '"code":"unavailable"' in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
 
 
 async def sleeping(stack: Stack) -> None:

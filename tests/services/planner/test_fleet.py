@@ -87,7 +87,7 @@ async def test_an_idle_instance_goes_and_its_worker_loads_what_waits_without_ano
     assert (drain.model, drain.desired, [t.worker_id for t in drain.targets]) == ("busy", 1, ["w1"])
     assert "while waits has requests and no instance and no worker is spare" in drain.reason
     (shown,) = await rig.unplanned()
-    assert shown.model == "waits"
+    assert (shown.model, shown.coming) == ("waits", True)
     # One is on its way: no second one goes.
     await say(rig, "waits", 1, 0)
     await spare_again(rig, "w1")

@@ -111,7 +111,7 @@ async def test_what_is_wanted_in_vain_is_shown_with_the_reason_until_it_is_met_o
     await rig.demand(2)
     await eventually(lambda: rig.refused("no_capacity") == 1)
     (shown,) = await rig.unplanned()
-    assert (shown.model, shown.role, shown.wanted) == ("m", "colocated", 2)
+    assert (shown.model, shown.role, shown.wanted, shown.coming) == ("m", "colocated", 2, False)
     assert "no worker is spare" in shown.why
     asked = [[entry.model for entry in await rig.unplanned(name)] for name in ("m", "n")]
     assert asked == [["m"], []]
@@ -135,6 +135,17 @@ async def test_what_is_wanted_in_vain_is_shown_with_the_reason_until_it_is_met_o
     await rig.demand(3)
     await eventually(lambda: len(rig.plans()) == 1)
     assert await rig.unplanned() == ()
+
+
+async def test_what_is_wanted_beside_what_loads_is_said_to_have_an_instance_coming(rig: Rig) -> None:
+    rig.spare("w0")
+    await rig.demand(2)
+    await eventually(lambda: len(rig.plans()) == 1)
+    rig.spare()
+    await rig.demand(2)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    (shown,) = await rig.unplanned()
+    assert (shown.wanted, shown.coming) == (2, True)
 
 
 async def test_the_registry_ends_an_operation_whose_reports_were_lost(rig: Rig) -> None:

@@ -129,6 +129,11 @@ class Fleet:
         waiting = {about for about, waits in self._waiting.items() if waits.last_s >= oldest_s}
         return frozenset([i for i, about in self._promised.items() if about in waiting])
 
+    @property
+    def makes_room_for_whom(self) -> frozenset[About]:
+        """For whom instances go."""
+        return frozenset(self._promised.values())
+
     def makes_room_for(self, model: str, role: Role) -> bool:
         """Whether instances go for it, those among them that were chosen in this round."""
         return (model, role) in self._promised.values()

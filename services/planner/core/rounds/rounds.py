@@ -38,6 +38,7 @@ class Rounds:
     ) -> None:
         self._operations = operations
         self._scaler = scaler
+        self._fleet = fleet
         self._mutations = mutations
         self._room = WaitingRoom()
         self._unplanned = UnplannedDemands()
@@ -132,4 +133,5 @@ class Rounds:
 
     def unplanned(self, moment: Moment, models: Collection[str] = ()) -> tuple[Unplanned, ...]:
         """What is asked for and cannot be planned, those that wait the longest first. ``models``: of these only."""
-        return self._unplanned.current(moment.monotonic_s, models)
+        begun = {(o.model, o.role) for o in self._operations.running() if o.direction != "in"}
+        return self._unplanned.current(moment.monotonic_s, begun | self._fleet.makes_room_for_whom, models)

@@ -63,12 +63,22 @@ class UnplannedDemands:
         """Something came of it, or nothing is to do."""
         self._last.pop(about, None)
 
-    def current(self, now_s: float, models: Collection[str] = ()) -> tuple[Unplanned, ...]:
-        """What is asked for and cannot be planned, those that wait the longest first. ``models``: of these only."""
+    def current(
+        self, now_s: float, coming: Collection[About] = (), models: Collection[str] = ()
+    ) -> tuple[Unplanned, ...]:
+        """What is asked for and cannot be planned, those that wait the longest first. ``coming``: that get an instance
+        all the same. ``models``: of these only."""
         known = self._last
         abouts = [(m, role) for m in models for role in get_args(Role) if (m, role) in known] if models else known
         current = [(r.since_s, a, r) for a in abouts if now_s - (r := known[a]).said_s <= UNPLANNED_S]
         return tuple(
-            Unplanned(model=model, role=role, wanted=r.wanted, why=r.why, for_s=round(now_s - since_s, 3))
+            Unplanned(
+                model=model,
+                role=role,
+                wanted=r.wanted,
+                why=r.why,
+                for_s=round(now_s - since_s, 3),
+                coming=(model, role) in coming,
+            )
             for since_s, (model, role), r in heapq.nsmallest(MAX_UNPLANNED_LISTED, current, key=lambda row: row[:2])
         )
