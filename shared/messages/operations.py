@@ -151,7 +151,8 @@ class Unplanned(msgspec.Struct, frozen=True, kw_only=True):
     for_s: float
     """Seconds since it was first refused."""
     coming: bool = False
-    """An instance is on its way all the same: one gets its weights or its role, or others go to make room."""
+    """An instance is on its way all the same: one gets its weights or its role, or others go to make room, now
+    or when it is their turn."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):

@@ -176,6 +176,22 @@ async def test_nobody_goes_who_need_not(rig: Rig, why: str, monkeypatch: pytest.
     assert rig.plans() == []
 
 
+@pytest.mark.parametrize("why", ["its turn comes", "all are kept", "none is large enough"])
+async def test_who_waits_for_a_turn_is_told_from_those_for_whom_there_is_no_room(rig: Rig, why: str) -> None:
+    if why == "its turn comes":
+        # What has just begun to load is not taken yet.
+        rig.pool.workers = tuple(worker_record(f"w{i}", rig.pool.models[0], "loading", epoch=i + 1) for i in range(2))
+    if why == "all are kept":
+        rig.pool.models = (model("busy", min_instances=2), rig.pool.models[1])
+    if why == "none is large enough":
+        rig.pool.models = (rig.pool.models[0], model("waits", min_instances=0, weights_bytes=1 << 30))
+    await say(rig, "busy", 2, 2)
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    (shown,) = await rig.unplanned()
+    assert (shown.model, shown.coming, rig.plans()) == ("waits", why == "its turn comes", [])
+
+
 async def test_a_busy_instance_that_served_for_long_goes_for_a_model_without_one(rig: Rig) -> None:
     await say(rig, "waits", 1, 0)
     await eventually(lambda: len(rig.plans()) == 1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.planner.core.fleet.allocation import QUANTUM_S, Holding, Room, Taking, Want, allocate
 from services.planner.core.operations.decision import ScaleRequest, Standing, staying
@@ -36,6 +37,8 @@ class _Waits:
     last_s: float
     """When it was last said."""
     has_instances: bool
+    in_turn: bool = False
+    """Others have instances that they can be asked for, now or after a while."""
 
 
 class Fleet:
@@ -130,9 +133,9 @@ class Fleet:
         return frozenset([i for i, about in self._promised.items() if about in waiting])
 
     @property
-    def makes_room_for_whom(self) -> frozenset[About]:
-        """For whom instances go."""
-        return frozenset(self._promised.values())
+    def has_room_coming(self) -> frozenset[About]:
+        """For whom instances go, or will when it is their turn."""
+        return frozenset([*self._promised.values(), *(about for about, w in self._waiting.items() if w.in_turn)])
 
     def makes_room_for(self, model: str, role: Role) -> bool:
         """Whether instances go for it, those among them that were chosen in this round."""
@@ -151,6 +154,17 @@ class Fleet:
             since_s = before.since_s if before is not None and before.has_instances == want.has_instances else now_s
             known[about] = _Waits(since_s, now_s, want.has_instances)
         self._waiting = known
+
+    def _take_turns(self, wants: Iterable[Want], could_go: Iterable[tuple[int, str]]) -> None:
+        """``could_go``: memory of a worker that becomes spare, or can, and the model that has it, if any."""
+        largest: dict[str, int] = {}
+        for num_bytes, name in could_go:
+            largest[name] = max(largest.get(name, 0), num_bytes)
+        most = heapq.nlargest(2, largest.items(), key=lambda row: row[1])
+        for want in wants:
+            about = want.model, want.role
+            in_turn = any(num_bytes >= want.weights_bytes and name != want.model for name, num_bytes in most)
+            self._waiting[about] = replace(self._waiting[about], in_turn=in_turn)
 
     def make_room(
         self,
@@ -176,6 +190,8 @@ class Fleet:
         """Of those, the ones that serve."""
         serving: dict[About, list[tuple[WorkerRecord, InstanceInfo]]] = {}
         freeing: list[Room] = []
+        arenas: dict[About, int] = {}
+        """The largest of each model's and role's workers."""
         for record in at.clusters.records:
             instance, worker = record.instance, record.worker
             if worker.worker_id in given or (instance is not None and instance.instance_id in leaving):
@@ -188,11 +204,19 @@ class Fleet:
             if about is None or about in givers or not is_scaled_by_load(view.models[about[0]].serving, about[1]):
                 continue
             counted[about] += 1
+            arenas[about] = max(arenas.get(about, 0), worker.arena_bytes)
             up[about] += record.state == "serving"
             if worker.worker_id in mutated:
                 continue
             if record.state == "serving" and instance is not None and instance.instance_id not in in_pairs:
                 serving.setdefault(about, []).append((record, instance))
+        could_go = [
+            (num_bytes, name)
+            for (name, role), num_bytes in arenas.items()
+            if not self._advises(view.models[name])
+            and counted[name, role] > bounded(0, view.models[name], view.floors.get((name, role)), role)
+        ]
+        self._take_turns(wants, [*could_go, *((room.arena_bytes, "") for room in freeing)])
         holdings = []
         for (name, role), found in serving.items():
             if self._advises(view.models[name]):

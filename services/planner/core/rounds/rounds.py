@@ -134,4 +134,4 @@ class Rounds:
     def unplanned(self, moment: Moment, models: Collection[str] = ()) -> tuple[Unplanned, ...]:
         """What is asked for and cannot be planned, those that wait the longest first. ``models``: of these only."""
         begun = {(o.model, o.role) for o in self._operations.running() if o.direction != "in"}
-        return self._unplanned.current(moment.monotonic_s, begun | self._fleet.makes_room_for_whom, models)
+        return self._unplanned.current(moment.monotonic_s, begun | self._fleet.has_room_coming, models)
