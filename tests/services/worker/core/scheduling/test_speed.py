@@ -99,6 +99,48 @@ def test_an_engine_that_became_slower_is_seen_after_a_few_steps() -> None:
     assert estimator.speed.prefill_tokens_per_s == pytest.approx(before / 2)
 
 
+def test_one_stalled_step_of_the_largest_size_does_not_count_against_its_neighbours() -> None:
+    estimator = SpeedEstimator()
+    for _ in range(3):
+        estimator.stepped(512, 0, 512 / 10_000)
+    estimator.stepped(1024, 0, 4.0)
+    assert estimator.speed.prefill_tokens_per_s == pytest.approx(10_000)
+
+
+def test_neighbours_that_are_measured_later_bound_a_lone_step_too() -> None:
+    estimator = SpeedEstimator()
+    estimator.stepped(1024, 0, 4.0)
+    assert estimator.speed.prefill_tokens_per_s == 256, "nothing else is known"
+    for _ in range(2):
+        estimator.stepped(512, 0, 512 / 10_000)
+    assert estimator.speed.prefill_tokens_per_s == pytest.approx(10_000)
+
+
+def test_a_lone_step_that_neighbours_make_likely_counts_as_it_is() -> None:
+    estimator = SpeedEstimator()
+    for _ in range(3):
+        step(estimator, prefill=64)
+    step(estimator, prefill=2048)
+    assert estimator.speed.prefill_tokens_per_s == pytest.approx(2048 / (BASE_S + 2048 * TOKEN_S))
+
+
+def test_sizes_that_did_not_occur_for_long_are_forgotten() -> None:
+    estimator = SpeedEstimator()
+    for _ in range(5):
+        step(estimator, decode=64, slowed=40.0)  # the machine was busy, and not once only
+    for number in range(2000):
+        step(estimator, decode=(1, 4, 8)[number % 3])
+    assert estimator.decode_s(8) == pytest.approx(BASE_S + 8 * REQUEST_S)
+    assert estimator.decode_s(64) == pytest.approx(BASE_S + 64 * REQUEST_S)
+
+
+def test_decodes_alone_take_no_longer_than_with_prompts_beside_them() -> None:
+    estimator = SpeedEstimator()
+    estimator.stepped(0, 64, 3.0)
+    estimator.stepped(16, 64, 0.1)
+    assert estimator.decode_s(64) <= 0.1
+
+
 def test_a_clock_that_stands_still_measures_nothing() -> None:
     estimator = SpeedEstimator()
     estimator.stepped(10, 0, 0.0)

@@ -177,3 +177,26 @@ def test_what_a_profile_says_counts_before_the_first_step() -> None:
         FIRST_TOKENS * 0.0008 + num_pairs(0, FIRST_TOKENS) * 0.000001
     )
     assert made.next(60).take(0, 10_000) < FIRST_TOKENS < left_s / 0.0008
+
+
+def stalled_once(*, alone: Iterable[int], num_steps: int) -> StepBudgets:
+    """The only step of 64 decodes alone took 3 s. Healthy steps of as many with prompts follow, and of others alone."""
+    made = budgets(0.1, [(0, 0, n, BASE_S + n * REQUEST_S) for n in alone])
+    made.stepped(0, 0, 64, 3.0)
+    for number in range(num_steps):
+        count = made.next(64).take(0, 10_000)
+        made.stepped(count, num_pairs(0, count), 64, BASE_S + 64 * REQUEST_S + count * 0.001)
+        for n in alone if number % 10 == 0 else ():
+            made.stepped(0, 0, n, BASE_S + n * REQUEST_S)
+    return made
+
+
+@pytest.mark.parametrize("alone", [(), (8,), (1, 8, 32)])
+def test_a_stall_in_the_only_step_of_its_size_is_forgotten(alone: tuple[int, ...]) -> None:
+    made = stalled_once(alone=alone, num_steps=2000)
+    sizes = []
+    for _ in range(20):
+        count = made.next(64).take(0, 10_000)
+        sizes.append(count)
+        made.stepped(count, num_pairs(0, count), 64, BASE_S + 64 * REQUEST_S + count * 0.001)
+    assert max(sizes) <= 2 * LEAST_TOKENS
