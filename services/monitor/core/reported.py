@@ -108,10 +108,13 @@ class Reported:
 
     @property
     def prompt_tokens(self) -> float:
-        """Of one of the prompts that arrive, on average; 0 before the first."""
-        queues = [gateway.queue for gateway in self._gateways.values()]
-        requests = sum(queue.arrived_requests_total for queue in queues)
-        return sum(queue.arrived_prompt_tokens_total for queue in queues) / requests if requests else 0.0
+        """Of one of the prompts that arrive, on average of those in the window; of the last ones while none does, and
+        0 before the first."""
+        gateways = self._gateways.values()
+        tokens, requests = sum(g.tokens.total for g in gateways), sum(g.requests.total for g in gateways)
+        if not requests:
+            tokens, requests = sum(g.last_came[0] for g in gateways), sum(g.last_came[1] for g in gateways)
+        return tokens / requests if requests else 0.0
 
     @property
     def output_tokens(self) -> float:
@@ -136,12 +139,16 @@ class _Gateway:
         # When it came is unknown; treating it as if it came now leads to the same verdict.
         self.tokens.burst(now_s, queue.queued_tokens)
         self.requests.burst(now_s, queue.queued_requests)
+        self.last_came: tuple[float, float] = queue.arrived_prompt_tokens_total, queue.arrived_requests_total
+        """Tokens and requests of the last window in which any came; all so far, if none did since the first report."""
         self.take(queue, now_s)
 
     def take(self, queue: ModelQueue, now_s: float) -> None:
         self.queue, self.at_s = queue, now_s
         self.tokens.add(now_s, queue.arrived_prompt_tokens_total)
         self.requests.add(now_s, queue.arrived_requests_total)
+        if self.requests.total:
+            self.last_came = self.tokens.total, self.requests.total
 
 
 def serving(reports: Iterable[LoadReport]) -> list[LoadReport]:

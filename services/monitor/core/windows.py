@@ -12,6 +12,8 @@ class CounterWindow:
         self._window_s = window_s
         self._growth: deque[tuple[float, float, float]] = deque()
         """Time, seconds that it took, growth."""
+        self.total = 0.0
+        """What the counter grew by within the window before the last call."""
         self._last: tuple[float, float] | None = None
 
     def add(self, at_s: float, counter: float) -> None:
@@ -20,14 +22,14 @@ class CounterWindow:
             since_s, before = self._last
             growth = counter - before if counter >= before else counter
             if growth:
-                self._growth.append((at_s, at_s - since_s, growth))
+                self._grew(at_s, at_s - since_s, growth)
         self._last = (at_s, counter)
         self._forget(at_s)
 
     def burst(self, at_s: float, growth: float) -> None:
         """It grew by so much at once, beside what ``add`` is told."""
         if growth > 0:
-            self._growth.append((at_s, 0.0, growth))
+            self._grew(at_s, 0.0, growth)
 
     def growth(self, now_s: float, within_s: float | None = None) -> float:
         """What the counter grew by within the last ``within_s`` seconds, by default the window. Of growth whose time is
@@ -41,9 +43,13 @@ class CounterWindow:
             total += growth * min(1.0, (at_s - since_s) / took_s) if took_s > 0 else growth
         return total
 
+    def _grew(self, at_s: float, took_s: float, growth: float) -> None:
+        self._growth.append((at_s, took_s, growth))
+        self.total += growth
+
     def _forget(self, now_s: float) -> None:
         while self._growth and self._growth[0][0] < now_s - self._window_s:
-            self._growth.popleft()
+            self.total -= self._growth.popleft()[2]
 
 
 class MaxWindow:

@@ -28,6 +28,25 @@ def test_speed_is_that_at_the_length_of_the_prompts_that_come(requests: int, tok
     assert demand.tokens_per_s == pytest.approx(tokens_per_s)
 
 
+def test_the_prompts_of_the_last_minute_say_how_long_prompts_are() -> None:
+    demand = profiled()
+    demand.on_load(report(), 0.0)
+    short, long = 1_000_000, 0
+    demand.on_queue("g", queue(200 * short, arrived_requests=short), 0.0)
+    of_short = demand.tokens_per_s
+    for second in range(600):
+        long += 10
+        arrived = 200 * short + 8000 * long
+        demand.on_queue("g", queue(arrived, arrived_requests=short + long), float(second))
+    alone = profiled()
+    alone.on_queue("g", queue(8000, arrived_requests=1), 0.0)
+    assert demand.tokens_per_s == pytest.approx(alone.tokens_per_s)
+    assert demand.tokens_per_s != pytest.approx(of_short)
+    # And while none comes, they are as long as the last ones.
+    demand.on_queue("g", queue(arrived, arrived_requests=short + long), 6000.0)
+    assert demand.tokens_per_s == pytest.approx(alone.tokens_per_s)
+
+
 def test_a_profile_goes_before_the_figure_that_is_configured_and_what_is_reported() -> None:
     demand = ModelDemand(POLICY)
     demand.on_load(report(prefill_tokens_per_s=77.0), 0.0)
