@@ -11,10 +11,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from shared.errors import BadRequest
@@ -31,12 +32,9 @@ _MADV_POPULATE_WRITE = 23
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def weights_digest(checksums: Iterable[Sequence[int]]) -> str:
-    """xxh3-128 (32 hex digits) of all units' checksums, in the order of the layout's units."""
-    digest = xxhash.xxh3_128()
-    for unit in checksums:
-        digest.update(np.asarray(unit, dtype="<u8").tobytes())
-    return str(digest.hexdigest())
+def weights_digest(checksums: npt.NDArray[np.uint64]) -> str:
+    """xxh3-128 (32 hex digits) of the checksums of all units, in the order of the layout's units."""
+    return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(checksums, dtype="<u8").data))
 
 
 class Arena(Protocol):

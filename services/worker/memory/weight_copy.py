@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.memory.arena import Arena, weights_digest
-from services.worker.memory.pieces import Piece, check_blocks
+from services.worker.memory.pieces import Piece, Pieces, check_blocks
 from shared.errors import TransportError
 from shared.layout import CHECK_BYTES, ArenaLayout
 from shared.transport.base import Buffer
@@ -64,6 +64,18 @@ class WeightCopy:
             return bool(self._tables[piece.unit])
         first, end = self._block_range(piece)
         return self._blocks.find(0, first, end) < 0
+
+    def missing(self, pieces: Pieces) -> Pieces:
+        """Those of them that are not here yet."""
+        (units, within), starts = pieces.places, np.array(self._starts)
+        blocks = pieces.chunk_bytes // CHECK_BYTES
+        first = starts[units] + within * blocks
+        end = np.minimum(first + blocks, starts[units + 1])
+        is_checksums = first >= starts[units + 1]
+        arrived = np.concatenate(([0], np.cumsum(np.frombuffer(self._blocks, dtype=np.uint8), dtype=np.int64)))
+        tables = np.frombuffer(self._tables, dtype=np.uint8)[units] > 0
+        here = np.where(is_checksums, tables, arrived[end] - arrived[np.minimum(first, end)] == end - first)
+        return pieces.only(pieces.indices[~here])
 
     def arrived(self, piece: Piece) -> bool:
         """The piece's bytes are here; True if its unit is whole now, and was not before."""
@@ -173,4 +185,4 @@ class WeightCopy:
 
     def digest(self) -> str:
         """xxh3-128 over all checksums: equal digests mean equal weights. Only of a complete copy."""
-        return weights_digest([self.checksums(i) for i in range(len(self.layout.units))])
+        return weights_digest(self._checksums)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.worker.memory.arena import Arena, HostArena
 from services.worker.memory.loader import load_unit
-from services.worker.memory.pieces import Piece
+from services.worker.memory.pieces import Pieces
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.pace import Pace
 from shared.aio import in_thread
@@ -34,14 +33,14 @@ class CheckpointReader:
         self.sealed: set[int] = set()
         """Units that were read and hashed here: nothing is left to verify."""
 
-    async def read(self, missing: tuple[Piece, ...], on_first: Callable[[], None]) -> None:
+    async def read(self, missing: Pieces, on_first: Callable[[], None]) -> None:
         """Read these pieces, unit by unit; ``on_first`` is called before. Raises ``BadCheckpoint``."""
         async with self._lock:  # several stripes may climb here
             checkpoint = await self._inspected()
             on_first()
             with self._pace.reading():
                 if self._alone:
-                    await self._read_units(checkpoint, tuple(dict.fromkeys(p.unit for p in missing)))
+                    await self._read_units(checkpoint, [unit for unit, _, _ in missing.by_unit()])
                 else:
                     await self._read_pieces(checkpoint, missing)
 
@@ -59,7 +58,7 @@ class CheckpointReader:
             self._checkpoint = await asyncio.to_thread(inspect_checkpoint, self._path, with_hash=False)
         return self._checkpoint
 
-    async def _read_units(self, checkpoint: Checkpoint, units: tuple[int, ...]) -> None:
+    async def _read_units(self, checkpoint: Checkpoint, units: Sequence[int]) -> None:
         hashed: asyncio.Task[None] | None = None
         try:
             for unit in units:
@@ -77,25 +76,29 @@ class CheckpointReader:
         self.sealed.add(unit)
         self._on_unit(unit)
 
-    async def _read_pieces(self, checkpoint: Checkpoint, missing: tuple[Piece, ...]) -> None:
+    async def _read_pieces(self, checkpoint: Checkpoint, missing: Pieces) -> None:
         """Others still receive into the same units: only the missing pieces may be touched."""
         aside = HostArena(self._copy.layout.num_bytes)  # a unit at a time takes real memory
-        for unit, pieces in itertools.groupby(missing, key=lambda piece: piece.unit):
-            await self._load(checkpoint, unit, aside)
-            for piece in await in_thread(self._take_over, aside, unit, tuple(pieces)):
-                if self._copy.arrived(piece):
+        for unit, pieces, _ in missing.by_unit():
+            try:
+                await self._load(checkpoint, unit, aside)
+                if await in_thread(self._take_over, aside, unit, pieces):
                     self._on_unit(unit)
-            aside.release()
+            finally:
+                await in_thread(aside.release)
 
     async def _load(self, checkpoint: Checkpoint, unit: int, arena: Arena) -> None:
         layout = self._copy.layout
         await self._pace.wait(layout.units[unit].num_bytes)
         await in_thread(load_unit, checkpoint, layout, layout.units[unit], arena)
 
-    def _take_over(self, aside: HostArena, unit: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    def _take_over(self, aside: HostArena, unit: int, pieces: Pieces) -> bool:
+        """Whether the unit is whole now, and was not before."""
+        whole = False
         for piece in pieces:
             if piece.is_checksums:
                 self._copy.declare(unit, aside.unit_checksums(self._copy.layout.units[unit]))
             else:
                 self._copy.buffer(piece)[:] = aside.memory(piece.offset, piece.num_bytes)
-        return pieces
+            whole |= self._copy.arrived(piece)
+        return whole

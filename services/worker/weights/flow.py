@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
-from services.worker.memory.pieces import Piece, feed_index
+from services.worker.memory.pieces import Piece, Pieces, feed_index
 from services.worker.memory.weight_copy import WeightCopy
 from shared.transport.base import Channel, TensorTransport, Transfer
 from shared.transport.tags import tag_of
@@ -44,7 +44,7 @@ class _Flow(ABC):
     def __init__(
         self,
         copy: WeightCopy,
-        pieces: tuple[Piece, ...],
+        pieces: Pieces,
         epoch: int,
         attempt: int,
         window_bytes: int,
@@ -56,7 +56,7 @@ class _Flow(ABC):
         self._pieces = pieces
         self._epoch = epoch
         self._attempt = attempt
-        self._window = max(MIN_WINDOW, window_bytes // max(p.num_bytes for p in pieces))
+        self._window = max(MIN_WINDOW, window_bytes // pieces.most_bytes)
         self._on_done = on_done
         self._on_error = on_error
         self._lock = threading.Lock()
@@ -191,7 +191,7 @@ class Outflow(_Flow):
         self,
         channel: Channel,
         copy: WeightCopy,
-        pieces: tuple[Piece, ...],
+        pieces: Pieces,
         epoch: int,
         attempt: int,
         on_done: OnDone,
@@ -255,7 +255,7 @@ class Inflow(_Flow):
         transport: TensorTransport,
         source: Channel,
         copy: WeightCopy,
-        pieces: tuple[Piece, ...],
+        pieces: Pieces,
         epoch: int,
         attempt: int,
         on_first: OnDone,

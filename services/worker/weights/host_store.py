@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from services.worker.memory.arena import HostArena
 from services.worker.memory.weight_copy import WeightCopy
-from shared.aio import Wakeup
+from shared.aio import Wakeup, in_thread
 from shared.errors import Conflict, DeadlineExceeded, NoCapacity, NotFound
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.registry import HostCopy, ModelRecord
@@ -37,6 +37,8 @@ class _Held:
     used_at_s: float
     pins: int = 0
     retired: bool = False
+    freed: bool = False
+    """Its pages are on their way back to the system: nothing keeps it any more."""
     source: str = ""
 
     @property
@@ -139,7 +141,7 @@ class HostStore:
     def pinned(self, model_hash: str) -> Iterator[None]:
         """The copy is being read or filled: its memory stays. Raises ``NotFound``."""
         held = self._held.get(model_hash)
-        if held is None:
+        if held is None or held.freed:
             raise NotFound(f"no host copy of model {model_hash[:12]} here")
         held.pins += 1
         try:
@@ -156,7 +158,7 @@ class HostStore:
     def keep(self, model_hash: str) -> None:
         """The pool refused: the copy is the last of its model. It gets another serial: should the pool have agreed,
         and its answer been lost, the copy counts again."""
-        if (held := self._held.get(model_hash)) is not None and held.retired:
+        if (held := self._held.get(model_hash)) is not None and held.retired and not held.freed:
             held.retired = False
             self._serial += 1
             held.serial = self._serial
@@ -178,10 +180,14 @@ class HostStore:
             raise DeadlineExceeded(
                 f"the host copy of {held.record.name} is still in use after {timeout_s:g} s ({held.pins} pins)"
             ) from None
-        if self._held.get(model_hash) is not held or not held.retired:
+        if self._held.get(model_hash) is not held or not held.retired or held.freed:
             return False
-        # Views of the arena may outlive it; its pages must not.
-        self._held.pop(model_hash).arena.release()
+        held.freed = True
+        try:
+            # Views of the arena may outlive it; its pages must not. It takes longer than heartbeats may wait.
+            await in_thread(held.arena.release)
+        finally:
+            del self._held[model_hash]
         return True
 
     def report(self) -> tuple[HostCopy, ...]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from services.worker.core.upstreams import StripeSources, Upstream
-from services.worker.memory.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Piece, cut, deal, wanted_bits
+from services.worker.memory.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Pieces, cut, deal, wanted_bits
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.checkpoint_reader import CheckpointReader
 from services.worker.weights.feed_client import FeedClient
@@ -98,7 +97,7 @@ class Fill:
             async with asyncio.TaskGroup() as tasks:
                 announcing = tasks.create_task(self._announce())
                 for sources, pieces in zip(self._stripes, self._dealt, strict=True):
-                    if pieces:
+                    if len(pieces):
                         tasks.create_task(self._receive_stripe(sources, pieces))
                 for unit in range(len(self._copy.layout.units)):
                     if self._copy.unit_arrived(unit):
@@ -121,11 +120,11 @@ class Fill:
 
     # --- a stripe ----------------------------------------------------------------------------
 
-    async def _receive_stripe(self, sources: StripeSources, pieces: tuple[Piece, ...]) -> None:
+    async def _receive_stripe(self, sources: StripeSources, pieces: Pieces) -> None:
         failures: list[str] = []
         for number, upstream in enumerate(sources.upstreams):
-            missing = tuple(p for p in pieces if not self._copy.has(p))
-            if not missing:
+            missing = self._copy.missing(pieces)
+            if not len(missing):
                 return
             try:
                 if upstream.kind == "disk":
@@ -141,7 +140,7 @@ class Fill:
             except (BlitzError, OSError) as error:
                 name = f"{upstream.kind} {upstream.worker_id}".strip()
                 failures.append(f"{name}: {error}")
-                left = sum(not self._copy.has(p) for p in missing)
+                left = len(self._copy.missing(missing))
                 log.warning("%d of %d pieces are missing after %s failed: %s", left, len(missing), name, error)
         raise TransportError("no upstream is left: " + "; ".join(failures))
 
@@ -153,7 +152,7 @@ class Fill:
             return cap_gbps
         return min(cap_gbps or limit_gbps, limit_gbps)
 
-    async def _receive(self, upstream: Upstream, missing: tuple[Piece, ...], cap_gbps: float) -> None:
+    async def _receive(self, upstream: Upstream, missing: Pieces, cap_gbps: float) -> None:
         attempt = next(self._attempts)
         if attempt >= MAX_ATTEMPTS:
             raise TransportError(f"{attempt} feeds broke under one lease")
@@ -175,7 +174,7 @@ class Fill:
         whole = False
         try:
             flow.start()  # receives are posted before anybody may send
-            await self._upstreams.ask(upstream, attempt, wanted_bits(missing, len(self._pieces)), cap_gbps)
+            await self._upstreams.ask(upstream, attempt, wanted_bits(missing), cap_gbps)
             await self._watch(flow, outcome, upstream, attempt)
             whole = True
         finally:
@@ -223,17 +222,23 @@ class Fill:
 
     # --- from this process -------------------------------------------------------------------
 
-    async def _copy_from_host(self, missing: tuple[Piece, ...]) -> None:
-        in_unit, wanted = Counter(p.unit for p in self._pieces), Counter(p.unit for p in missing)
+    async def _copy_from_host(self, missing: Pieces) -> None:
+        whole: list[int] = []
+        in_part: list[Pieces] = []
+        for unit, wanted, is_all in missing.by_unit():
+            # Of a unit that is here in part, others may read what is here: only the rest is written.
+            if is_all:
+                whole.append(unit)
+            else:
+                in_part.append(wanted)
         with self._upstreams.local_copy() as local, self._paces.host.reading():
             self._first.set()
-            # Of a unit that is here in part, others may read what is here: only the rest is written.
-            units = iter([unit for unit in wanted if wanted[unit] == in_unit[unit]])
+            units = iter(whole)
             async with asyncio.TaskGroup() as copying:
                 for _ in range(NUM_COPYING):
                     copying.create_task(self._copy_units(units, local))
-            for piece in missing:
-                if wanted[piece.unit] < in_unit[piece.unit]:
+            for wanted in in_part:
+                for piece in wanted:
                     await self._paces.host.wait(piece.num_bytes)
                     await in_thread(self._copy.copy_piece, piece, local)
                     if self._copy.arrived(piece):

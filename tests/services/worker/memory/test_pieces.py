@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,7 +74,7 @@ def test_shares_must_be_positive(shares: tuple[float, ...]) -> None:
 
 @given(wanted=st.sets(st.integers(0, len(PIECES) - 1)))
 def test_wanted_pieces_survive_the_wire(wanted: set[int]) -> None:
-    bits = wanted_bits([PIECES[i] for i in sorted(wanted)], len(PIECES))
+    bits = wanted_bits(PIECES.only(np.array(sorted(wanted), dtype=np.int64)))
     assert {p.index for p in wanted_pieces(PIECES, bits)} == wanted
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
 
@@ -145,6 +146,33 @@ async def test_a_drop_waits_for_readers_and_then_frees() -> None:
     assert not await held.drop("hash-of-a")
     with pytest.raises(NotFound), held.pinned("hash-of-a"):
         pass
+
+
+async def test_pages_are_given_back_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as that takes, their bytes are used, and the copy cannot be held again, read or kept."""
+    held = store(1)
+    record = ready(held, "a")
+    releasing, go_on = asyncio.Event(), threading.Event()
+    loop, release = asyncio.get_running_loop(), HostArena.release
+
+    def slow(arena: HostArena) -> None:
+        loop.call_soon_threadsafe(releasing.set)
+        assert go_on.wait(30.0)
+        release(arena)
+
+    monkeypatch.setattr(HostArena, "release", slow)
+    dropping = asyncio.create_task(held.drop("hash-of-a"))
+    await asyncio.wait_for(releasing.wait(), 30.0)
+    held.keep("hash-of-a")
+    assert held.used_bytes == BYTES
+    with pytest.raises(Conflict):
+        held.reserve(record, cached=False, now_s=1.0)
+    with pytest.raises(NotFound), held.pinned("hash-of-a"):
+        pass
+    assert not await held.drop("hash-of-a")
+    go_on.set()
+    assert await dropping
+    assert held.used_bytes == 0
 
 
 async def test_a_drop_gives_up_after_its_time_and_keeps_the_memory() -> None:
