@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.loop_watch import LoopWatch
 from tests.otlp import OtlpReceiver
 from tests.servers import nats_server, redis_server
 
@@ -79,6 +80,22 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session")
+def watched_loops() -> Iterator[LoopWatch]:
+    watch = LoopWatch()
+    with watch.watching():
+        yield watch
+
+
+@pytest.fixture(autouse=True)
+def no_long_callbacks(watched_loops: LoopWatch) -> Iterator[None]:
+    """A test fails in which a callback of product code kept an event loop from everything else."""
+    yield
+    long, watched_loops.long = watched_loops.long, []
+    if long:
+        pytest.fail("\n".join(["the event loop was kept too long", *long]))
 
 
 @pytest.fixture(scope="session")
