@@ -23,7 +23,7 @@ from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.departures import Departures
-from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
+from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer, StaysHere
 from shared import subjects
 from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus
@@ -49,10 +49,10 @@ class Move(KvTransfer):
         self.ran_layers(moving.block_table, Chunk(0, moving.num_tokens), self.last_layer)
 
     def check(self) -> None:
-        """Raises ``DecodeRefused``, too, once it was preempted: it has other KV then."""
+        """Raises ``StaysHere``, too, once it was preempted: it has other KV then."""
         super().check()
         if not self.lies_in(self.block_table):
-            raise DecodeRefused("it was preempted")
+            raise StaysHere("it was preempted")
 
 
 class Migrator:
@@ -173,13 +173,21 @@ class Migrator:
         move = Move(moving, place, instance)
         self._history.tried(moving.sequence.key, time.monotonic())
 
+        async def hand_over(_: KvTransfer, client: DecodeClient) -> str:
+            try:
+                return await self._hand_over(move, client)
+            except StaysHere:
+                raise
+            except DecodeRefused:
+                takers.refused(taker, time.monotonic())
+                raise
+
         async def keep(_: KvTransfer) -> str:
-            takers.refused(taker, time.monotonic())
             takers.kept(taker, moving.num_tokens)
             self._departures.decode_here(move)
             return "kept"
 
-        task = self._departures.start(move, self._hand_over, keep)
+        task = self._departures.start(move, hand_over, keep)
         task.add_done_callback(lambda _: self._ended.fire())
         return task
 
@@ -198,16 +206,19 @@ class Migrator:
 
     async def _hold(self, move: KvTransfer) -> Sampled:
         """Stop decoding it, for the other instance to go on behind the last token. Raises ``RequestEnded``,
-        ``DecodeRefused``."""
+        ``DecodeRefused``, ``StaysHere``."""
         sequence, sent = move.sequence, move.num_tokens
 
         def hold(loop: EngineLoop) -> bool:
             return move.lies_in(move.block_table) and loop.scheduler.reservations.hold_to_move(sequence)
 
-        held = await asyncio.wrap_future(move.instance.engine.call(hold))
+        try:
+            held = await asyncio.wrap_future(move.instance.engine.call(hold))
+        except Unavailable as error:
+            raise StaysHere(f"its engine has stopped: {error}") from error
         if not held:
             move.check()
-            raise DecodeRefused("it is not decoded here now")
+            raise StaysHere("it is not decoded here now")
         token = Sampled(sequence.tokens[-1], sequence.last_logprobs)
         move.grew(tuple(sequence.tokens[sent:-1]), token)
         return token

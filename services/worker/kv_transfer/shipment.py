@@ -14,7 +14,7 @@ import numpy as np
 
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.incoming import kv_tag
-from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
+from services.worker.kv_transfer.transfer import Chunk, KvTransfer, StaysHere
 from shared.messages.disaggregated import DecodeReserved
 from shared.transport.base import Channel, Transfer
 
@@ -109,7 +109,7 @@ class Shipment:
             if not transfer.lies_in(table):
                 return []
             log.exception("KV of request %s", transfer.sequence.request_id)
-            raise DecodeRefused(f"its KV cannot be read: {type(error).__name__}: {error}") from error
+            raise StaysHere(f"its KV cannot be read: {type(error).__name__}: {error}") from error
         transfer.check()
         if not transfer.lies_in(table):
             return []

@@ -37,6 +37,10 @@ class DecodeRefused(Exception):
     """The decode instance does not take this request, or is gone: it can be decoded here."""
 
 
+class StaysHere(DecodeRefused):
+    """It can be decoded here for a reason of this side's: the decode instance has refused nothing."""
+
+
 class KvTransfer:
     """Event loop only."""
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from services.worker.core.kv_transfer import move_history
+from services.worker.core.scheduling import leaving
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.mock.engine import MockEngine
-from services.worker.kv_transfer import decode_client, receiver
+from services.worker.kv_transfer import decode_client, migration, receiver
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import Gate
@@ -47,6 +48,20 @@ def when_it_begins(worker: RunningWorker, do: Callable[[], object]) -> None:
         real(sequences)
 
     inbox.announce = announce  # type: ignore[method-assign]
+
+
+async def preempt(worker: RunningWorker, request_id: str) -> None:
+    """As if its blocks were another's: it is computed again."""
+    table = worker.serving.engine.loop.scheduler.table
+
+    def preempt(_: object) -> None:
+        (victim,) = [sequence for sequence in table.running if sequence.request_id == request_id]
+        table.running.remove(victim)
+        table.free(victim)
+        victim.num_computed = 0
+        table.wait(victim)
+
+    await asyncio.wrap_future(worker.serving.engine.call(preempt))
 
 
 async def whole(fleet: Moving, request_id: str, *, max_tokens: int) -> None:
@@ -177,19 +192,33 @@ async def test_it_is_preempted_while_its_kv_travels(redis_url: str, monkeypatch:
         await fleet.decoding("r")
         await fleet.drain(there)
         await eventually(held.inside.is_set)
-        table = fleet.here.serving.engine.loop.scheduler.table
-
-        def preempt(_: object) -> None:
-            (victim,) = table.running
-            table.running.clear()
-            table.free(victim)
-            victim.num_computed = 0
-            table.wait(victim)
-
-        await asyncio.wrap_future(fleet.here.serving.engine.call(preempt))
+        await preempt(fleet.here, "r")
         held.open()
         await eventually(lambda: "kept" in fleet.outcomes())
         await fleet.ends("r")
+
+
+async def test_a_request_that_stays_for_a_reason_of_its_own_does_not_keep_others_from_where_it_went(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "REFUSED_S", 1e6)
+    monkeypatch.setattr(migration, "MOVING_AT_ONCE", 1)
+    async with moving(redis_url) as fleet:
+        (there,) = fleet.others
+        held = gate(there, monkeypatch)
+        for name in ("a", "b"):
+            await fleet.submit(name, max_tokens=1500)
+        await fleet.decoding("a", "b")
+        await fleet.drain(there)
+        await eventually(held.inside.is_set)
+        ((first, _),) = fleet.here.service.parts.departures.transfers
+        await preempt(fleet.here, first)
+        held.open()
+        await eventually(lambda: "moved" in fleet.outcomes(), timeout_s=20.0)
+        assert fleet.outcomes()["kept"] == 1
+        await fleet.spare()
+        for name in ("a", "b"):
+            await fleet.gateway.cancel("w1", name)
 
 
 async def test_the_instance_is_taken_back_and_drains_again_while_kv_travels(
