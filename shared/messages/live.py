@@ -195,7 +195,7 @@ class Dissolved(Message, frozen=True, kw_only=True, tag="dissolved.v1"):
     kept: tuple[str, ...]
     given: tuple[Given, ...]
     finished: tuple[str, ...]
-    """The target finished these before, and owns them, too."""
+    """The target finished these before, and owns them, too. Without those that the source has acknowledged."""
     layer_runs: LayerRuns
 
 
@@ -214,7 +214,7 @@ class PairEnded(Message, frozen=True, kw_only=True, tag="pair_ended.v1"):
     pair_id: str
     reason: str
     finished: tuple[str, ...] = ()
-    """From the target: batches that it finished and owns."""
+    """From the target: batches that it finished and owns, without those that the source has acknowledged."""
 
 
 class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):

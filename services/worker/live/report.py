@@ -12,6 +12,8 @@ from services.worker.core.live.pair import PairState
 from shared.messages.live import LayerRuns, LiveBatch, LiveReport, ZigzagAssignment
 
 BUCKET_S = 0.05
+MAX_BATCHES = 2048
+"""Of one pair: a report of so many is a quarter of what NATS takes. Then the pair ends."""
 MAX_BUCKETS = 4096
 """Of one timeline; what comes later counts into the last one. A pair lives for seconds."""
 
@@ -64,6 +66,11 @@ class PairRecord:
                 first_token_at_s=at_s,
             )
         )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many batches are done as a report may have."""
+        return len(self._batches) >= MAX_BATCHES
 
     def report(self, state: PairState, failure: str, layers: Timeline, tokens: Timeline) -> LiveReport:
         """As a message, at the end of the pair. ``layers``: that the source ran; ``tokens``: that it put out."""

@@ -307,7 +307,8 @@ class LiveSource:
         return Ack()
 
     def _is_over(self) -> bool:
-        return not self.life.ended and parts(self.assignment.policy, target_loaded=self.target_loaded)
+        parting = self.record.is_full or parts(self.assignment.policy, target_loaded=self.target_loaded)
+        return parting and not self.life.ended
 
     def _taken_by_target(self, batch_ids: Iterable[str]) -> None:
         batches = self.handed_over.queue.taken_by_target(batch_ids)

@@ -293,7 +293,8 @@ class LiveTarget:
             self._tasks.start(self._tell_finished(batch))
 
     async def _tell_finished(self, batch: PromptBatch) -> None:
-        await self._link.tell_taken(batch.batch_id, loaded=self.batches.loaded)
+        if await self._link.tell_taken(batch.batch_id, loaded=self.batches.loaded):
+            self.batches.source_knows(batch.batch_id)
 
     async def _watch(self) -> None:
         """Until the pair ends: does the source still live, do layers come as planned?"""

@@ -67,9 +67,14 @@ class TargetBatches:
 
     @property
     def finished_ids(self) -> tuple[str, ...]:
-        """Batches that were finished here."""
+        """Batches that were finished here, and of which the source may not know."""
         with self._stepper.lock:
             return tuple(self._work.finished)
+
+    def source_knows(self, batch_id: str) -> None:
+        """That this batch was finished here."""
+        with self._stepper.lock:
+            self._work.source_knows(batch_id)
 
     # --- hand-over ---------------------------------------------------------------------------
 

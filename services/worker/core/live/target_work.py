@@ -44,7 +44,7 @@ class TargetWork(Generic[R]):
         self.gates = Gates(assignment)
         self.batches: dict[str, R] = {}
         self.finished: list[str] = []
-        """Batches that ended here, in order."""
+        """Batches that ended here, in order, and of which the source may not know."""
         self.wanted = ""
         """The claim id of a pull that waits: the batch is its as soon as a layer ends, before another one is begun."""
         self.inside: Layer | None = None
@@ -108,6 +108,11 @@ class TargetWork(Generic[R]):
         if self.wanted and isinstance(self.queue.pull(self.wanted), Claim):
             self.wanted = ""  # the source asks again, and gets the same answer
         return LayerEnd(ended, finished)
+
+    def source_knows(self, batch_id: str) -> None:
+        """That this batch ended here."""
+        if batch_id in self.finished:
+            self.finished.remove(batch_id)
 
     # --- the source pulls --------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from services.worker.engine.torch_engine import Activation, TorchEngine
+from services.worker.live import report
 from shared.messages.common import LivePolicy
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
@@ -60,6 +61,26 @@ async def test_short_prompts_share_batches(redis_url: str, num_seats: int) -> No
         await burst.ends()
         (pair,) = (await cluster.record(burst.plan_id)).live
         assert any(b.num_requests > 1 for b in pair.batches), pair
+        await burst.clean()
+
+
+async def test_a_pair_parts_before_its_report_is_larger_than_a_message(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "MAX_BATCHES", 3)
+    async with live_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=1.0)
+        source = burst.source.service.parts.pair_roles
+        await eventually(lambda: source.source is not None)
+        await eventually(lambda: source.source is None)
+        assert not burst.target.serving.copy.complete, "it loads for long"
+        for worker in cluster.workers.values():
+            worker.transport.delay_s = 0.0
+        await burst.ends()
+        (pair,) = (await cluster.record(burst.plan_id)).live
+        assert pair.outcome == "dissolved"
+        await cluster.serving(2)
         await burst.clean()
 
 

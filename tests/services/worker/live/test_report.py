@@ -46,6 +46,17 @@ def test_without_a_split_batch_there_is_no_cooperative_token() -> None:
     assert record.report(PairState.DISSOLVED, "", *timelines()).first_cooperative_token_at_s is None
 
 
+def test_a_full_report_is_smaller_than_a_message_may_be() -> None:
+    record = PairRecord(assignment(), 10.0)
+    layers, tokens = timelines()
+    for timeline in (layers, tokens):
+        timeline.add(1e9, 1 << 20)
+    record.target_runs = layers.runs()
+    while not record.is_full:
+        done(record, "a-plan-of-some-length/instance/123456", 3, START_S)
+    assert len(encode(record.report(PairState.DISSOLVED, "why", layers, tokens))) < 1 << 19
+
+
 @pytest.mark.parametrize(("state", "outcome"), [(PairState.DISSOLVED, "dissolved"), (PairState.FAILED, "failed")])
 def test_the_end_is_told(state: PairState, outcome: str) -> None:
     record = PairRecord(assignment(policy="best_effort"), 10.0)

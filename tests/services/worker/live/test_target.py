@@ -259,12 +259,17 @@ async def test_parting_waits_for_the_end_of_a_layer_and_ends_with_the_pair() -> 
         await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/a",)))
 
 
-async def test_what_was_finished_before_is_named_at_the_end() -> None:
+async def test_what_was_finished_before_is_named_at_the_end_unless_the_source_has_acknowledged_it() -> None:
     async with running_ends() as ends:
         await ends.load(NUM_LAYERS)
-        await ends.hand_over("a", request("a", 9))
-        await eventually(lambda: "a" in ends.target.finish_reasons())
-        assert (await ends.dissolve()).finished == ("a",)
+        for serial in range(20):
+            await ends.hand_over(f"a{serial}", request(f"a{serial}", 9), serial=serial)
+            await eventually(lambda: not ends.pair.batches.finished_ids and len(ends.taken) == serial + 2)  # noqa: B023
+        await eventually(lambda: ends.pair.batches.loaded)
+        ends.hears_taken = False
+        await ends.hand_over("b", request("b", 9), serial=20)
+        await eventually(lambda: "b" in ends.target.finish_reasons())
+        assert (await ends.dissolve()).finished == ("b",)
 
 
 async def test_batches_cancelled_after_parting_are_freed_wherever_they_are() -> None:
