@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import uvloop
+from prometheus_client import Histogram
 
 from shared.bus.base import Bus
 from shared.ending import ANSWERS_S, CLOSING_S, EXIT_S, closed, end_last_tasks, end_process_within
@@ -30,6 +31,12 @@ _LOOK_S = 0.02
 _TIME = "%Y-%m-%dT%H:%M:%S"
 
 LogFormat = Literal["text", "json"]
+_LAG_EVERY_S = 0.1
+_LAG = Histogram(
+    "blitz_event_loop_lag_seconds",
+    "How much later than asked for the event loop of this process ran something",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
 CLEAN_UP_S = 5.0
 """What a service may take to end once its bus is gone: nothing that it would wait for can come."""
 
@@ -116,6 +123,7 @@ async def _run(name: str, main: Main, health_host: str, health_port: int, ready_
     process = ProcessState()
     _handle_signals(process, drain_s)
     telling = asyncio.create_task(_tell_when_ready(process, ready_fd)) if ready_fd else None
+    measuring = asyncio.create_task(_measure_lag())
     health = HealthServer(asyncio.get_running_loop(), lambda: process.ready) if health_port else None
     if health is not None:
         health.start(health_host, health_port)
@@ -124,6 +132,7 @@ async def _run(name: str, main: Main, health_host: str, health_port: int, ready_
     process.ends_at_s = min(now_s + EXIT_S, max(now_s + 0.1, process.ends_at_s))
     end_process_within(process.ends_at_s - now_s)
     process.ready = False
+    measuring.cancel()
     if telling is not None:
         telling.cancel()
     if health is not None:
@@ -153,6 +162,14 @@ async def _outcome(name: str, main: Main, process: ProcessState) -> int:
 
 def _say(name: str, error: BlitzError) -> None:
     print(f"{name}: {error.message}", file=sys.stderr)  # noqa: T201 - shown even where logging is turned down
+
+
+async def _measure_lag() -> None:
+    """Until cancelled. Whatever keeps the loop shows, and so does a machine that gives this process no time."""
+    while True:
+        due_s = time.monotonic() + _LAG_EVERY_S
+        await asyncio.sleep(_LAG_EVERY_S)
+        _LAG.observe(max(0.0, time.monotonic() - due_s))
 
 
 async def _tell_when_ready(process: ProcessState, fd: int) -> None:

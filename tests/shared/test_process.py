@@ -156,6 +156,26 @@ def test_a_stuck_event_loop_is_not_live(start: Start) -> None:
     assert get(port, "/live")[0] == 503
 
 
+def test_what_keeps_the_event_loop_shows_in_its_lag(start: Start) -> None:
+    port = free_port()
+    process = start(
+        "async def kept(process):\n    print('up', flush=True)\n"
+        "    while True:\n        await asyncio.sleep(0.05)\n        time.sleep(0.4)\n"
+        f"sys.exit(run_service('demo', kept, health_port={port}, health_host='127.0.0.1'))"
+    )
+    up(process)
+
+    def of_over_a_quarter_second() -> float:
+        lines = get(port, "/metrics")[1].splitlines()
+        counts = dict(line.rsplit(" ", 1) for line in lines if line.startswith("blitz_event_loop_lag_seconds"))
+        name = "blitz_event_loop_lag_seconds"
+        return float(counts[f"{name}_count"]) - float(counts[f'{name}_bucket{{le="0.25"}}'])
+
+    deadline_s = time.monotonic() + 60.0
+    while of_over_a_quarter_second() < 3:
+        assert time.monotonic() < deadline_s, "it is kept for 0.4 s again and again"
+
+
 BUS = """
 from tests.shared.bus.memory import MemoryBroker
 import shared.process
