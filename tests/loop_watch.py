@@ -1,9 +1,9 @@
 """No callback may keep the event loop from heartbeats, tokens and probes: of product code none may take long.
 
 Measured is the CPU time of the loop's thread, without that of collecting garbage, which depends on the tests that ran
-before: how busy the machine is changes nothing. Steps of coroutines of tests, which may do what they like, are left out;
-a test that wants product code watched runs it in a task (``asyncio.create_task``, ``asyncio.gather``). Loops other than
-asyncio's own are not watched: services started as processes have uvloop, and ``blitz_event_loop_lag_seconds``.
+before: how busy the machine is changes nothing. Steps of coroutines of tests, which may do what they like, are left
+out; a test that wants product code watched runs it in a task (``asyncio.create_task``), or in ``callback``. Loops other
+than asyncio's own are not watched: services started as processes have uvloop, and ``blitz_event_loop_lag_seconds``.
 """
 
 from __future__ import annotations
@@ -36,13 +36,8 @@ class LoopWatch:
 
         @functools.wraps(run)
         def timed(handle: asyncio.Handle) -> None:
-            garbage_s, began_s = self._garbage_s, time.thread_time()
-            try:
+            with self.callback(handle):
                 run(handle)
-            finally:
-                took_s = time.thread_time() - began_s - (self._garbage_s - garbage_s)
-                if took_s > MAX_CALLBACK_S and not _is_of_tests(handle):
-                    self.long.append(f"{1000 * took_s:.0f} ms of CPU time: {handle!r}")
 
         gc.callbacks.append(self._on_garbage)
         asyncio.Handle._run = timed  # type: ignore[method-assign]
@@ -52,6 +47,15 @@ class LoopWatch:
             asyncio.Handle._run = run  # type: ignore[method-assign]
             gc.callbacks.remove(self._on_garbage)
 
+    def callback(self, what: object) -> _Callback:
+        """``with`` it: what is done inside counts as a callback."""
+        return _Callback(self, what)
+
+    @property
+    def cpu_s(self) -> float:
+        """Of this thread so far, without collecting garbage."""
+        return time.thread_time() - self._garbage_s
+
     def _on_garbage(self, phase: str, _: dict[str, int]) -> None:
         if phase == "start":
             self._collecting_since_s = time.thread_time()
@@ -59,19 +63,39 @@ class LoopWatch:
             self._garbage_s += time.thread_time() - self._collecting_since_s
 
 
-def _is_of_tests(handle: asyncio.Handle) -> bool:
-    file = _file_of(handle._callback)
-    return file.startswith(TESTS) or "/site-packages/pytest_asyncio/" in file
+class _Callback:
+    __slots__ = ("_began_s", "_watch", "_what")
+
+    def __init__(self, watch: LoopWatch, what: object) -> None:
+        self._watch = watch
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._began_s = self._watch.cpu_s
+
+    def __exit__(self, *_: object) -> None:
+        took_s = self._watch.cpu_s - self._began_s
+        if took_s > MAX_CALLBACK_S:
+            what = _work_of(self._what) if isinstance(self._what, asyncio.Handle) else self._what
+            file = _file_of(what)
+            if not (file.startswith(TESTS) or "/site-packages/pytest_asyncio/" in file):
+                self._watch.long.append(f"{1000 * took_s:.0f} ms of CPU time: {what!r}")
 
 
-def _file_of(callback: Any) -> str:
-    """Where the code of a handle's callback is: of a task's step, that of its coroutine. "" where there is none."""
+def _work_of(handle: asyncio.Handle) -> Any:
+    """The task that a handle takes a step of, or what it calls."""
+    callback: Any = handle._callback
     while isinstance(callback, functools.partial):
         callback = callback.func
     owner = getattr(callback, "__self__", None)
-    if isinstance(owner, asyncio.Task):
-        coroutine = owner.get_coro()
+    return owner if isinstance(owner, asyncio.Task) else callback
+
+
+def _file_of(work: Any) -> str:
+    """Where its code is; "" where there is none."""
+    if isinstance(work, asyncio.Task):
+        coroutine = work.get_coro()
         code = getattr(coroutine, "cr_code", None) or getattr(coroutine, "gi_code", None)
     else:
-        code = getattr(getattr(callback, "__func__", callback), "__code__", None)
+        code = getattr(getattr(work, "__func__", work), "__code__", None)
     return code.co_filename if code is not None else ""

@@ -122,8 +122,8 @@ class Fill:
 
     async def _receive_stripe(self, sources: StripeSources, pieces: Pieces) -> None:
         failures: list[str] = []
+        missing = self._copy.missing(pieces)
         for number, upstream in enumerate(sources.upstreams):
-            missing = self._copy.missing(pieces)
             if not len(missing):
                 return
             try:
@@ -140,8 +140,8 @@ class Fill:
             except (BlitzError, OSError) as error:
                 name = f"{upstream.kind} {upstream.worker_id}".strip()
                 failures.append(f"{name}: {error}")
-                left = len(self._copy.missing(missing))
-                log.warning("%d of %d pieces are missing after %s failed: %s", left, len(missing), name, error)
+                num_asked, missing = len(missing), self._copy.missing(missing)
+                log.warning("%d of %d pieces are missing after %s failed: %s", len(missing), num_asked, name, error)
         raise TransportError("no upstream is left: " + "; ".join(failures))
 
     def _capped(self, upstream: Upstream, cap_gbps: float) -> float:

@@ -1,0 +1,40 @@
+"""The watch over event loops sees what keeps them, and whose it is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from shared.aio import OwnedTasks, Wakeup
+from tests.loop_watch import MAX_CALLBACK_S, LoopWatch
+
+
+def compute() -> bool:
+    """For longer than a callback may."""
+    until_s = time.thread_time() + 2 * MAX_CALLBACK_S
+    while time.thread_time() < until_s:
+        pass
+    return True
+
+
+async def test_a_callback_of_product_code_that_computes_for_long_is_named(watched_loops: LoopWatch) -> None:
+    await asyncio.create_task(Wakeup().until(compute))
+    assert len(watched_loops.long) == 1
+    assert "Wakeup.until" in watched_loops.long.pop()
+
+
+async def test_time_in_which_the_loop_waits_or_the_machine_is_away_does_not_count(watched_loops: LoopWatch) -> None:
+    await asyncio.create_task(Wakeup().until(lambda: time.sleep(2 * MAX_CALLBACK_S) is None))
+    assert not watched_loops.long
+
+
+async def test_what_tests_do_themselves_is_left_out(watched_loops: LoopWatch) -> None:
+    compute()
+
+    async def work() -> None:
+        compute()
+
+    tasks = OwnedTasks()
+    tasks.start(work())
+    await tasks.finish()
+    assert not watched_loops.long
