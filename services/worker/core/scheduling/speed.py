@@ -70,11 +70,11 @@ class SpeedEstimator:
             return
         if num_decode_tokens:
             self._mixed.add(num_decode_tokens, (seconds,))
-            self._speed = self._measured()
-        # One of few prompt tokens beside decodes mostly shows these.
         if num_prefill_tokens > num_decode_tokens:
             decode_s = self._decode_s(num_decode_tokens, seconds / (num_prefill_tokens + num_decode_tokens))
             self.prefilled(num_prefill_tokens, max(seconds - decode_s, LEAST_PREFILL_SHARE * seconds))
+        else:  # of few prompt tokens beside decodes: it mostly shows these
+            self._speed = self._measured()
 
     def decoded(self, num_requests: int, seconds: Iterable[float]) -> None:
         """Steps of so many decodes alone took so long, one after another. The speed is found out when it is asked for:
