@@ -236,6 +236,8 @@ async def test_when_the_source_is_lost_what_was_finished_goes_on_here_and_is_nam
     async with running_ends() as ends:
         a = request("a", 9, max_tokens=150)
         await ends.load(NUM_LAYERS)
+        await eventually(lambda: ends.taken)
+        ends.hears_taken = False
         await ends.hand_over("a", a)
         await eventually(lambda: ends.target.tokens().get("a"))
         await ends.pair.fail("the source is lost")
