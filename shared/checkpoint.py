@@ -12,32 +12,34 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from shared.errors import BadCheckpoint
+from shared.errors import BadCheckpoint, CheckpointChanged
 from shared.layout import ArenaLayout, layout_of
+from shared.messages.registry import FileDigest
 from shared.model_spec import ModelSpec, parse_config
-from shared.safetensors_header import TensorEntry, read_header
+from shared.safetensors_header import WEIGHT_DTYPES, TensorEntry, read_header
 
 __all__ = [
-    "WEIGHT_DTYPES", "Checkpoint", "TensorEntry", "hash_checkpoint", "inspect_checkpoint", "is_directory", "is_file",
-    "read_json",
+    "WEIGHT_DTYPES", "Checkpoint", "TensorEntry", "check_file", "hash_checkpoint", "inspect_checkpoint",
+    "inspect_registered", "is_directory", "is_file", "parse_json", "read_file", "read_json",
 ]  # fmt: skip
 
-WEIGHT_DTYPES: dict[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Safetensors dtypes that can be served; cast while loading where the config's dtype differs."""
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE)
+IDENTITY_FILES = (*CONFIG_FILES, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, CHAT_TEMPLATE_FILE)
+"""What makes a model besides its weights."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_JSON_BYTES = 256 * 1024 * 1024
-_NUM_HASH_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,13 @@ class Checkpoint:
     tensors: Mapping[str, TensorEntry]
     """What the layout needs, by checkpoint name."""
     model_hash: str
-    """Of configuration and weights (``hash_checkpoint``); empty if it was not asked for."""
+    """Of all that makes the model (``hash_checkpoint``); empty if it was not asked for."""
     num_bytes: int
     """Bytes of the arena that holds the model (``layout.num_bytes``)."""
+    files: tuple[FileDigest, ...]
+    """``IDENTITY_FILES``, as far as they are there."""
+    unit_digests: str = ""
+    """As in ``ModelRecord``; empty if no hash was asked for."""
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
@@ -82,21 +88,48 @@ def is_directory(path: Path) -> bool:
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
-def read_json(file: Path) -> Mapping[str, Any]:
-    """The object in one of a checkpoint's files. Raises ``BadCheckpoint`` naming it."""
+def read_file(file: Path) -> bytes | None:
+    """The content of one of a checkpoint's small files; None if it is not there. Raises ``BadCheckpoint`` naming it."""
+    if not is_file(file):
+        return None
     try:
         if file.stat().st_size > _MAX_JSON_BYTES:
             raise BadCheckpoint(f"{file.name}: larger than {_MAX_JSON_BYTES} bytes")
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise BadCheckpoint(f"{file.name}: missing in {file.parent}") from error
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise BadCheckpoint(f"{file.name}: cannot be read: {error.strerror}") from error
+
+
+def parse_json(file: Path, content: bytes | None) -> Mapping[str, Any]:
+    """The object in a file of this content. Raises ``BadCheckpoint`` naming the file."""
+    if content is None:
+        raise BadCheckpoint(f"{file.name}: missing in {file.parent}")
+    try:
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file.name}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise BadCheckpoint(f"{file.name}: must be a JSON object, not {type(value).__name__}")
     return value
+
+
+def read_json(file: Path) -> Mapping[str, Any]:
+    """The object in one of a checkpoint's files. Raises ``BadCheckpoint`` naming it."""
+    return parse_json(file, read_file(file))
+
+
+def check_file(registered: Iterable[FileDigest], file: Path, content: bytes | None) -> None:
+    """Raises ``CheckpointChanged`` unless this is the file's content (None: it has none) that was registered."""
+    was = next((known.sha256 for known in registered if known.name == file.name), None)
+    if was != (_sha256(content) if content is not None else None):
+        how = "is not there any more" if content is None else "came later" if was is None else "has changed"
+        raise CheckpointChanged(f"{file} {how} since the model was registered: put it back, or register the model anew")
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _no_weights(path: Path) -> BadCheckpoint:
@@ -192,41 +225,40 @@ def _check_tokenizer(tokenizer: Mapping[str, Any], vocab_size: int) -> None:
         )
 
 
-def _file_digest(file: Path) -> bytes:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").digest()
-    except OSError as error:
-        raise BadCheckpoint(f"{file.name}: cannot be read: {error.strerror}") from error
+def hash_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with its hash and its digests.
 
-
-def hash_checkpoint(checkpoint: Checkpoint) -> str:
-    """SHA-256 (64 hex digits) over config, generation config and the content of the weight files.
-
-    Reads every byte, files in parallel and without the interpreter's lock: seconds per 10 GB.
-    Raises ``BadCheckpoint`` if a file cannot be read.
+    The hash is the SHA-256 (64 hex digits) over ``IDENTITY_FILES`` and the units as they lie in an arena. Reads every
+    byte once, in parallel and without the interpreter's lock: seconds per 10 GB. Raises ``BadCheckpoint`` if a file
+    cannot be read.
     """
-    optional = [file for file in [checkpoint.path / GENERATION_CONFIG_FILE] if is_file(file)]
-    files = [checkpoint.path / CONFIG_FILE, *optional, *checkpoint.weight_files]
-    with ThreadPoolExecutor(min(_NUM_HASH_THREADS, len(files)), thread_name_prefix="checkpoint-hash") as threads:
-        digests = list(threads.map(_file_digest, files))
+    # Here: it needs numpy and xxhash, which those who only read a checkpoint's small files do not have.
+    from shared.unit_digests import hash_units
+
+    units = hash_units(checkpoint.layout, checkpoint.tensors)
     whole = hashlib.sha256()
-    for file, digest in zip(files, digests, strict=True):
-        whole.update(file.name.encode() + b"\0" + digest)
-    return whole.hexdigest()
+    for file in checkpoint.files:
+        whole.update(f"{file.name}\0{file.sha256}".encode())
+    for unit in units:
+        whole.update(unit.sha256)
+    digests = "".join(unit.digest for unit in units)
+    return replace(checkpoint, model_hash=whole.hexdigest(), unit_digests=digests)
 
 
 def inspect_checkpoint(path: Path, *, with_hash: bool = True) -> Checkpoint:
     """Check a checkpoint directory and find its tensors.
 
-    ``with_hash=False`` leaves ``model_hash`` empty and reads headers only. Raises ``BadCheckpoint``
-    naming file and tensor.
+    ``with_hash=False`` leaves ``model_hash`` and ``unit_digests`` empty, and of the weights reads headers only. Raises
+    ``BadCheckpoint`` naming file and tensor.
     """
     if not is_directory(path):
         raise BadCheckpoint(f"{path}: no such directory")
-    config = read_json(path / CONFIG_FILE)
-    has_generation_config = is_file(path / GENERATION_CONFIG_FILE)
-    spec = parse_config(config, read_json(path / GENERATION_CONFIG_FILE) if has_generation_config else None)
+    contents = {name: read_file(path / name) for name in IDENTITY_FILES}
+    config = parse_json(path / CONFIG_FILE, contents[CONFIG_FILE])
+    generation = contents[GENERATION_CONFIG_FILE]
+    spec = parse_config(
+        config, parse_json(path / GENERATION_CONFIG_FILE, generation) if generation is not None else None
+    )
     layout = layout_of(spec)
     if is_file(path / SINGLE_FILE):
         source, found = SINGLE_FILE, read_header(path / SINGLE_FILE)
@@ -235,6 +267,17 @@ def inspect_checkpoint(path: Path, *, with_hash: bool = True) -> Checkpoint:
     else:
         raise _no_weights(path)
     tensors = _needed_tensors(layout, found, source)
-    _check_tokenizer(read_json(path / TOKENIZER_FILE), spec.vocab_size)
-    checkpoint = Checkpoint(path, spec, layout, tensors, "", layout.num_bytes)
-    return replace(checkpoint, model_hash=hash_checkpoint(checkpoint)) if with_hash else checkpoint
+    _check_tokenizer(parse_json(path / TOKENIZER_FILE, contents[TOKENIZER_FILE]), spec.vocab_size)
+    files = tuple(FileDigest(name=n, sha256=_sha256(content)) for n, content in contents.items() if content is not None)
+    checkpoint = Checkpoint(path, spec, layout, tensors, "", layout.num_bytes, files)
+    return hash_checkpoint(checkpoint) if with_hash else checkpoint
+
+
+def inspect_registered(path: Path, files: Iterable[FileDigest]) -> Checkpoint:
+    """As ``inspect_checkpoint`` without hash, for a checkpoint that was registered with these files: what the layout
+    follows from must be as it was. Raises ``CheckpointChanged`` besides."""
+    known = tuple(files)
+    if is_directory(path):
+        for name in CONFIG_FILES:
+            check_file(known, path / name, read_file(path / name))
+    return inspect_checkpoint(path, with_hash=False)

@@ -16,6 +16,7 @@
     │   └── DuplicateId              duplicate_id            409
     ├── PayloadTooLarge              payload_too_large       413
     ├── BadCheckpoint                bad_checkpoint          422
+    │   └── CheckpointChanged        checkpoint_changed      422
     ├── BadProfile                   bad_profile             422
     ├── Overloaded                   overloaded              429
     │   └── RateLimitExceeded        rate_limit_exceeded     429
@@ -151,6 +152,12 @@ class BadCheckpoint(BlitzError):
 
     code = "bad_checkpoint"
     http_status = 422
+
+
+class CheckpointChanged(BadCheckpoint):
+    """A file of a checkpoint, or a unit read from it, is not what was registered; the message names it."""
+
+    code = "checkpoint_changed"
 
 
 class BadProfile(BlitzError):

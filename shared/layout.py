@@ -9,8 +9,8 @@ Fused projections are laid out fused, so that tensors are plain views:
     embed    embed [V, H]
     final    norm [H], (head [V, H] unless tied)
 
-The layout follows from the spec alone: two workers with equal ``ArenaLayout.hash`` can
-exchange bytes.
+The layout follows from the spec alone, the dtype that is served included: two workers with equal
+``ArenaLayout.hash`` can exchange bytes. No setting of a worker enters.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class Unit:
     offset: int
     num_bytes: int
     slots: tuple[Slot, ...]
+
+    @property
+    def name(self) -> str:
+        """For people: ``layer 3``, ``embed``, ``final``."""
+        return f"layer {self.index}" if self.kind == "layer" else self.kind
 
     def slot(self, name: str) -> Slot:
         """The slot of that name. Raises ``KeyError``."""

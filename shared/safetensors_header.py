@@ -22,6 +22,8 @@ DTYPE_BITS: dict[str, int] = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
+WEIGHT_DTYPES: dict[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Those that can be served, as layouts name them; cast while loading where the config's dtype differs."""
 
 
 @dataclass(frozen=True, slots=True)

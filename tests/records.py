@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from shared.layout import layout_of
+from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo, WorkerRecord
 from shared.model_spec import ModelSpec
 from shared.profile import DecodeFit, DecodePoint, LoadPoint, PrefillFit, PrefillPoint, Profile, program_version
 from shared.registry import RegistryView
+from shared.unit_digests import block_checksums, unit_digest
+
+
+@cache
+def digests_of_zeros(layout: ArenaLayout) -> str:
+    """What a record says of a model whose weights are all zero."""
+    return "".join(unit_digest(block_checksums(bytes(unit.num_bytes))) for unit in layout.units)
 
 
 def spec(**changes: object) -> ModelSpec:
@@ -42,6 +50,7 @@ def model(name: str = "m", **changes: object) -> ModelRecord:
         "spec": spec(),
         "weights_bytes": layout.num_bytes,
         "added_at_s": 0.0,
+        "unit_digests": digests_of_zeros(layout),
     }
     return ModelRecord(**(fields | changes))  # type: ignore[arg-type]
 

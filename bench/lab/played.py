@@ -16,7 +16,7 @@ import msgspec
 
 from bench.lab.checkpoint import EMBEDDED_TOKENS, write_checkpoint
 from compose.demo_model import demo_config
-from shared.checkpoint import hash_checkpoint, inspect_checkpoint
+from shared.checkpoint import inspect_checkpoint
 from shared.model_spec import ModelSpec, parse_config
 from shared.profile import Profile, program_version, write_profile
 
@@ -95,11 +95,11 @@ class PlayedModel:
 def make_played(played: Played, profile: Profile, folder: Path, *, context_tokens: int) -> PlayedModel:
     """Write checkpoint and profile. Raises ``OSError``."""
     path = write_checkpoint(folder / "models", played.name, played.shape(context_tokens))
-    checkpoint = inspect_checkpoint(path, with_hash=False)
+    checkpoint = inspect_checkpoint(path)
     own = msgspec.structs.replace(
         profile,
         version=program_version(),
-        model_hash=hash_checkpoint(checkpoint),
+        model_hash=checkpoint.model_hash,
         layout_hash=checkpoint.layout.hash,
         engine="mock",
         num_layers=checkpoint.layout.num_layers,

@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -155,7 +154,7 @@ def _measure(
     # Here: the engine takes seconds to import, and other commands need none of it.
     from services.worker.config import WorkerConfig
     from services.worker.profiling.measure import QUICK, Effort, measure
-    from shared.checkpoint import hash_checkpoint, inspect_checkpoint
+    from shared.checkpoint import inspect_checkpoint
 
     config = WorkerConfig.from_env(os.environ | own)
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
@@ -166,11 +165,9 @@ def _measure(
 
         torch.set_num_threads(config.num_threads)
     say("reading the checkpoint")
-    checkpoint = inspect_checkpoint(path, with_hash=False)
-    if registered is not None and registered.layout_hash not in ("", checkpoint.layout.hash):
-        raise BadProfile(f"{path} has another layout than {name} had when it was registered: was it replaced?")
-    model_hash = registered.model_hash if registered is not None else ""
-    checkpoint = replace(checkpoint, model_hash=model_hash or hash_checkpoint(checkpoint))
+    checkpoint = inspect_checkpoint(path)
+    if registered is not None and registered.model_hash not in ("", checkpoint.model_hash):
+        raise BadProfile(f"{path} is not what {name} was when it was registered: was it replaced?")
     return measure(checkpoint, name, config, QUICK if quick else Effort(), say)
 
 

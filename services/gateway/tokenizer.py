@@ -23,9 +23,16 @@ from tokenizers import Tokenizer
 
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.core.text_output import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from shared.checkpoint import is_file, read_json
+from shared.checkpoint import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    check_file,
+    parse_json,
+    read_file,
+)
 from shared.errors import BadCheckpoint, BadRequest, BlitzError
-from shared.messages.registry import ModelRecord
+from shared.messages.registry import FileDigest, ModelRecord
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBES = 200
@@ -109,17 +116,7 @@ class ModelTokenizer:
         return str(token).replace("\u2581", " ").encode()
 
 
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{file}: {error}") from error
-
-
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    own_file = folder / "chat_template.jinja"
-    if is_file(own_file):
-        return _read_text(own_file)
+def _template_in(config: Mapping[str, Any]) -> str | None:
     value = config.get("chat_template")
     if isinstance(value, list):
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
@@ -138,20 +135,29 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def load_tokenizer(folder: Path) -> ModelTokenizer:
+def load_tokenizer(folder: Path, registered: Sequence[FileDigest]) -> ModelTokenizer:
     """Read ``tokenizer.json``, ``tokenizer_config.json`` and the chat template.
 
-    Raises ``BadCheckpoint`` naming the file.
+    ``registered``: the files as they were when the model was added. Raises ``BadCheckpoint`` naming the file, and
+    ``CheckpointChanged`` for one that is another by now.
     """
-    path = folder / "tokenizer.json"
-    content = _read_text(path)
+
+    paths = [folder / name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, CHAT_TEMPLATE_FILE)]
+    contents = [read_file(path) for path in paths]
+    for path, content in zip(paths, contents, strict=True):
+        check_file(registered, path, content)
+    tokens, config_content, own_template = contents
+    if tokens is None:
+        raise BadCheckpoint(f"{paths[0]}: missing")
     try:
-        tokenizer = Tokenizer.from_str(content)
+        tokenizer = Tokenizer.from_str(tokens.decode())
     except Exception as error:
-        raise BadCheckpoint(f"{path}: not a tokenizer: {error}") from error
-    config_path = folder / "tokenizer_config.json"
-    config = read_json(config_path) if is_file(config_path) else {}
-    source = _template_source(folder, config)
+        raise BadCheckpoint(f"{paths[0]}: not a tokenizer: {error}") from error
+    config = parse_json(paths[1], config_content) if config_content is not None else {}
+    try:
+        source = own_template.decode() if own_template is not None else _template_in(config)
+    except UnicodeDecodeError as error:
+        raise BadCheckpoint(f"{paths[2]}: {error}") from error
     try:
         template = ChatTemplate(source, _special_tokens(config)) if source is not None else None
     except BadRequest as error:
@@ -162,7 +168,7 @@ def load_tokenizer(folder: Path) -> ModelTokenizer:
 def tokenizer_bytes(folder: Path) -> int:
     """Roughly what a loaded tokenizer occupies: 7 times its file (measured with 128,000 tokens), at least 1 MiB.
     Raises ``BadCheckpoint``."""
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER_FILE
     try:
         return max(BYTES_PER_FILE_BYTE * path.stat().st_size, 1024 * 1024)
     except OSError as error:
@@ -215,7 +221,7 @@ class TokenizerStore:
         key = _key(record)
         entry = self._entries.get(key)
         if entry is None or (entry.load.done() and (entry.load.cancelled() or entry.load.exception() is not None)):
-            entry = self._entries[key] = _Entry(self._start(key), self._clock())
+            entry = self._entries[key] = _Entry(self._start(key, record.files), self._clock())
         entry.used_s = self._clock()
         self._entries.move_to_end(key)
         tokenizer, _ = entry.load.result() if entry.load.done() else await asyncio.shield(entry.load)
@@ -243,15 +249,15 @@ class TokenizerStore:
         await asyncio.gather(*loads, return_exceptions=True)
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, key: Key) -> asyncio.Task[tuple[ModelTokenizer, int]]:
-        task = asyncio.create_task(self._load(key), name=f"tokenizer {key[0]}")
+    def _start(self, key: Key, files: Sequence[FileDigest]) -> asyncio.Task[tuple[ModelTokenizer, int]]:
+        task = asyncio.create_task(self._load(key, files), name=f"tokenizer {key[0]}")
         task.add_done_callback(_log_failure)
         return task
 
-    async def _load(self, key: Key) -> tuple[ModelTokenizer, int]:
+    async def _load(self, key: Key, files: Sequence[FileDigest]) -> tuple[ModelTokenizer, int]:
         folder = Path(key[0])
         loaded = await asyncio.get_running_loop().run_in_executor(
-            self._loader, lambda: (load_tokenizer(folder), tokenizer_bytes(folder))
+            self._loader, lambda: (load_tokenizer(folder, files), tokenizer_bytes(folder))
         )
         entry = self._entries.get(key)
         if entry is not None and entry.load is asyncio.current_task():

@@ -126,6 +126,8 @@ def _inspect(path: Path) -> ModelRecord:
         spec=checkpoint.spec,
         weights_bytes=checkpoint.layout.num_bytes,
         added_at_s=0.0,
+        unit_digests=checkpoint.unit_digests,
+        files=checkpoint.files,
     )
 
 

@@ -15,6 +15,14 @@ MAX_HOLD_S = 1e9
 """Of a floor: some thirty years."""
 
 
+class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """A small file of a checkpoint, as it was when the model was added."""
+
+    name: str
+    sha256: str
+    """64 hex digits."""
+
+
 class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     """A registered model. Peers exchange weights only between equal ``layout_hash``."""
 
@@ -26,6 +34,11 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     spec: ModelSpec
     weights_bytes: Count
     added_at_s: Figure
+    unit_digests: str = ""
+    """What the layout's units must hold (``shared.unit_digests``), in their order; ``DIGEST_DIGITS`` each. No worker
+    loads a model without. Text, for Redis' scripts read no bytes."""
+    files: tuple[FileDigest, ...] = ()
+    """The checkpoint's files beside the weights (``shared.checkpoint.IDENTITY_FILES``), as far as it has them."""
     min_instances: int = 1
     """Of each role that it is served by (``SERVED_BY``)."""
     max_instances: int = 1_000_000

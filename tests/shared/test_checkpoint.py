@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.checkpoint import hash_checkpoint, inspect_checkpoint
-from shared.errors import BadCheckpoint
+from shared.checkpoint import IDENTITY_FILES, hash_checkpoint, inspect_checkpoint, inspect_registered
+from shared.errors import BadCheckpoint, CheckpointChanged
 from shared.safetensors_header import MAX_HEADER_BYTES, read_header
+from shared.unit_digests import DIGEST_DIGITS
 from tests.checkpoints import KINDS, VOCAB_SIZE, tiny_checkpoint
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -74,23 +75,47 @@ def test_tied_embeddings_need_no_head_and_ignore_one(tmp_path: Path) -> None:
     assert "lm_head.weight" not in inspect_checkpoint(path).tensors
 
 
-def test_the_hash_changes_with_config_and_weights_alone(single: Path) -> None:
-    checkpoint = inspect_checkpoint(single)
-    before = checkpoint.model_hash
-    assert len(before) == 64
+def test_the_hash_is_of_all_that_makes_the_model_and_of_nothing_else(single: Path) -> None:
+    before = inspect_checkpoint(single)
+    hashes = {before.model_hash}
+    assert len(before.model_hash) == 64
     assert before == hash_checkpoint(inspect_checkpoint(single, with_hash=False))
     (single / "README.md").write_text("hello")
-    assert inspect_checkpoint(single).model_hash == before
+    assert inspect_checkpoint(single) == before
     _edit_json(single / "generation_config.json", lambda config: config.update(eos_token_id=[257, 3]))
     generation = inspect_checkpoint(single)
-    assert generation.model_hash != before
     assert generation.spec.eos_token_ids == (257, 3)
+    hashes.add(generation.model_hash)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        with (single / name).open("ab") as stream:  # the template comes new
+            stream.write(b"\n")
+        hashes.add(inspect_checkpoint(single).model_hash)
     with (single / "model.safetensors").open("r+b") as stream:
         stream.seek(-1, 2)
         last = stream.read(1)[0]
         stream.seek(-1, 2)
         stream.write(bytes([last ^ 1]))
-    assert inspect_checkpoint(single).model_hash not in (before, generation.model_hash)
+    changed = inspect_checkpoint(single)
+    hashes.add(changed.model_hash)
+    assert len(hashes) == 7
+    assert [f.name for f in changed.files] == list(IDENTITY_FILES)
+    pairs = zip(before.unit_digests, changed.unit_digests, strict=True)
+    differ = {at // DIGEST_DIGITS for at, (one, other) in enumerate(pairs) if one != other}
+    assert differ == {5}, "the norm is the file's last tensor"
+
+
+def test_a_registered_checkpoint_whose_config_changed_is_refused_by_name(single: Path) -> None:
+    files = inspect_checkpoint(single).files
+    assert inspect_registered(single, files) == inspect_checkpoint(single, with_hash=False)
+    (single / "generation_config.json").unlink()
+    with pytest.raises(CheckpointChanged, match=r"generation_config\.json is not there any more"):
+        inspect_registered(single, files)
+    (single / "config.json").write_text("{}")
+    with pytest.raises(CheckpointChanged, match=r"/config\.json has changed"):
+        inspect_registered(single, files)
+    without = tuple(file for file in files if file.name != "config.json")
+    with pytest.raises(CheckpointChanged, match=r"/config\.json came later"):
+        inspect_registered(single, without)
 
 
 def test_without_hash_weights_are_not_read(single: Path) -> None:

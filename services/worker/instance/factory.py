@@ -91,7 +91,7 @@ class InstanceFactory:
         layout = layout_of(record.spec)
         if layout.hash != record.layout_hash:
             raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
-        copy = WeightCopy(layout, self._arena)
+        copy = WeightCopy(layout, self._arena, record.unit_digests)
         await in_thread(self._profiles.look)
         profile = self._profiles.find(
             model_hash=record.model_hash, layout_hash=layout.hash, engine=config.engine, device=config.device

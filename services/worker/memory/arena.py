@@ -21,6 +21,7 @@ import xxhash
 from shared.errors import BadRequest
 from shared.layout import CHECK_BYTES, Slot, Unit
 from shared.transport.base import Buffer
+from shared.unit_digests import block_checksums
 
 if TYPE_CHECKING:
     import torch
@@ -144,11 +145,7 @@ class HostArena(HostMemory):
         return self.tensor_at(slot.offset, slot.shape, TORCH_DTYPES[dtype])
 
     def unit_checksums(self, unit: Unit) -> tuple[int, ...]:
-        whole = self.memory(unit.offset, unit.num_bytes).data
-        return tuple(
-            xxhash.xxh3_64_intdigest(whole[begin : begin + CHECK_BYTES])
-            for begin in range(0, unit.num_bytes, CHECK_BYTES)
-        )
+        return block_checksums(self.memory(unit.offset, unit.num_bytes).data)
 
     def copy_unit(self, unit: Unit, source: Arena) -> tuple[int, ...]:
         # Block by block: each is hashed while it is in the processor's cache, not read from memory once more.

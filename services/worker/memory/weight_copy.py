@@ -1,8 +1,9 @@
 """One copy of a model's weights: bytes in an arena, checksums, what has arrived, and which units are ready.
 
 Bytes *arrive* (unverified) in any order and may be sent on from then; units become *ready* one by one, once they are
-read from disk or verified, and stay ready until the copy is dropped. Checksums travel with the weights: the worker that
-read the checkpoint computed them.
+verified, and stay ready until the copy is dropped. Checksums travel with the weights: the worker that read the
+checkpoint computed them. They count if their digest is the one in the model's record, wherever they came from
+(``shared.unit_digests``).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy.typing as npt
 
 from services.worker.memory.arena import Arena, weights_digest
 from services.worker.memory.pieces import Piece, Pieces, check_blocks
-from shared.errors import TransportError
+from shared.errors import Conflict, TransportError
 from shared.layout import CHECK_BYTES, ArenaLayout
 from shared.transport.base import Buffer
+from shared.unit_digests import DIGEST_DIGITS, unit_digest
 
 Listener = Callable[[], None]
 
@@ -25,15 +27,22 @@ Listener = Callable[[], None]
 class WeightCopy:
     """Buffers and arrivals are touched from the transport's and loader's threads; readiness is the event loop's."""
 
-    def __init__(self, layout: ArenaLayout, arena: Arena) -> None:
-        """Raises ``TransportError`` if the arena is too small."""
+    def __init__(self, layout: ArenaLayout, arena: Arena, digests: str) -> None:
+        """``digests``: what the model's record says of its units (``ModelRecord.unit_digests``). Raises
+        ``TransportError`` if the arena is too small, ``Conflict`` for digests of another number of units."""
         if layout.num_bytes > arena.capacity_bytes:
             raise TransportError(
                 f"the model needs {layout.num_bytes} bytes and the arena has {arena.capacity_bytes}: "
                 "raise BLITZ_WORKER_ARENA_MIB"
             )
+        if len(digests) != DIGEST_DIGITS * len(layout.units):
+            raise Conflict(
+                f"{len(digests) // DIGEST_DIGITS} digests in the model's record, for {len(layout.units)} units: "
+                "remove the model and add it again"
+            )
         self.layout = layout
         self.arena = arena
+        self.digests = digests
         self._starts: list[int] = []
         total = 0
         for unit in layout.units:
@@ -113,11 +122,25 @@ class WeightCopy:
 
     # --- whole units: slow, not on the event loop --------------------------------------------
 
-    def seal(self, unit: int) -> None:
-        """Compute and declare the checksums of a unit read from the checkpoint: it has arrived."""
+    def forget(self, unit: int) -> None:
+        """Nothing of the unit is here: its range is about to be written over, by bytes that may turn out wrong."""
+        with self._lock:
+            first, end = self._starts[unit], self._starts[unit + 1]
+            self._blocks[first:end] = bytes(end - first)
+            self._tables[unit] = 0
+            self._missing[unit] = end - first + 1
+
+    def seal(self, unit: int) -> bool:
+        """Compute and declare the checksums of a unit read from the checkpoint: it has arrived, and is verified.
+
+        False, and nothing of it, if it is not what was registered.
+        """
         computed = self.arena.unit_checksums(self.layout.units[unit])
+        if not self.is_registered(unit, computed):
+            return False
         self._checksums[self._starts[unit] : self._starts[unit + 1]] = computed
         self._whole_unit_arrived(unit)
+        return True
 
     def copy_piece(self, piece: Piece, source: WeightCopy) -> None:
         """Copy a piece from a copy in this process's memory. It has arrived once ``arrived`` says so."""
@@ -125,12 +148,12 @@ class WeightCopy:
 
     def copy_unit(self, unit: int, source: WeightCopy) -> bool:
         """Copy a unit and its checksums from a copy in this process's memory: it has arrived. Whether it is verified,
-        too: if not, some of its blocks do not match."""
+        too: if not, some of its blocks do not match, or the checksums are not those that were registered."""
         computed = self.arena.copy_unit(self.layout.units[unit], source.arena)
         first, end = self._starts[unit], self._starts[unit + 1]
         self._checksums[first:end] = source._checksums[first:end]
         self._whole_unit_arrived(unit)
-        return computed == self.checksums(unit)
+        return computed == self.checksums(unit) and self.is_registered(unit, computed)
 
     def _whole_unit_arrived(self, unit: int) -> None:
         with self._lock:
@@ -142,13 +165,15 @@ class WeightCopy:
             listener()
 
     def bad_ranges(self, unit: int) -> tuple[tuple[int, int], ...]:
-        """(arena offset, bytes) of the unit's blocks that differ from their checksum."""
+        """(arena offset, bytes) of the unit's blocks that differ from their checksum; of all blocks, if the checksums
+        are not those that were registered."""
         declared = self.checksums(unit)
         target = self.layout.units[unit]
+        computed = self.arena.unit_checksums(target) if self.is_registered(unit, declared) else (None,) * len(declared)
         return tuple(
             (target.offset + i * CHECK_BYTES, min(CHECK_BYTES, target.num_bytes - i * CHECK_BYTES))
-            for i, computed in enumerate(self.arena.unit_checksums(target))
-            if computed != declared[i]
+            for i in range(len(declared))
+            if computed[i] != declared[i]
         )
 
     # --- readiness: the event loop -----------------------------------------------------------
@@ -157,15 +182,23 @@ class WeightCopy:
         """The unit's declared checksums, one per ``CHECK_BYTES``."""
         return tuple(int(c) for c in self._checksums[self._starts[unit] : self._starts[unit + 1]])
 
+    def is_registered(self, unit: int, checksums: npt.ArrayLike) -> bool:
+        """Whether a unit with these checksums is the one that was registered."""
+        return unit_digest(checksums) == self.digests[unit * DIGEST_DIGITS : (unit + 1) * DIGEST_DIGITS]
+
     def declare(self, unit: int, checksums: tuple[int, ...]) -> None:
-        """Take a unit's checksums from a holder that verified it. Raises ``TransportError`` for another number."""
-        first, end = self._starts[unit], self._starts[unit + 1]
-        if len(checksums) != end - first:
-            raise TransportError(f"{len(checksums)} checksums for the {end - first} blocks of unit {unit}")
-        self._checksums[first:end] = np.array(checksums, dtype=np.uint64)
+        """Take a unit's checksums from a holder. Raises ``TransportError`` for others than were registered."""
+        if not self.is_registered(unit, checksums):
+            raise TransportError(
+                f"these checksums of {self.layout.units[unit].name} are not those that were registered"
+            )
+        self._checksums[self._starts[unit] : self._starts[unit + 1]] = np.array(checksums, dtype=np.uint64)
 
     def mark_ready(self, unit: int) -> None:
-        """The unit's bytes are verified."""
+        """The unit's bytes match their checksums: it may be computed with. Raises ``TransportError`` if these are not
+        those that were registered."""
+        if not self.is_registered(unit, self._checksums[self._starts[unit] : self._starts[unit + 1]]):
+            raise TransportError(f"{self.layout.units[unit].name} is not what was registered")
         self._ready[unit] = True
 
     def is_ready(self, unit: int) -> bool:

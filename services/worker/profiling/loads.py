@@ -20,11 +20,11 @@ CHUNK_BYTES = 8 << 20
 
 
 def load_from_disk(checkpoint: Checkpoint, arena: HostArena, clock: Callable[[], float]) -> tuple[WeightCopy, float]:
-    """The copy, and the seconds that it took. The files are taken out of the page cache before, as far as the kernel
-    lets them. Raises ``BadCheckpoint``."""
+    """The copy, and the seconds that it took. ``checkpoint``: with its digests. The files are taken out of the page
+    cache before, as far as the kernel lets them. Raises ``BadCheckpoint``."""
     _out_of_page_cache(checkpoint.weight_files)
-    copy = WeightCopy(checkpoint.layout, arena)
-    reader = CheckpointReader(copy, str(checkpoint.path), lambda _: None, alone=True)
+    copy = WeightCopy(checkpoint.layout, arena, checkpoint.unit_digests)
+    reader = CheckpointReader(copy, str(checkpoint.path), checkpoint.files, lambda _: None, alone=True)
     started_s = clock()
     asyncio.run(reader.read(cut(checkpoint.layout, CHUNK_BYTES), lambda: None))
     return copy, clock() - started_s
@@ -32,7 +32,7 @@ def load_from_disk(checkpoint: Checkpoint, arena: HostArena, clock: Callable[[],
 
 def load_from_host(source: WeightCopy, clock: Callable[[], float]) -> float:
     """Seconds until a copy in this machine's memory is there a second time. Raises ``Internal`` if it differs."""
-    copy = WeightCopy(source.layout, HostArena(source.layout.num_bytes))
+    copy = WeightCopy(source.layout, HostArena(source.layout.num_bytes), source.digests)
     started_s = clock()
     with ThreadPoolExecutor(NUM_COPYING) as threads:
         verified = list(threads.map(lambda unit: copy.copy_unit(unit, source), range(len(source.layout.units))))

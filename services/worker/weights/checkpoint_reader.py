@@ -12,19 +12,30 @@ from services.worker.memory.pieces import Pieces
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.pace import Pace
 from shared.aio import in_thread
-from shared.checkpoint import Checkpoint, inspect_checkpoint
+from shared.checkpoint import Checkpoint, inspect_registered
+from shared.errors import CheckpointChanged
+from shared.layout import Unit
+from shared.messages.registry import FileDigest
 
 
 class CheckpointReader:
     """Fills one copy, whole units or single pieces. All methods on the event loop; the reading is done in threads."""
 
     def __init__(
-        self, copy: WeightCopy, path: str, on_unit: Callable[[int], None], *, alone: bool, pace: Pace | None = None
+        self,
+        copy: WeightCopy,
+        path: str,
+        files: Sequence[FileDigest],
+        on_unit: Callable[[int], None],
+        *,
+        alone: bool,
+        pace: Pace | None = None,
     ) -> None:
-        """``on_unit(unit)``: a unit is whole. ``alone``: nothing else writes into the copy at the same time.
-        ``pace``: no unit comes ahead of it."""
+        """``files``: those beside the weights, as they were registered. ``on_unit(unit)``: a unit is whole.
+        ``alone``: nothing else writes into the copy at the same time. ``pace``: no unit comes ahead of it."""
         self._copy = copy
         self._path = Path(path)
+        self._files = tuple(files)
         self._on_unit = on_unit
         self._alone = alone
         self._pace = pace or Pace()
@@ -34,7 +45,8 @@ class CheckpointReader:
         """Units that were read and hashed here: nothing is left to verify."""
 
     async def read(self, missing: Pieces, on_first: Callable[[], None]) -> None:
-        """Read these pieces, unit by unit; ``on_first`` is called before. Raises ``BadCheckpoint``."""
+        """Read these pieces, unit by unit; ``on_first`` is called before. Raises ``BadCheckpoint``, and
+        ``CheckpointChanged`` for files or units that are not those that were registered; no such unit arrives."""
         async with self._lock:  # several stripes may climb here
             checkpoint = await self._inspected()
             on_first()
@@ -45,35 +57,39 @@ class CheckpointReader:
                     await self._read_pieces(checkpoint, missing)
 
     async def read_unit(self, unit: int) -> None:
-        """Read a unit over what is there; its checksums are those of what was read. Raises ``BadCheckpoint``."""
+        """Read a unit over what is there. Raises as ``read`` does: then nothing of the unit is here."""
         async with self._lock:
             checkpoint = await self._inspected()
             with self._pace.reading():
-                await self._load(checkpoint, unit, self._copy.arena)
-            await in_thread(self._copy.seal, unit)
+                await self._load_in_place(checkpoint, unit)
+            await self._seal(checkpoint, unit)
 
     async def _inspected(self) -> Checkpoint:
         if self._checkpoint is None:
             # The hash was taken when the model was added; taking it again would read everything twice.
-            self._checkpoint = await asyncio.to_thread(inspect_checkpoint, self._path, with_hash=False)
+            self._checkpoint = await asyncio.to_thread(inspect_registered, self._path, self._files)
         return self._checkpoint
 
     async def _read_units(self, checkpoint: Checkpoint, units: Sequence[int]) -> None:
         hashed: asyncio.Task[None] | None = None
         try:
             for unit in units:
-                await self._load(checkpoint, unit, self._copy.arena)
+                await self._load_in_place(checkpoint, unit)
                 if hashed is not None:
                     await hashed
                 # Hashed while the next unit is read: the disk does not wait for the processor.
-                hashed = asyncio.create_task(self._seal(unit))
+                hashed = asyncio.create_task(self._seal_new(checkpoint, unit))
         finally:
             if hashed is not None:
                 await hashed
 
-    async def _seal(self, unit: int) -> None:
-        await in_thread(self._copy.seal, unit)
+    async def _seal(self, checkpoint: Checkpoint, unit: int) -> None:
+        if not await in_thread(self._copy.seal, unit):
+            raise _changed(checkpoint, self._copy.layout.units[unit])
         self.sealed.add(unit)
+
+    async def _seal_new(self, checkpoint: Checkpoint, unit: int) -> None:
+        await self._seal(checkpoint, unit)
         self._on_unit(unit)
 
     async def _read_pieces(self, checkpoint: Checkpoint, missing: Pieces) -> None:
@@ -82,23 +98,38 @@ class CheckpointReader:
         for unit, pieces, _ in missing.by_unit():
             try:
                 await self._load(checkpoint, unit, aside)
-                if await in_thread(self._take_over, aside, unit, pieces):
+                if await in_thread(self._take_over, checkpoint, aside, unit, pieces):
                     self._on_unit(unit)
             finally:
                 await in_thread(aside.release)
+
+    async def _load_in_place(self, checkpoint: Checkpoint, unit: int) -> None:
+        self._copy.forget(unit)
+        await self._load(checkpoint, unit, self._copy.arena)
 
     async def _load(self, checkpoint: Checkpoint, unit: int, arena: Arena) -> None:
         layout = self._copy.layout
         await self._pace.wait(layout.units[unit].num_bytes)
         await in_thread(load_unit, checkpoint, layout, layout.units[unit], arena)
 
-    def _take_over(self, aside: HostArena, unit: int, pieces: Pieces) -> bool:
+    def _take_over(self, checkpoint: Checkpoint, aside: HostArena, unit: int, pieces: Pieces) -> bool:
         """Whether the unit is whole now, and was not before."""
+        checksums = aside.unit_checksums(self._copy.layout.units[unit])
+        if not self._copy.is_registered(unit, checksums):
+            raise _changed(checkpoint, self._copy.layout.units[unit])
         whole = False
         for piece in pieces:
             if piece.is_checksums:
-                self._copy.declare(unit, aside.unit_checksums(self._copy.layout.units[unit]))
+                self._copy.declare(unit, checksums)
             else:
                 self._copy.buffer(piece)[:] = aside.memory(piece.offset, piece.num_bytes)
             whole |= self._copy.arrived(piece)
         return whole
+
+
+def _changed(checkpoint: Checkpoint, unit: Unit) -> CheckpointChanged:
+    names = {checkpoint.tensors[part.checkpoint_name].file.name for slot in unit.slots for part in slot.parts}
+    return CheckpointChanged(
+        f"{checkpoint.path}: {', '.join(sorted(names))}: {unit.name} is not what was registered: the file has changed, "
+        "or is another on this host"
+    )

@@ -19,7 +19,7 @@ from services.worker.weights.host_store import DROP_TIMEOUT_S, HostStore
 from services.worker.weights.mover import WeightMover
 from services.worker.weights.outcome import BuffersStuck
 from shared.aio import OwnedTasks, in_thread
-from shared.checkpoint import inspect_checkpoint
+from shared.checkpoint import inspect_registered
 from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound, TransportError
 from shared.messages.common import Ack
 from shared.messages.copies import CanRead, CopySource, DropCopy, HoldCopy
@@ -132,7 +132,7 @@ class HostCopies:
             with instance.pinned(), self._store.pinned(record.model_hash):
                 for unit in range(len(copy.layout.units)):
                     if not await in_thread(copy.copy_unit, unit, instance.copy):
-                        raise TransportError(f"unit {unit} of {instance.instance_id} does not match its checksums")
+                        raise TransportError(f"unit {unit} of {instance.instance_id} is not what was registered")
                     copy.mark_ready(unit)
         except Exception:
             # As in ``_load``; here a hold may have been acknowledged in between, too.
@@ -156,10 +156,10 @@ class HostCopies:
     # --- disk --------------------------------------------------------------------------------
 
     async def on_can_read(self, request: CanRead) -> Ack:
-        """Whether the model's checkpoint is here, as far as its files' headers tell. Raises ``BadCheckpoint``, or
-        ``Conflict`` for other weights than those that are registered."""
+        """Whether the model's checkpoint is here, as far as its configuration and its files' headers tell. Raises
+        ``BadCheckpoint``, ``CheckpointChanged``, or ``Conflict`` for other weights than those that are registered."""
         model = request.model
-        checkpoint = await in_thread(functools.partial(inspect_checkpoint, with_hash=False), Path(model.path))
+        checkpoint = await in_thread(inspect_registered, Path(model.path), model.files)
         if checkpoint.layout.hash != model.layout_hash:
             raise Conflict(f"{model.path} here has layout {checkpoint.layout.hash}, not {model.layout_hash}")
         return Ack()

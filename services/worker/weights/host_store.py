@@ -101,7 +101,7 @@ class HostStore:
                 f"no {layout.num_bytes} bytes of memory for a host copy of {record.name}: {error}"
             ) from error
         self._serial += 1
-        held = _Held(record, WeightCopy(layout, arena), arena, self._serial, cached, now_s)
+        held = _Held(record, WeightCopy(layout, arena, record.unit_digests), arena, self._serial, cached, now_s)
         self._held[record.model_hash] = held
         return held
 

@@ -119,6 +119,7 @@ class WeightMover:
         fill = Fill(
             copy,
             model.path,
+            model.files,
             self._transport,
             client,
             epoch,

@@ -1,8 +1,9 @@
 """The receiving side: fill one copy, stripe by stripe, from the upstreams that the plan names.
 
 Each stripe asks its upstream for the pieces that are still missing, and climbs to the next one when that is lost:
-pieces that arrived are kept. Every unit is verified before it counts as ready; bad blocks are fetched again. A fill
-ends with the copy complete or with an error, and with no buffer posted either way.
+pieces that arrived are kept. Every unit is verified before it counts as ready: its checksums by the digest that was
+registered, its blocks by these; what is bad is fetched again. A fill ends with the copy complete or with an error, and
+with no buffer posted either way.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from services.worker.weights.flow import Inflow
 from services.worker.weights.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon
 from services.worker.weights.pace import Paces
 from shared.aio import in_thread
-from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
+from shared.errors import BlitzError, CheckpointChanged, DeadlineExceeded, NoResponder, NotFound, TransportError
 from shared.messages.feeds import FeedEnded
+from shared.messages.registry import FileDigest
 from shared.transport.base import TensorTransport
 from shared.transport.tags import tag_of
 
@@ -47,6 +49,7 @@ class Fill:
         self,
         copy: WeightCopy,
         checkpoint_path: str,
+        files: Sequence[FileDigest],
         transport: TensorTransport,
         upstreams: FeedClient,
         epoch: int,
@@ -58,8 +61,9 @@ class Fill:
         stall_s: float,
         paces: Paces | None = None,
     ) -> None:
-        """``stall_s``: an upstream that is alive and sends no byte for this long, without waiting itself, is given up.
-        ``paces``: nothing from the disk or the own host comes ahead of them.
+        """``files``: the checkpoint's, as they were registered. ``stall_s``: an upstream that is alive and sends no
+        byte for this long, without waiting itself, is given up. ``paces``: nothing from the disk or the own host comes
+        ahead of them.
 
         Raises ``BadRequest`` for chunks or shares that make no sense.
         """
@@ -81,7 +85,9 @@ class Fill:
         self._feeds: dict[int, tuple[Outcome, Upstream]] = {}
         self._paces = paces or Paces()
         alone = len(stripes) == 1
-        self._disk = CheckpointReader(copy, checkpoint_path, self._units.put_nowait, alone=alone, pace=self._paces.disk)
+        self._disk = CheckpointReader(
+            copy, checkpoint_path, files, self._units.put_nowait, alone=alone, pace=self._paces.disk
+        )
         self._verified: set[int] = set()
         """Units that were verified as they came."""
         self.received_bytes = 0
@@ -90,7 +96,8 @@ class Fill:
     async def run(self) -> None:
         """Returns when every unit is ready.
 
-        Raises ``TransportError``, ``BadCheckpoint`` and the like when a stripe has no upstream left;
+        Raises ``TransportError`` when a stripe has no upstream left, or a unit none that has it as it was registered;
+        ``CheckpointChanged`` instead if that is because the checkpoint on disk is another by now;
         ``BuffersStuck`` when the copy's memory cannot be used again by this process.
         """
         try:
@@ -123,6 +130,7 @@ class Fill:
     async def _receive_stripe(self, sources: StripeSources, pieces: Pieces) -> None:
         failures: list[str] = []
         missing = self._copy.missing(pieces)
+        final: type[BlitzError] = TransportError
         for number, upstream in enumerate(sources.upstreams):
             if not len(missing):
                 return
@@ -140,9 +148,11 @@ class Fill:
             except (BlitzError, OSError) as error:
                 name = f"{upstream.kind} {upstream.worker_id}".strip()
                 failures.append(f"{name}: {error}")
+                if isinstance(error, CheckpointChanged):
+                    final = CheckpointChanged
                 num_asked, missing = len(missing), self._copy.missing(missing)
                 log.warning("%d of %d pieces are missing after %s failed: %s", len(missing), num_asked, name, error)
-        raise TransportError("no upstream is left: " + "; ".join(failures))
+        raise final("no upstream is left: " + "; ".join(failures))
 
     def _capped(self, upstream: Upstream, cap_gbps: float) -> float:
         """What another process of the own host sends out of its memory comes through the same way as what is read
@@ -267,6 +277,7 @@ class Fill:
         """Verify a unit, fetching bad blocks again. Raises ``TransportError`` if they stay bad."""
         if unit in self._disk.sealed or unit in self._verified:
             return
+        name = self._copy.layout.units[unit].name
         candidates = list(dict.fromkeys(u for s in self._stripes for u in s.upstreams if u.kind in ("gpu", "host")))
         bad = await in_thread(self._copy.bad_ranges, unit)
         failure: BlitzError | None = None
@@ -274,7 +285,7 @@ class Fill:
             if not bad:
                 return
             upstream = candidates[attempt % len(candidates)]
-            log.warning("unit %d: %d blocks do not match; asking %s again", unit, len(bad), upstream.worker_id)
+            log.warning("%s: %d blocks do not match; asking %s again", name, len(bad), upstream.worker_id)
             try:
                 # Either may have suffered on the way, the checksums or the blocks.
                 self._copy.declare(unit, await self._upstreams.checksums(upstream, unit))
@@ -287,12 +298,13 @@ class Fill:
             bad = await in_thread(self._copy.bad_ranges, unit)
         if not bad:
             return
-        log.warning("unit %d still does not match: reading it from the checkpoint", unit)
+        log.warning("%s still does not match: reading it from the checkpoint", name)
         try:
             await self._disk.read_unit(unit)
         except (BlitzError, OSError) as error:
-            tries = f"unit {unit} does not match its checksums after {MAX_FETCHES} tries"
-            raise TransportError(f"{tries}, nor can it be read from disk: {error}") from failure
+            final = CheckpointChanged if isinstance(error, CheckpointChanged) else TransportError
+            tries = f"{name} is not what was registered after {MAX_FETCHES} tries"
+            raise final(f"{tries}, nor can it be read from disk: {error}") from failure
 
     async def _fetch_again(self, upstream: Upstream, unit: int, offset: int, num_bytes: int) -> None:
         index = REFETCH_INDEX + next(self._refetches)

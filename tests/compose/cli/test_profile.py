@@ -28,8 +28,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def status_of(checkpoint: Path, **changes: object) -> dict[str, Any]:
-    layout_hash = inspect_checkpoint(checkpoint, with_hash=False).layout.hash
-    known = {"name": "named", "path": str(checkpoint), "model_hash": "f103", "layout_hash": layout_hash}
+    found = inspect_checkpoint(checkpoint)
+    known = {"name": "named", "path": str(checkpoint), "model_hash": found.model_hash}
     return {"models": [known | changes], "instances": [], "workers": [], "floors": []}
 
 
@@ -62,7 +62,11 @@ def test_a_registered_model_is_found_by_its_name(here: Path, gateway: FakeGatewa
     gateway.answers["GET /admin/scale"] = (200, NO_RECORDS)
     assert run(["profile", "named", *QUICK_MOCK]) == 0
     found = read_profile(here / "named.profile.json")
-    assert (found.model, found.model_hash, found.mutation_is_measured) == ("named", "f103", False)
+    assert (found.model, found.model_hash, found.mutation_is_measured) == (
+        "named",
+        inspect_checkpoint(path).model_hash,
+        False,
+    )
 
 
 def test_how_long_its_instances_took_to_change_roles_is_the_stacks_word(here: Path, gateway: FakeGateway) -> None:
@@ -105,7 +109,7 @@ def test_wrong_usage_is_one_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"path": "/nowhere"}, "not on this machine"), ({"layout_hash": "another"}, "another layout")]
+    ("changes", "said"), [({"path": "/nowhere"}, "not on this machine"), ({"model_hash": "another"}, "was it replaced")]
 )
 def test_what_the_stack_serves_must_be_what_is_here(
     changes: dict[str, object], said: str, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]

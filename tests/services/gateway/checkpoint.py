@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from shared.messages.registry import ModelRecord
+from shared.checkpoint import IDENTITY_FILES
+from shared.messages.registry import FileDigest, ModelRecord
 from shared.model_spec import ModelSpec
 
 CHAT_TEMPLATE = (
@@ -47,6 +49,12 @@ def write_checkpoint(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE)
     return folder
 
 
+def files_in(folder: Path) -> tuple[FileDigest, ...]:
+    """What a record says of the files that are there."""
+    found = [file for name in IDENTITY_FILES if (file := folder / name).is_file()]
+    return tuple(FileDigest(name=file.name, sha256=sha256(file.read_bytes()).hexdigest()) for file in found)
+
+
 def model_record(folder: Path, name: str = "tiny") -> ModelRecord:
     """A registered model whose tokenizer lies in ``folder``."""
     spec = ModelSpec(
@@ -73,4 +81,5 @@ def model_record(folder: Path, name: str = "tiny") -> ModelRecord:
         spec=spec,
         weights_bytes=1000,
         added_at_s=1.0,
+        files=files_in(folder),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import pytest
 
 from services.gateway import tokenizer
 from services.gateway.tokenizer import ModelTokenizer, TokenizerStore, load_tokenizer
-from shared.errors import BadCheckpoint
-from shared.messages.registry import ModelRecord
+from shared.errors import BadCheckpoint, CheckpointChanged
+from shared.messages.registry import FileDigest, ModelRecord
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
 from tests.services.gateway.conftest import Stack, StackFactory
 
@@ -32,10 +32,10 @@ class Loads:
 def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
     seen = Loads()
 
-    def noted(folder: Path) -> ModelTokenizer:
+    def noted(folder: Path, registered: Sequence[FileDigest]) -> ModelTokenizer:
         seen.folders.append(folder.name)
         seen.threads.add(threading.current_thread().name)
-        return load_tokenizer(folder)
+        return load_tokenizer(folder, registered)
 
     monkeypatch.setattr(tokenizer, "load_tokenizer", noted)
     return seen
@@ -104,6 +104,25 @@ async def test_those_of_other_models_go_and_a_load_that_somebody_waits_for_ends(
     store.forget_others(records[1:])
     assert await waiting
     assert (len(store), store.num_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+async def test_a_file_that_is_not_the_registered_one_is_not_used(
+    store: TokenizerStore, records: list[ModelRecord], name: str
+) -> None:
+    file = Path(records[0].path) / name
+    before = file.read_bytes() if file.exists() else None
+    for changed in ((before or b"") + b"\n", None):
+        if changed is None:
+            file.unlink()
+        else:
+            file.write_bytes(changed)
+        if changed != before:
+            with pytest.raises(CheckpointChanged, match=f"/{name} (has changed|came later|is not there any more)"):
+                await store.get(records[0])
+    if before is not None:
+        file.write_bytes(before)
+    assert await store.get(records[0]), "it is as it was"
 
 
 async def test_a_failed_load_is_tried_again(store: TokenizerStore, records: list[ModelRecord], loads: Loads) -> None:

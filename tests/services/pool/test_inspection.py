@@ -34,6 +34,7 @@ async def test_a_large_checkpoint_is_read_in_a_process_of_its_own(
         expected.layout.hash,
         expected.spec,
     )
+    assert (found.unit_digests, found.files) == (expected.unit_digests, expected.files)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(BadCheckpoint, match=r"config\.json"):
         await inspections.inspect(tmp_path)

@@ -50,6 +50,8 @@ def model_record(name: str = "m") -> ModelRecord:
         spec=checkpoint.spec,
         weights_bytes=checkpoint.layout.num_bytes,
         added_at_s=0.0,
+        unit_digests=checkpoint.unit_digests,
+        files=checkpoint.files,
     )
 
 

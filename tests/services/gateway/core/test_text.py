@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from services.gateway.core.text_output import Detokenizer, StopScanner, TextOutput, WindowDetokenizer
 from services.gateway.tokenizer import ModelTokenizer, load_tokenizer
-from tests.services.gateway.checkpoint import BOS, EOS, VOCAB_SIZE, byte_tokenizer, write_checkpoint
+from tests.services.gateway.checkpoint import BOS, EOS, VOCAB_SIZE, byte_tokenizer, files_in, write_checkpoint
 
 TEXTS = [
     "plain",
@@ -159,7 +159,8 @@ def test_hidden_tokens_count_without_text() -> None:
 
 
 def test_loading_reads_template_and_special_tokens(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_checkpoint(tmp_path))
+    folder = write_checkpoint(tmp_path)
+    tokenizer = load_tokenizer(folder, files_in(folder))
     assert tokenizer.template is not None
     text = tokenizer.template.render([{"role": "user", "content": "x"}])
     assert text == "<s><|user|>x<|end|><|assistant|>"

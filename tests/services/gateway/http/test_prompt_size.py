@@ -13,7 +13,7 @@ from tests.shared.bus.memory import MemoryBroker
 
 
 async def test_a_prompt_over_the_buss_payload_is_413(make_stack: StackFactory) -> None:
-    stack = await make_stack(broker=MemoryBroker(max_payload_bytes=1500))
+    stack = await make_stack(broker=MemoryBroker(max_payload_bytes=1900))
     fits = await stack.http.post(TEXT, json={"model": "tiny", "prompt": [1] * 10})
     assert fits.status_code == 200
     # 230 ids of two bytes each, and as many again under a logit bias, exceed the small limit set here.

@@ -301,6 +301,17 @@ async def test_an_unreadable_tokenizer_is_said_to_be_the_checkpoints_fault(
     check(response, 422, "invalid_request_error", "bad_checkpoint")
 
 
+async def test_a_chat_template_that_changed_since_the_model_was_registered_is_not_used(
+    make_stack: StackFactory, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "changed")
+    stack = await make_stack(record=model_record(folder))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    response = await stack.http.post(CHAT, json={"model": "tiny", "messages": MESSAGES})
+    message = check(response, 422, "invalid_request_error", "checkpoint_changed")
+    assert "chat_template.jinja" in message
+
+
 async def test_api_keys_guard_v1_and_nothing_else(make_stack: StackFactory) -> None:
     stack = await make_stack(api_keys=("alpha", "beta"))
     check(await stack.http.get("/v1/models"), 401, "authentication_error", "unauthorized")

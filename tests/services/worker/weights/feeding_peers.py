@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -15,10 +16,13 @@ from services.worker.weights.copies import Copies, Offer
 from services.worker.weights.pace import Paces
 from services.worker.weights.receiving import Fill
 from services.worker.weights.sending import Sender
+from shared.checkpoint import Checkpoint
 from shared.errors import NoResponder, NotFound
-from shared.layout import CHECK_BYTES, ArenaLayout, layout_of
+from shared.layout import CHECK_BYTES, layout_of
 from shared.messages.feeds import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, StopFeed
+from shared.messages.registry import FileDigest
 from shared.transport.base import Channel, TensorTransport
+from shared.unit_digests import block_checksums, unit_digest
 from tests.records import spec
 from tests.shared.transport.memory import MemoryFabric
 
@@ -26,16 +30,30 @@ LAYOUT = layout_of(spec(hidden_size=256, intermediate_size=1024, vocab_size=2000
 MODEL_HASH = "model"
 
 
-def empty_copy(layout: ArenaLayout = LAYOUT) -> WeightCopy:
-    return WeightCopy(layout, HostArena(layout.num_bytes))
+@cache
+def _random_bytes() -> bytes:
+    return np.random.default_rng(7).integers(0, 256, LAYOUT.num_bytes, dtype=np.uint8).tobytes()
 
 
-def random_copy(layout: ArenaLayout = LAYOUT) -> WeightCopy:
+@cache
+def _random_digests() -> str:
+    ranges = (slice(unit.offset, unit.offset + unit.num_bytes) for unit in LAYOUT.units)
+    return "".join(unit_digest(block_checksums(_random_bytes()[part])) for part in ranges)
+
+
+def empty_copy(checkpoint: Checkpoint | None = None) -> WeightCopy:
+    """Of a model that is registered with the checkpoint's weights, or with those of ``random_copy``."""
+    if checkpoint is not None:
+        return WeightCopy(checkpoint.layout, HostArena(checkpoint.num_bytes), checkpoint.unit_digests)
+    return WeightCopy(LAYOUT, HostArena(LAYOUT.num_bytes), _random_digests())
+
+
+def random_copy() -> WeightCopy:
     """A complete copy; every call gives the same bytes."""
-    copy = empty_copy(layout)
-    copy.arena.memory(0, layout.num_bytes)[:] = np.random.default_rng(7).integers(0, 256, layout.num_bytes)
-    for unit in range(len(layout.units)):
-        copy.seal(unit)
+    copy = empty_copy()
+    copy.arena.memory(0, LAYOUT.num_bytes)[:] = np.frombuffer(_random_bytes(), dtype=np.uint8)
+    for unit in range(len(LAYOUT.units)):
+        assert copy.seal(unit)
         copy.mark_ready(unit)
     return copy
 
@@ -44,7 +62,13 @@ class Peer:
     """One worker's data plane. ``dead`` peers answer nothing and their transport is gone."""
 
     def __init__(
-        self, everyone: dict[str, Peer], name: str, transport: TensorTransport, copy: WeightCopy, stall_s: float
+        self,
+        everyone: dict[str, Peer],
+        name: str,
+        transport: TensorTransport,
+        copy: WeightCopy,
+        stall_s: float,
+        files: Sequence[FileDigest] = (),
     ) -> None:
         self.everyone = everyone
         self.name = name
@@ -67,6 +91,7 @@ class Peer:
         """Notices to it are lost."""
         self.pins = 0
         self._stall_s = stall_s
+        self._files = files
         everyone[name] = self
         self.offer("gpu", copy)
 
@@ -113,6 +138,7 @@ class Peer:
         self.fill = Fill(
             self.copy,
             path,
+            self._files,
             self.transport,
             client,
             self.epoch,
@@ -221,14 +247,16 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def peers(
-    count: int, source: WeightCopy | None = None, *, layout: ArenaLayout = LAYOUT, stall_s: float = 5.0
+    count: int, source: WeightCopy | None = None, *, checkpoint: Checkpoint | None = None, stall_s: float = 5.0
 ) -> AsyncIterator[tuple[MemoryFabric, list[Peer]]]:
-    """``p0`` with the copy ``source`` (if given), and empty ones after it. At the end no peer may hold a pin."""
+    """``p0`` with the copy ``source`` (if given), and empty ones after it, of a model that is registered as
+    ``empty_copy`` says. At the end no peer may hold a pin."""
     fabric = MemoryFabric()
     everyone: dict[str, Peer] = {}
     for i in range(count):
-        copy = source if i == 0 and source is not None else empty_copy(layout)
-        Peer(everyone, f"p{i}", fabric.start(name=f"t{i}"), copy, stall_s)
+        copy = source if i == 0 and source is not None else empty_copy(checkpoint)
+        files = checkpoint.files if checkpoint is not None else ()
+        Peer(everyone, f"p{i}", fabric.start(name=f"t{i}"), copy, stall_s, files)
     made = list(everyone.values())
     try:
         yield fabric, made

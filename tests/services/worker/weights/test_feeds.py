@@ -64,8 +64,8 @@ async def test_a_chain_of_three_gives_everyone_identical_weights() -> None:
 
 async def test_a_sender_that_loads_from_disk_forwards_what_it_reads() -> None:
     path = tiny_checkpoint("qwen2")
-    layout = inspect_checkpoint(path, with_hash=False).layout
-    async with peers(2, layout=layout) as (_, (first, second)):
+    checkpoint = inspect_checkpoint(path)
+    async with peers(2, checkpoint=checkpoint) as (_, (first, second)):
         receiving = second.receive([[first.upstream()]])
         await first.receive([[DISK]], path=str(path))
         await receiving
@@ -135,7 +135,7 @@ async def test_a_corrupted_checksum_is_asked_for_again() -> None:
 async def test_data_that_stays_bad_fails_the_transfer() -> None:
     async with peers(2, random_copy()) as (_, (source, target)):
         source.copy.arena.memory(LAYOUT.units[0].offset, 1)[0] ^= 0xFF
-        with pytest.raises(TransportError, match="checksums"):
+        with pytest.raises(TransportError, match="not what was registered"):
             await target.receive([[source.upstream()]])
         assert not target.copy.is_ready(0)
 
@@ -201,8 +201,8 @@ async def test_the_copy_of_a_later_instance_is_not_what_was_planned_with() -> No
 
 async def test_a_target_without_any_upstream_left_reads_its_disk() -> None:
     path = tiny_checkpoint("llama")
-    layout = inspect_checkpoint(path, with_hash=False).layout
-    async with peers(2, layout=layout) as (_, (source, target)):
+    checkpoint = inspect_checkpoint(path)
+    async with peers(2, checkpoint=checkpoint) as (_, (source, target)):
         await source.receive([[DISK]], path=str(path))
         source.dead = True
         await target.receive([[source.upstream(), DISK]], path=str(path))
@@ -220,12 +220,12 @@ async def test_what_the_system_refuses_while_an_upstream_is_read_loses_that_upst
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tiny_checkpoint("llama")
-    layout = inspect_checkpoint(path, with_hash=False).layout
+    checkpoint = inspect_checkpoint(path)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "no memory to read into")
 
-    async with peers(2, layout=layout) as (_, (source, target)):
+    async with peers(2, checkpoint=checkpoint) as (_, (source, target)):
         await source.receive([[DISK]], path=str(path))
         monkeypatch.setattr(checkpoint_reader, "load_unit", refuse)
         await target.receive([[DISK, source.upstream()]], path=str(path))
@@ -265,8 +265,9 @@ class Clock:
 
 async def test_what_is_read_from_disk_or_from_the_own_hosts_memory_keeps_to_its_pace() -> None:
     path, disk, host = tiny_checkpoint("qwen2"), Clock(), Clock()
-    layout = inspect_checkpoint(path, with_hash=False).layout
-    async with peers(1, layout=layout) as (_, (alone,)):
+    checkpoint = inspect_checkpoint(path)
+    layout = checkpoint.layout
+    async with peers(1, checkpoint=checkpoint) as (_, (alone,)):
         await alone.receive([[DISK]], path=str(path), paces=Paces(disk.pace(), host.pace()))
         assert (disk.now_s, host.now_s) == (pytest.approx(sum(u.num_bytes for u in layout.units)), 0.0)
     disk = Clock()
@@ -290,15 +291,16 @@ async def test_what_another_process_of_the_own_host_sends_from_its_memory_is_cap
 
 async def test_a_block_that_went_bad_in_a_host_copy_is_noticed_as_it_is_copied() -> None:
     path = tiny_checkpoint("llama")
-    layout = inspect_checkpoint(path, with_hash=False).layout
-    async with peers(2, layout=layout) as (_, (whole, target)):
+    checkpoint = inspect_checkpoint(path)
+    layout = checkpoint.layout
+    async with peers(2, checkpoint=checkpoint) as (_, (whole, target)):
         await whole.receive([[DISK]], path=str(path))
-        held = WeightCopy(layout, HostArena(layout.num_bytes))
+        held = empty_copy(checkpoint)
         verified = [held.copy_unit(unit, whole.copy) for unit in range(len(layout.units))]
         assert all(verified)
         held.arena.memory(layout.units[1].offset, 1)[0] ^= 1
         assert [target.copy.copy_unit(unit, held) for unit in range(len(layout.units))].count(False) == 1
-    async with peers(1, layout=layout) as (_, (target,)):
+    async with peers(1, checkpoint=checkpoint) as (_, (target,)):
         target.offer("host", held)
         await target.receive([[target.upstream("local")]], path=str(path))
         assert same_bytes(target.copy, whole.copy), "the unit was read from disk"
@@ -505,8 +507,9 @@ async def test_nobody_is_dead_for_not_answering_right_after_a_bus_outage() -> No
 
 async def test_a_unit_that_stays_bad_is_read_from_disk() -> None:
     path = tiny_checkpoint("llama")
-    layout = inspect_checkpoint(path, with_hash=False).layout
-    async with peers(2, layout=layout) as (_, (source, target)):
+    checkpoint = inspect_checkpoint(path)
+    layout = checkpoint.layout
+    async with peers(2, checkpoint=checkpoint) as (_, (source, target)):
         await source.receive([[DISK]], path=str(path))
         good = source.copy.digest()
         source.copy.arena.memory(layout.units[1].offset, 1)[0] ^= 0xFF
@@ -517,8 +520,8 @@ async def test_a_unit_that_stays_bad_is_read_from_disk() -> None:
 
 async def test_a_stripe_from_disk_leaves_the_other_stripes_pieces_alone() -> None:
     path = tiny_checkpoint("llama")
-    layout = inspect_checkpoint(path, with_hash=False).layout
-    async with peers(3, layout=layout) as (fabric, (source, gone, target)):
+    checkpoint = inspect_checkpoint(path)
+    async with peers(3, checkpoint=checkpoint) as (fabric, (source, gone, target)):
         await source.receive([[DISK]], path=str(path))
         gone.dead = True
         fabric.set_rate(3_000_000)
@@ -529,7 +532,7 @@ async def test_a_stripe_from_disk_leaves_the_other_stripes_pieces_alone() -> Non
 
 async def test_a_thread_that_writes_is_waited_for_by_a_fill_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_checkpoint("llama")
-    layout = inspect_checkpoint(path, with_hash=False).layout
+    checkpoint = inspect_checkpoint(path)
     ended: list[float] = []
 
     def slow_load(*_: object) -> None:
@@ -537,7 +540,7 @@ async def test_a_thread_that_writes_is_waited_for_by_a_fill_that_failed(monkeypa
         ended.append(time.monotonic())
 
     monkeypatch.setattr(checkpoint_reader, "load_unit", slow_load)
-    async with peers(1, layout=layout) as (_, (target,)):
+    async with peers(1, checkpoint=checkpoint) as (_, (target,)):
         filling = target.receive([[DISK]], path=str(path))
         await asyncio.sleep(0.2)
         filling.cancel()
@@ -611,7 +614,7 @@ async def test_a_feed_that_runs_is_not_begun_twice() -> None:
 
 def test_a_model_larger_than_the_arena_is_refused() -> None:
     with pytest.raises(TransportError, match="ARENA"):
-        WeightCopy(LAYOUT, HostArena(4096))
+        WeightCopy(LAYOUT, HostArena(4096), "")
 
 
 def test_arrivals_are_seen_whoever_cut_the_chunks() -> None:

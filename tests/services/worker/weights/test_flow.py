@@ -11,7 +11,7 @@ from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.flow import Inflow
 from shared.errors import TransferAborted
 from shared.layout import CHECK_BYTES, layout_of
-from tests.records import spec
+from tests.records import digests_of_zeros, spec
 
 LAYOUT = layout_of(spec())
 
@@ -53,7 +53,7 @@ def _nothing(*_: object) -> None: ...
 
 
 def inflow(transport: Transport) -> Inflow:
-    copy = WeightCopy(LAYOUT, HostArena(LAYOUT.num_bytes))
+    copy = WeightCopy(LAYOUT, HostArena(LAYOUT.num_bytes), digests_of_zeros(LAYOUT))
     nothing: Any = lambda *_: None  # noqa: E731
     return Inflow(
         cast(Any, transport),

@@ -15,10 +15,12 @@ from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.mover import WeightMover
 from shared import subjects
 from shared.errors import BadCheckpoint, Conflict, NoCapacity, NotFound, Unavailable
+from shared.layout import layout_of
 from shared.messages.common import Ack
 from shared.messages.copies import CanRead, CopySource, DropCopy, HoldCopy
 from shared.messages.plans import Stripe
 from shared.messages.registry import HeartbeatAck, HostCopy
+from tests.records import digests_of_zeros
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker, model_record
@@ -239,11 +241,13 @@ async def test_a_fill_that_breaks_in_an_unheard_of_way_frees_its_copy(
 
 async def test_a_cached_copy_that_the_pool_needs_does_not_make_way() -> None:
     async with lone_worker(host_cache_bytes=model_record().weights_bytes) as alone:
-        other = msgspec.structs.replace(alone.model, name="other", model_hash="hash-of-other")
+        zeros = digests_of_zeros(layout_of(alone.model.spec))
+        other = msgspec.structs.replace(alone.model, name="other", model_hash="hash-of-other", unit_digests=zeros)
         alone.worker.service.parts.store.reserve(other, cached=True, now_s=0.0)
         copy = alone.worker.service.parts.store.find("hash-of-other", other.layout_hash)
         assert copy is not None
         for unit in range(len(copy.layout.units)):
+            assert copy.seal(unit)
             copy.mark_ready(unit)
         alone.pool.retire_error = Conflict("the last copy")
         await alone.serve()

@@ -24,6 +24,7 @@ def store(copies: float) -> HostStore:
 
 def complete(copy: WeightCopy) -> None:
     for unit in range(len(copy.layout.units)):
+        assert copy.seal(unit)
         copy.mark_ready(unit)
 
 
