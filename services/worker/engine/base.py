@@ -88,9 +88,13 @@ class Engine(Protocol):
     def kv_bytes_per_token_layer(self) -> int:
         """Bytes of K and V of one token in one layer."""
 
-    def prepare(self) -> None:
-        """Make the first steps as quick as later ones will be. From any thread, also while batches run: it changes
-        nothing that they read."""
+    @property
+    def prepared_blocks(self) -> int:
+        """How many of the first KV blocks should be prepared before the first request comes."""
+
+    def prepare(self, first: int, last: int) -> None:
+        """Make the first steps that use KV blocks ``first <= i < last`` as quick as later ones will be. From any
+        thread, also while batches run: it changes nothing that they read."""
 
     def embed(self, batch: Batch) -> Activation:
         """Plan the batch's attention and embed its tokens."""

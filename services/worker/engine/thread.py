@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -22,6 +22,9 @@ from shared.errors import BlitzError, EngineBroken, Unavailable
 from shared.messages.common import ErrorInfo
 
 _log = logging.getLogger(__name__)
+
+PREPARE_BYTES = 256 << 20
+"""Prepared in one go: up to a second, where memory is committed slowly. Whoever waits for the end waits as long."""
 
 T = TypeVar("T")
 _Command = Callable[[], None]
@@ -58,6 +61,19 @@ class EngineThread:
         self._stop_error: BlitzError = Unavailable("the engine stopped")
         self._stats = loop.stats()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-memory")
+        """Has memory ready before a step needs it."""
+        self._num_prepared = 0
+
+    def prepare(self) -> None:
+        """Begin to have the memory ready that the next requests will use. Before ``start``, while the weights come;
+        from then on the thread itself sees to it."""
+        engine, wanted = self.loop.engine, self.loop.scheduler.pool.wanted_blocks
+        block_bytes = engine.kv_bytes_per_token_layer * engine.num_layers * engine.block_size
+        while self._num_prepared < wanted:
+            first = self._num_prepared
+            self._num_prepared = min(wanted, first + max(1, PREPARE_BYTES // block_bytes))
+            self._preparer.submit(engine.prepare, first, self._num_prepared)
 
     def start(self) -> None:
         """Start the thread. Call once."""
@@ -93,10 +109,13 @@ class EngineThread:
         self.call(command)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; False if it still runs after ``timeout_s``."""
+        """Wait for the thread's end, and that of preparing; False if it still runs after ``timeout_s``."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        self._preparer.shutdown(cancel_futures=True)
+        return True
 
     def call(self, function: Callable[[EngineLoop], T], *, between_layers: bool = False) -> Future[T]:
         """Run ``function`` on the engine thread between two steps, or already between two layers of one: then it must
@@ -150,6 +169,7 @@ class EngineThread:
             else:
                 output = loop.step()
                 self._deliver(output)
+                self.prepare()
                 if output is not None and output.alone is not None and loop.witness is not None:
                     loop.witness.ended(output.alone)
                 self._stats = loop.stats()

@@ -35,8 +35,9 @@ from shared.layout import ArenaLayout
 from shared.transport.base import Buffer
 
 PREPARED_TOKENS = 512
-"""Usually within one huge page per layer, for K and for V. Where memory is committed slowly, those of a prompt took
-longer than the prompt (24 pages of 2 MiB: 150 ms on a small virtual machine)."""
+"""Their huge pages are committed before the first request, one or two per layer, for K and for V, and hold several
+times as many. Where memory is committed slowly, those of a prompt took longer than the prompt (24 pages of 2 MiB:
+150 ms on a small virtual machine)."""
 
 
 @dataclass(slots=True)
@@ -90,12 +91,13 @@ class TorchEngine:
         self.num_layers = spec.num_layers
         self.num_blocks = self.cache.num_blocks
         self.block_size = block_size
+        self.prepared_blocks = kv_pool.blocks_in_pages_of(self.cache, -(-PREPARED_TOKENS // block_size))
         self.hidden_bytes_per_token = spec.hidden_size * self._dtype.itemsize
         self.kv_bytes_per_token_layer = spec.kv_bytes_per_token // spec.num_layers
 
-    def prepare(self) -> None:
-        """See ``Engine``. Commits the blocks that the first prompt gets."""
-        self._kv_pool.populate_blocks(self.cache, -(-PREPARED_TOKENS // self.block_size))
+    def prepare(self, first: int, last: int) -> None:
+        """See ``Engine``. Commits their memory."""
+        self._kv_pool.populate_blocks(self.cache, first, last)
 
     @torch.inference_mode()
     def embed(self, batch: Batch) -> Activation:

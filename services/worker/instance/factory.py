@@ -79,7 +79,7 @@ class InstanceFactory:
         if self._config.engine == "torch":
             from services.worker.engine.warm_up import warm_up
 
-            await in_thread(warm_up)
+            await asyncio.gather(in_thread(warm_up), in_thread(self._kv.rest))
 
     async def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
         """An instance in state ``loading``, its engine bound to the places where the weights will be.
@@ -106,6 +106,7 @@ class InstanceFactory:
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
+            prepared_blocks=engine.prepared_blocks,
         )
         loop = EngineLoop(engine, limits, time.monotonic)
         if profile is not None:
@@ -115,12 +116,12 @@ class InstanceFactory:
         return Instance(plan, member, copy, thread, default_slo_tbt_s=config.slo_tbt_s)
 
     async def release(self) -> None:
-        """The instance is gone: the KV pool's pages may go back to the system.
+        """The instance is gone: most of the KV pool's pages may go back to the system.
 
         The arena keeps its own: it may be registered with a NIC, and the next model arrives
         faster in pages that exist.
         """
-        await in_thread(self._kv.release)
+        await in_thread(self._kv.rest if self._config.engine == "torch" else self._kv.release)
 
 
 def make_engine(

@@ -14,7 +14,6 @@ from services.worker.core.scheduling.request_checks import check_request
 from services.worker.core.scheduling.sequence import Sequence, sequence_of
 from services.worker.engine.thread import EngineThread
 from services.worker.memory.weight_copy import WeightCopy
-from shared.aio import in_thread
 from shared.errors import BadRequest, Conflict, Unavailable
 from shared.layout import ArenaLayout
 from shared.messages.common import InstanceState, Role
@@ -65,8 +64,7 @@ class Instance:
         """How long it took to load; 0 until it serves."""
         self._lifecycle = InstanceLifecycle()
         self._lifecycle.move_to("loading")
-        # While the weights come. Only ``stop`` waits for it.
-        self._preparing = asyncio.create_task(in_thread(engine.loop.engine.prepare))
+        engine.prepare()  # while the weights come; nobody but ``stop`` waits for it
         self.num_pins = 0
         """How many workers read the copy, and how many requests that come from elsewhere have a reservation."""
         self._retired = False
@@ -206,7 +204,6 @@ class Instance:
     async def stop(self) -> bool:
         """End what still runs, and the engine's thread; False if a step did not end within ``STOP_S``."""
         self.engine.stop()
-        await asyncio.wait({self._preparing})
         return await asyncio.to_thread(self.engine.join, STOP_S)
 
 

@@ -26,7 +26,7 @@ from shared.unit_digests import block_checksums
 if TYPE_CHECKING:
     import torch
 
-_HUGE_PAGE_BYTES = 2 * 1024 * 1024
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14; Python has no name for it."""
@@ -76,9 +76,9 @@ class HostMemory:
         if capacity_bytes <= 0:
             raise BadRequest(f"capacity must be positive, not {capacity_bytes} bytes")
         self.capacity_bytes = capacity_bytes
-        self._map = mmap.mmap(-1, capacity_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = mmap.mmap(-1, capacity_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._begin = -base % _HUGE_PAGE_BYTES
+        self._begin = -base % HUGE_PAGE_BYTES
         self.address = base + self._begin
         self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(
             self._map, dtype=np.uint8, count=capacity_bytes, offset=self._begin

@@ -76,7 +76,7 @@ def measure(
     say("preparing the engine")
     wanted_bytes = kv_pool_bytes(spec, config.block_size, -(-_most_tokens(effort) // config.block_size))
     engine = make_engine(config, layout, arena, KvPool(min(config.kv_bytes, wanted_bytes)))
-    engine.prepare()
+    engine.prepare(0, engine.num_blocks)
     rig = Rig(engine, spec.vocab_size, clock)
     measured = _Steps(rig, config, effort, spec.max_position, say)
     measured.run()

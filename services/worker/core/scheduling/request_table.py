@@ -20,7 +20,7 @@ class RequestTable:
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool | None = None) -> None:
         self.config = config
-        self.pool = pool or BlockPool(config.num_blocks, config.block_size)
+        self.pool = pool or BlockPool(config.num_blocks, config.block_size, config.prepared_blocks)
         self.accepted: dict[tuple[str, int], Sequence] = {}
         """Those that have not ended, by request id and attempt."""
         self.waiting: deque[Sequence] = deque()

@@ -21,6 +21,8 @@ class SchedulerConfig:
     prefill_chunk_tokens: int = 512
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
+    prepared_blocks: int = 1_000_000_000
+    """Of the pool's first blocks, those that cost nobody time when they are used for the first time."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

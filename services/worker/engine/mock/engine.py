@@ -123,7 +123,12 @@ class MockEngine:
             verify=verify,
         )
 
-    def prepare(self) -> None:
+    @property
+    def prepared_blocks(self) -> int:
+        """All."""
+        return self.num_blocks
+
+    def prepare(self, first: int, last: int) -> None:
         """Nothing to do."""
 
     def embed(self, batch: Batch) -> MockActivation:

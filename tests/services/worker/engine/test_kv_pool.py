@@ -8,9 +8,16 @@ import mmap
 import pytest
 import torch
 
-from services.worker.engine.kv_pool import KvCache, KvPool, kv_block_bytes, kv_pool_bytes
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence
+from services.worker.engine.kv_pool import SPARE_BYTES, KvCache, KvPool, kv_block_bytes, kv_pool_bytes
+from services.worker.engine.loop import EngineLoop
+from services.worker.engine.torch_engine import TorchEngine
+from services.worker.memory.arena import HUGE_PAGE_BYTES, HostArena
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest
+from shared.layout import layout_of
+from shared.messages.generation import SamplingParams
 from shared.model_spec import ModelSpec
 from tests.checkpoints import tiny_checkpoint
 
@@ -75,12 +82,60 @@ def test_the_first_blocks_of_every_layer_can_be_committed_without_a_change_to_wh
     for pages in (*cache.k, *cache.v):
         assert not _committed(pages[:30])
         pages[0, 0] = 7
-    pool.populate_blocks(cache, 30)
+    pool.populate_blocks(cache, 0, 30)
     for pages in (*cache.k, *cache.v):
         assert _committed(pages[:30])
         assert not _committed(pages)
         assert (pages[0, 0] == 7).all()
         assert not pages[0, 1:].any()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 100, 10_000])
+def test_the_blocks_in_the_pages_of_the_first_ones_are_whole_pages_of_the_fullest_layer(num_blocks: int) -> None:
+    spec = _spec()
+    pool = KvPool(kv_pool_bytes(spec, 16, 40_000))
+    cache = pool.view(spec, 16)
+    found = pool.blocks_in_pages_of(cache, num_blocks)
+    assert found >= num_blocks
+    ends = [pages[found - 1].data_ptr() + pages[0].nbytes for pages in (*cache.k, *cache.v)]
+    last_asked = [pages[num_blocks - 1].data_ptr() + pages[0].nbytes for pages in (*cache.k, *cache.v)]
+    for end, asked in zip(ends, last_asked, strict=True):
+        assert (end - 1) // HUGE_PAGE_BYTES == (asked - 1) // HUGE_PAGE_BYTES
+    assert any(-end % HUGE_PAGE_BYTES < cache.k[0][0].nbytes for end in ends)
+    assert pool.blocks_in_pages_of(cache, 10**9) == cache.num_blocks
+
+
+def test_a_pool_that_rests_keeps_some_memory_and_the_next_view_starts_from_zeros() -> None:
+    pool = KvPool(2 * SPARE_BYTES)
+    pool.view(_spec(), 16).v[-1].fill_(7)
+    pool.rest()
+    kept = torch.from_numpy(pool.bytes)
+    assert _committed(kept[:SPARE_BYTES])
+    assert not _committed(kept[SPARE_BYTES : 2 * SPARE_BYTES])
+    kept[0] = 7
+    assert not pool.view(_spec(), 16).k[0].any()
+
+
+def test_sixteen_prompts_touch_no_memory_but_what_was_prepared() -> None:
+    layout, pool = layout_of(_spec("llama")), KvPool(256 << 20)
+    engine = TorchEngine(layout, HostArena(layout.num_bytes), pool)
+    config = SchedulerConfig(
+        num_blocks=engine.num_blocks, block_size=engine.block_size, prepared_blocks=engine.prepared_blocks
+    )
+    loop = EngineLoop(engine, config, clock=lambda: 0.0)
+    for number in range(16):
+        params = SamplingParams(max_tokens=40, seed=0, temperature=0.0, ignore_eos=True)
+        prompt = tuple(range(3, 13 + number))
+        loop.add(Sequence(request_id=str(number), attempt=1, gateway_id="g", prompt=prompt, params=params))
+    while loop.has_work:
+        loop.step()
+    memory, first = torch.from_numpy(pool.bytes), engine.prepared_blocks
+    for pages in (*engine.cache.k, *engine.cache.v):
+        end = pages[first - 1].data_ptr() + pages[0].nbytes - pool.address
+        begin = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        until = (pages.data_ptr() - pool.address + pages.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        assert until - begin > 8 * HUGE_PAGE_BYTES
+        assert not any(_committed(memory[at : at + 1]) for at in range(begin, until, HUGE_PAGE_BYTES))
 
 
 def test_only_the_pages_of_the_layers_that_are_asked_for_are_touched() -> None:

@@ -77,6 +77,44 @@ def test_the_thread_runs_requests_from_several_threads(running):
     assert collector.tokens == {f"r{i}": expected((i, i + 1), 6) for i in range(15)}
 
 
+class Prepared(MockEngine):
+    """Notes which blocks were prepared, and that no step's thread did it."""
+
+    def __init__(self):
+        super().__init__(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.ranges, self.threads, self.changed = [], set(), threading.Condition()
+
+    def prepare(self, first, last):
+        with self.changed:
+            self.ranges.append((first, last))
+            self.threads.add(threading.current_thread())
+            self.changed.notify_all()
+
+    def wait(self, last):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.ranges and self.ranges[-1][1] == last, timeout=10)
+
+
+def test_blocks_are_prepared_before_the_thread_starts_and_before_they_are_used(running):
+    engine = Prepared()
+    loop = make_loop(engine, clock=time.monotonic, prepared_blocks=2)
+    thread = EngineThread(loop, Collector())
+    thread.prepare()
+    engine.wait(2)
+    assert thread.join(10)
+    assert engine.ranges == [(0, 2)]
+
+    thread, collector = running(loop)
+    thread.submit(request("r", tuple(range(NUM_BLOCKS * BLOCK_SIZE // 2)))).result(10)
+    collector.wait(1)
+    engine.wait(NUM_BLOCKS)
+    firsts, lasts = zip(*engine.ranges[1:], strict=True)
+    assert (firsts[0], lasts[-1]) == (0, NUM_BLOCKS)
+    assert firsts[1:] == lasts[:-1]
+    assert len(engine.threads) == 2
+    assert threading.main_thread() not in engine.threads
+
+
 def test_a_refusal_reaches_the_submitter(running):
     thread, _ = running(slow_loop())
     pause(thread).result(10)

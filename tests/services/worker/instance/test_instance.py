@@ -145,9 +145,9 @@ async def test_an_engine_is_prepared_while_its_weights_load_beside_the_event_loo
     prepared: list[bool] = []
     prepare = TorchEngine.prepare
 
-    def watched(self: TorchEngine) -> None:
+    def watched(self: TorchEngine, first: int, last: int) -> None:
         prepared.append(threading.current_thread() is threading.main_thread())
-        prepare(self)
+        prepare(self, first, last)
 
     monkeypatch.setattr(TorchEngine, "prepare", watched)
     async with lone_worker(engine="torch") as alone:

@@ -45,10 +45,45 @@ def test_freeing_a_block_that_is_not_in_use_is_refused(block):
         BlockPool(4, 4).free([block])
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60))
+def test_sequences_lie_in_the_prepared_blocks_apart_from_each_other():
+    pool = BlockPool(10_000, 16, prepared=256)
+    tables = [pool.allocate(3) for _ in range(16)]
+    assert max(table[-1] for table in tables) < 256
+    for _ in range(8):
+        for table in tables:
+            pool.append(table)
+    for table in tables:
+        assert table == list(range(table[0], table[0] + 11))
+    pool.check(tables)
+
+
+def test_more_blocks_are_wanted_before_sequences_lie_in_them():
+    pool = BlockPool(100, 4, prepared=16)
+    tables: list[list[int]] = []
+    wanted = [pool.wanted_blocks]
+    while pool.can_allocate(2):
+        tables.append(pool.allocate(2))
+        wanted.append(pool.wanted_blocks)
+        assert pool.num_used == pool.num_blocks or max(tables[-1]) < wanted[-2]
+    assert wanted == sorted(wanted)
+    assert (wanted[0], wanted[-1]) == (16, 100)
+    pool.check(tables)
+    for table in tables[1:]:
+        pool.free(table)
+    assert pool.wanted_blocks == 100
+
+
+def test_a_sequence_longer_than_what_is_prepared_gets_one_run():
+    pool = BlockPool(1000, 4, prepared=8)
+    short, long = pool.allocate(2), pool.allocate(500)
+    assert long == list(range(long[0], long[0] + 500))
+    pool.check([short, long])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60), st.sampled_from([None, 1, 6]))
 @settings(max_examples=150, deadline=None)
-def test_no_block_is_lost_or_doubled_whatever_happens(moves):
-    pool = BlockPool(24, 4)
+def test_no_block_is_lost_or_doubled_whatever_happens(moves, prepared):
+    pool = BlockPool(24, 4, prepared)
     tables: list[list[int]] = []
     for kind, number in moves:
         if kind == 0 and pool.can_allocate(number):
