@@ -61,7 +61,7 @@ class GatewayConfig(ServiceConfig):
     tokenizer_memory_bytes: int = 512 * 1024 * 1024
     """Loaded tokenizers, by estimate; the least recently used are dropped first."""
     tokenizer_idle_s: float = 900.0
-    """A tokenizer that was not used for this long is dropped."""
+    """A tokenizer that was not used for this long is dropped, unless half of their memory is free."""
     drain_timeout_s: float = 60.0
     """How long streams may finish after SIGTERM."""
 

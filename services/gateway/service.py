@@ -249,7 +249,7 @@ class Gateway:
 
     def _apply(self, changes: RouteChanges) -> None:
         if changes.models or changes.removed:
-            self.tokenizers.forget_others(model.record for model in self.routes.models.values())
+            self.tokenizers.follow(model.record for model in self.routes.models.values())
         self.dispatcher.routes_changed(changes)
 
     async def _refresh(self) -> None:

@@ -1,5 +1,5 @@
-"""The tokenizers of the registered models, from the files of their checkpoint directories: loaded on first use, in a
-thread, and dropped when no longer used.
+"""The tokenizers of the registered models, from the files of their checkpoint directories: loaded in a thread when a
+model becomes known, while half of their memory is free, else on first use.
 
 Loads run one at a time: the library holds the interpreter while it reads a file (about 25 ms per MB), so two at once
 would only stall the event loop for longer.
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.core.text_output import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from shared.aio import Wakeup
 from shared.checkpoint import (
     CHAT_TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -199,6 +200,10 @@ class TokenizerStore:
         self._clock = clock
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         """The least recently used one first."""
+        self._known: set[Key] = set()
+        self._to_load: deque[ModelRecord] = deque()
+        """Models that became known."""
+        self._came = Wakeup()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @property
@@ -210,35 +215,62 @@ class TokenizerStore:
         """Tokenizers loaded or being loaded."""
         return len(self._entries)
 
-    def forget_others(self, records: Iterable[ModelRecord]) -> None:
-        """Drop the tokenizers of all but these models."""
-        wanted = {_key(record) for record in records}
-        for key in self._entries.keys() - wanted:
+    def follow(self, records: Iterable[ModelRecord]) -> None:
+        """These are the models: tokenizers of others are dropped, and ``run`` loads those of new ones."""
+        wanted = {_key(record): record for record in records}
+        for key in self._entries.keys() - wanted.keys():
             self._drop(key)
+        self._to_load = deque(record for record in self._to_load if _key(record) in wanted)
+        self._to_load.extend(record for key, record in wanted.items() if key not in self._known)
+        self._known = set(wanted)
+        self._came.fire()
 
     async def get(self, record: ModelRecord) -> ModelTokenizer:
         """The tokenizer of a model. Raises ``BadCheckpoint``; a failed load is tried again by the next call."""
+        entry = self._entry(record)
+        tokenizer, _ = entry.load.result() if entry.load.done() else await asyncio.shield(entry.load)
+        return tokenizer
+
+    def _entry(self, record: ModelRecord) -> _Entry:
         key = _key(record)
         entry = self._entries.get(key)
         if entry is None or (entry.load.done() and (entry.load.cancelled() or entry.load.exception() is not None)):
             entry = self._entries[key] = _Entry(self._start(key, record.files), self._clock())
         entry.used_s = self._clock()
         self._entries.move_to_end(key)
-        tokenizer, _ = entry.load.result() if entry.load.done() else await asyncio.shield(entry.load)
-        return tokenizer
+        return entry
 
     def sweep(self) -> None:
-        """Drop those that have not been used for long."""
-        now_s = self._clock()
+        """Drop those that have not been used for long, until half of the memory is free."""
+        now_s, num_bytes = self._clock(), self.num_bytes
         for key, entry in list(self._entries.items()):
+            if num_bytes <= self._max_bytes // 2:
+                return
             if entry.load.done() and now_s - entry.used_s >= self._idle_s:
+                num_bytes -= entry.num_bytes
                 self._drop(key)
 
     async def run(self) -> None:
-        """Sweep for ever."""
+        """Load those of models that become known, and sweep, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._load_ahead())
+            tasks.create_task(self._sweep_forever())
+
+    async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(min(SWEEP_EVERY_S, self._idle_s))
             self.sweep()
+
+    async def _load_ahead(self) -> None:
+        while True:
+            while self._to_load and self.num_bytes < self._max_bytes // 2:
+                began_s = self._clock()
+                # Whatever comes of it: whoever asks for the model is told.
+                await asyncio.wait({self._entry(self._to_load.popleft()).load})
+                # A load holds the interpreter: requests get as much of the time.
+                await asyncio.sleep(self._clock() - began_s)
+            self._to_load.clear()
+            await self._came.until(lambda: bool(self._to_load))
 
     async def close(self) -> None:
         """Cancel loads in progress."""

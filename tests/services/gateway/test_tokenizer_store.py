@@ -1,4 +1,4 @@
-"""Tokenizers come when first used, once for all who wait, and go when they are not used."""
+"""Tokenizers come when their models do, or when first used, once for all who wait, and go when they are not used."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shared.errors import BadCheckpoint, CheckpointChanged
 from shared.messages.registry import FileDigest, ModelRecord
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
 from tests.services.gateway.conftest import Stack, StackFactory
+from tests.services.waiting import eventually
 
 MIB = 1024 * 1024
 
@@ -101,7 +102,7 @@ async def test_those_of_other_models_go_and_a_load_that_somebody_waits_for_ends(
 ) -> None:
     waiting = asyncio.create_task(store.get(records[0]))
     await asyncio.sleep(0)
-    store.forget_others(records[1:])
+    store.follow(records[1:])
     assert await waiting
     assert (len(store), store.num_bytes) == (0, 0)
 
@@ -137,8 +138,36 @@ async def test_a_failed_load_is_tried_again(store: TokenizerStore, records: list
     assert loads.folders == ["a"] * 3
 
 
-async def test_a_gateway_loads_no_tokenizer_before_it_is_used(make_stack: StackFactory) -> None:
+async def test_those_of_new_models_are_loaded_in_a_thread_while_half_of_the_memory_is_free(
+    store: TokenizerStore, records: list[ModelRecord], loads: Loads
+) -> None:
+    running = asyncio.create_task(store.run())
+    store.follow(records)
+    await eventually(lambda: store.num_bytes == MIB)
+    store.follow(records)
+    await asyncio.gather(*(store.get(record) for record in records[:2]))
+    assert loads.folders == ["a", "b"]
+    assert threading.main_thread().name not in loads.threads
+    store.follow([])
+    assert (len(store), store.num_bytes) == (0, 0)
+    store.follow(records[2:])
+    await eventually(lambda: store.num_bytes == MIB)
+    assert loads.folders == ["a", "b", "c"]
+    running.cancel()
+
+
+async def test_a_model_whose_files_are_bad_is_no_reason_not_to_load_those_of_the_next(
+    store: TokenizerStore, records: list[ModelRecord], loads: Loads
+) -> None:
+    (Path(records[0].path) / "tokenizer.json").write_bytes(b"\xff")
+    (Path(records[1].path) / "tokenizer.json").unlink()
+    running = asyncio.create_task(store.run())
+    store.follow(records)
+    await eventually(lambda: store.num_bytes == MIB)
+    assert loads.folders == ["a", "b", "c"]
+    running.cancel()
+
+
+async def test_a_gateway_loads_the_tokenizer_of_a_model_that_nobody_has_asked_for(make_stack: StackFactory) -> None:
     stack: Stack = await make_stack()
-    assert len(stack.gateway.tokenizers) == 0
-    await stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
-    assert len(stack.gateway.tokenizers) == 1
+    await eventually(lambda: stack.gateway.tokenizers.num_bytes > 0)
