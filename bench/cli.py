@@ -56,6 +56,12 @@ def chunk(context: typer.Context) -> None:
     _hand_over(context, "bench.chunk", takes="a minute")
 
 
+@app.command("cold", context_settings=_PASS_ON, add_help_option=False)
+def cold(context: typer.Context) -> None:
+    """The first requests of a new instance against those that come later, by how the instance came."""
+    _hand_over(context, "bench.cold")
+
+
 @app.command("control", context_settings=_PASS_ON, add_help_option=False)
 def control(context: typer.Context) -> None:
     """What the control plane costs with simulated workers by the thousand, and how fast it is."""
