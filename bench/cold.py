@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
 from shared.errors import BadRequest, Internal
 from shared.messages.admin import SetModelBody, Status
-from shared.messages.common import LiveChoice
+from shared.messages.common import LiveChoice, Role
 
 Say = Callable[[str], None]
 STACKS = (("fresh", "scaled"), ("woken",), ("paired",), ("mutated",))
@@ -154,13 +154,14 @@ class _Run:
 
     async def measured(self, situation: str, size: int) -> Row:
         """Bring the situation about, and send the bursts."""
-        await {
+        ways: dict[str, Callable[[], Awaitable[None]]] = {
             "fresh": self._fresh,
             "scaled": self._scaled,
             "woken": self._woken,
             "paired": self._paired,
             "mutated": self._mutated,
-        }[situation]()
+        }
+        await ways[situation]()
         bursts: list[Burst] = []
         errors: list[str] = []
         for number in range(BURSTS):
@@ -219,7 +220,7 @@ class _Run:
         await self._fresh(2)
         changes = SetModelBody(served_as="disaggregated", min_instances=1)
         await self.stack.admin.set_model(self._name, changes)
-        roles = ("prefill", "decode")
+        roles: tuple[Role, ...] = ("prefill", "decode")
         await self._until(lambda status: all(status.serving(self._name, role) == 1 for role in roles))
 
     async def _served_at_s(self, since_s: float) -> float:
