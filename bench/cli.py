@@ -59,7 +59,7 @@ def chunk(context: typer.Context) -> None:
 @app.command("cold", context_settings=_PASS_ON, add_help_option=False)
 def cold(context: typer.Context) -> None:
     """The first requests of a new instance against those that come later, by how the instance came."""
-    _hand_over(context, "bench.cold")
+    _hand_over(context, "bench.cold", takes="three minutes")
 
 
 @app.command("control", context_settings=_PASS_ON, add_help_option=False)

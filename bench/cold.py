@@ -257,7 +257,6 @@ def command(
         if not counts or not all(1 <= count <= 64 for count in counts):
             raise BadRequest(f"sizes are numbers from 1 to 64, with commas between them, not {sizes!r}", param="sizes")
         check_folder(json_file)
-    say(f"about {12 * len(chosen) * len(counts)} s")
     with one_line("cold", TimeoutError):
         rows = asyncio.run(until_signal("cold", lambda folder: measure(chosen, counts, folder, say=say)))
     documents = [row.document() for row in rows]
