@@ -31,7 +31,7 @@ from shared.bus.wire import (
     trace_headers,
 )
 from shared.errors import DeadlineExceeded, NoResponder, NotPermitted, Unavailable
-from shared.messages.codec import MalformedMessage, Message, decode, encode
+from shared.messages.codec import MalformedMessage, Message, decode, encode, prepare
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +116,8 @@ class NatsBus(Bus):
         await round_trip(self._client)
 
     async def subscribe(self, subject: str, kind: type[M], listener: Listener[M]) -> Subscription:
+        prepare(kind)
+
         async def receive(msg: Msg) -> None:
             try:
                 message = decode(msg.data, kind)
@@ -184,6 +186,7 @@ class NatsBus(Bus):
         return reply_of(answer.data, answer.headers, reply)
 
     async def respond(self, subject: str, kind: type[M], responder: Responder[M, R]) -> Subscription:
+        prepare(kind)
         with self._refusals.watch("subscription", subject) as refused:
             try:
                 subscription = await self._service.add(subject, kind, responder)

@@ -43,17 +43,21 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
+def prepare(kind: type[Message]) -> None:
+    """Make what decodes messages of that kind now, and not with the first one: it takes a millisecond or two."""
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.msgpack.Decoder(kind | _Untagged)
+
+
 def decode(payload: bytes, kind: type[M]) -> M:
     """The message of type ``kind`` in ``payload``.
 
     Raises ``MalformedMessage`` when the bytes are not msgpack, carry another tag, lack a
     required field, or have a field of another type.
     """
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind | _Untagged)
+    prepare(kind)
     try:
-        message = decoder.decode(payload)
+        message = _decoders[kind].decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"not a {kind.__name__}: {error}") from error
     if not isinstance(message, kind):

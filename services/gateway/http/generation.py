@@ -25,7 +25,7 @@ from services.gateway.http.asgi import (
 )
 from services.gateway.http.choice import Choice, ChunkFormat, Reply, StreamedChoice, Usage, WholeChoice
 from services.gateway.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobShape
-from services.gateway.http.preparation import Job, Kind, Preparation, memory_bytes, streams_of, text_output
+from services.gateway.http.preparation import Job, Kind, Preparation, memory_bytes, streams_of, text_output, warm_up
 from services.gateway.http.request_log import REQUEST, RequestLog
 from services.gateway.memory import Claim, ResponseBuffer
 from services.gateway.request_bodies.options import Options, SharedBody
@@ -51,6 +51,7 @@ class Generation:
     def __init__(self, gateway: Gateway, kind: Kind) -> None:
         self._gateway = gateway
         self._kind: Kind = kind
+        warm_up(kind)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway

@@ -84,6 +84,21 @@ class Job:
         return "messages" if self.kind == "chat" else "prompt"
 
 
+_EXAMPLES: dict[Kind, tuple[bytes, ...]] = {
+    "chat": (b'{"messages": [{"role": "user", "content": "a"}]}',),
+    "completion": (b'{"prompt": "a"}', b'{"prompt": [0]}'),
+}
+
+
+def warm_up(kind: Kind) -> None:
+    """Read such bodies: what reads them is made with the first one, for which it takes as long as anything else."""
+    for raw in _EXAMPLES[kind]:
+        if kind == "chat":
+            read_chat_request(raw, read_body(raw, ChatBody), vocab_size=1, max_prompt_bytes=len(raw))
+        else:
+            read_completion_request(raw, read_body(raw, CompletionBody), vocab_size=1, max_prompt_bytes=len(raw))
+
+
 class Preparation:
     """One request's way to its job. Both steps raise typed errors that name the parameter at fault."""
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shared.messages
-from shared.messages.codec import MalformedMessage, Message, decode, encode
+from shared.messages.codec import MalformedMessage, Message, decode, encode, prepare
 from shared.messages.common import Ack, ErrorInfo
 from shared.messages.generation import Cancel, SamplingParams, Submit
 from shared.messages.load import LoadReport
@@ -37,6 +37,15 @@ SUBMIT = Submit(
 def test_messages_round_trip() -> None:
     assert decode(encode(SUBMIT), Submit) == SUBMIT
     assert decode(encode(Ack()), Ack) == Ack()
+
+
+def test_what_decodes_a_kind_is_made_when_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fresh(Message, frozen=True, kw_only=True, tag="fresh.v1"):
+        number: int
+
+    prepare(Fresh)
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", None)
+    assert decode(encode(Fresh(number=1)), Fresh) == Fresh(number=1)
 
 
 def test_every_message_has_a_versioned_tag_of_its_own_and_is_frozen() -> None:
