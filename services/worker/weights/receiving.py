@@ -150,7 +150,8 @@ class Fill:
                 failures.append(f"{name}: {error}")
                 if isinstance(error, CheckpointChanged):
                     final = CheckpointChanged
-                num_asked, missing = len(missing), self._copy.missing(missing)
+                # Of all: a disk may have overwritten what had arrived before, and taken it back.
+                num_asked, missing = len(missing), self._copy.missing(pieces)
                 log.warning("%d of %d pieces are missing after %s failed: %s", len(missing), num_asked, name, error)
         raise final("no upstream is left: " + "; ".join(failures))
 
