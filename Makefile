@@ -42,12 +42,13 @@ up: $(STAMP) ## Start everything and serve until Ctrl-C (ARGS="MODEL_DIR --worke
 test: $(STAMP) ## Run the tests (ARGS="-k name ...")
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ARGS)
 
-lint: $(STAMP) ## Check style, types, import order and private names
+lint: $(STAMP) ## Check style, types, import order, private names and wall clocks
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python .ci/private_names.py
+	@$(BIN)/python .ci/wall_clocks.py
 
 format: $(STAMP) ## Put the code into its format
 	@$(BIN)/ruff check --fix .

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+
+import msgspec
 
 from shared import subjects
 from shared.bus.base import Bus
@@ -25,7 +28,8 @@ class RegistryReader:
         self._version = ""
         self._models: dict[str, ModelRecord] = {}
         self._workers: dict[str, WorkerRecord] = {}
-        self._floors: dict[str, tuple[Floor, ...]] = {}
+        self._floors: dict[str, tuple[tuple[Floor, float], ...]] = {}
+        """And until when each lasts, by this process's monotonic clock."""
         self._unplaced: dict[str, tuple[Unplaced, ...]] = {}
 
     async def read(self, *, timeout_s: float) -> RegistryView:
@@ -49,24 +53,28 @@ class RegistryReader:
         raise Unavailable(f"the registry's snapshot has no end: {MAX_PAGES} pages, and more to come")
 
     def _take(self, pages: list[Snapshot]) -> RegistryView:
-        first = pages[0]
+        first, now_s = pages[0], time.monotonic()
         if not first.partial:
             self._models, self._workers, self._floors, self._unplaced = {}, {}, {}, {}
         for page in pages:
-            self._take_page(page)
+            self._take_page(page, now_s)
         # Later pages may hold newer things than the first: asking since the first repeats them, and misses nothing.
         self._version = first.version
         self._workers = dict(sorted(self._workers.items()))
         return RegistryView(
             models=dict(sorted(self._models.items())),
             workers=tuple(self._workers.values()),
-            floors={(f.model, f.role): f for floors in self._floors.values() for f in floors},
+            floors={
+                (f.model, f.role): msgspec.structs.replace(f, left_s=max(0.0, until_s - now_s))
+                for floors in self._floors.values()
+                for f, until_s in floors
+            },
             unplaced=tuple(entry for name in sorted(self._unplaced) for entry in self._unplaced[name]),
             publisher=first.publisher,
             routes_sequence=first.routes_sequence,
         )
 
-    def _take_page(self, page: Snapshot) -> None:
+    def _take_page(self, page: Snapshot, now_s: float) -> None:
         for name in page.gone_models:
             for known in (self._models, self._floors, self._unplaced):
                 known.pop(name, None)
@@ -74,7 +82,8 @@ class RegistryReader:
             self._workers.pop(worker_id, None)
         for record in page.models:
             self._models[record.name] = record
-            self._floors[record.name] = tuple(f for f in page.floors if f.model == record.name)
+            floors = (f for f in page.floors if f.model == record.name)
+            self._floors[record.name] = tuple((f, now_s + f.left_s) for f in floors)
             self._unplaced[record.name] = tuple(u for u in page.unplaced if u.model == record.name)
         for worker in page.workers:
             self._workers[worker.worker.worker_id] = worker

@@ -116,9 +116,9 @@ class SimWorker:
 
     # --- plans -------------------------------------------------------------------------------
 
-    async def _on_scale(self, plan: ScalePlan) -> None:
+    async def _on_scale(self, plan: ScalePlan, stored_s: float) -> None:
         part = part_of(plan, self.info.worker_id)
-        if part is None or part.member.epoch <= self._last_epoch or time.time() > plan.expires_at_s:
+        if part is None or part.member.epoch <= self._last_epoch or time.monotonic() > stored_s + plan.valid_s:
             return
         target = part.member
         if self.instance is not None:
@@ -157,13 +157,13 @@ class SimWorker:
         elif instance.state == "serving":
             self._start_drain(plan.plan_id, instance)
 
-    async def _on_zigzag(self, assignment: ZigzagAssignment) -> None:
+    async def _on_zigzag(self, assignment: ZigzagAssignment, _stored_s: float) -> None:
         """Nothing is computed here that could be shared."""
 
-    async def _on_migrate(self, _: MigratePlan) -> None:
+    async def _on_migrate(self, _: MigratePlan, _stored_s: float) -> None:
         """Requests here have no KV to move: they end where they are."""
 
-    async def _on_mutate(self, plan: MutatePlan) -> None:
+    async def _on_mutate(self, plan: MutatePlan, _stored_s: float) -> None:
         instance = self.instance
         if instance is None or instance.instance_id not in {t.instance_id for t in plan.targets}:
             return

@@ -215,7 +215,7 @@ class ControlPlane:
     def evaluate(self) -> int:
         """Ten times a second. How many demands come of it."""
         with self._watch("monitor", "evaluation"):
-            wishes = self._monitor.evaluate(self.now_s, unix_s=self.now_s, connected_since_s=-FOREVER_S, leads=True)
+            wishes = self._monitor.evaluate(self.now_s, connected_since_s=-FOREVER_S, leads=True)
         return len(wishes)
 
     # --- the planner -------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class ControlPlane:
             role="colocated",
             desired=desired,
             observed=observed,
-            triggered_at_s=self.now_s,
+            triggered_ago_s=0.0,
             reason="load",
             term=TERM,
             spare=0,

@@ -181,7 +181,7 @@ class States:
                 worker_id=worker_id,
                 instance_id=instance_id,
                 event="serving",
-                at_s=plane.now_s,
+                after_s=0.0,
             )
             plane.progress(event)
 

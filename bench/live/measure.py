@@ -21,6 +21,7 @@ from bench.live.result import EngineResult
 from bench.live.run import Run
 from bench.live.workload import EngineKind, Workload
 from shared import subjects
+from shared.bus.base import Stored
 from shared.checkpoint import inspect_checkpoint
 from shared.layout import ArenaLayout
 from shared.messages.live import ZigzagAssignment
@@ -147,7 +148,8 @@ class _Bench:
                 )
         return runs
 
-    async def _on_assignment(self, assignment: ZigzagAssignment) -> None:
+    async def _on_assignment(self, stored: Stored[ZigzagAssignment]) -> None:
+        assignment = stored.event
         # Later revisions only set gates.
         self._assignments.setdefault(assignment.plan_id, assignment)
 

@@ -35,12 +35,12 @@ class LoadTimes:
         return tuple(itertools.accumulate(times_s, max))
 
     @classmethod
-    def of_assignment(cls, assignment: ZigzagAssignment, burst_at_s: float) -> LoadTimes | None:
-        """As the planner expected; None when the assignment does not tell. ``burst_at_s``: Unix time."""
-        if not assignment.layers_ready_at_s:
+    def of_assignment(cls, assignment: ZigzagAssignment, planned_s: float) -> LoadTimes | None:
+        """As the planner expected ``planned_s`` after the burst; None when the assignment does not tell."""
+        if not assignment.layers_ready_s:
             return None
-        layers_s = tuple(at_s - burst_at_s for at_s in assignment.layers_ready_at_s)
-        return cls(layers_s, (assignment.loaded_at_s - burst_at_s) if assignment.loaded_at_s else layers_s[-1])
+        layers_s = tuple(planned_s + ready_s for ready_s in assignment.layers_ready_s)
+        return cls(layers_s, planned_s + assignment.loaded_s if assignment.loaded_s else layers_s[-1])
 
     @classmethod
     def of_record(cls, record: ScaleRecord, burst_at_s: float, *, num_layers: int) -> LoadTimes:

@@ -59,10 +59,11 @@ class Run:
         """
         live = _pair(mode, record)
         recorded = LoadTimes.of_record(record, burst_at_s, num_layers=workload.num_layers)
-        by_planner = LoadTimes.of_assignment(assignment, burst_at_s) if assignment is not None else None
+        trigger_s = record.triggered_at_s - burst_at_s
+        planned_s = trigger_s + (record.trigger_to_plan_ms or 0.0) / 1000
+        by_planner = LoadTimes.of_assignment(assignment, planned_s) if assignment is not None else None
         expected = by_planner or by_rate
         waiting = max(1, workload.num_prompts // 2)
-        trigger_s = record.triggered_at_s - burst_at_s
         return cls(
             mode=mode,
             ttft_s=tuple(answer.ttft_s for answer in answers),

@@ -118,10 +118,10 @@ class SimInstance:
         if self._migrator is not None:
             self._migrator.leave(destinations, send_back)
 
-    def on_migrate_plan(self, plan: MigratePlan) -> None:
-        """Move some requests, and serve on."""
+    def on_migrate_plan(self, plan: MigratePlan, stored_s: float) -> None:
+        """Move some requests, and serve on. ``stored_s``: when it was published."""
         if self._migrator is not None:
-            self._migrator.on_migrate_plan(plan)
+            self._migrator.on_migrate_plan(plan, stored_s)
 
     def revive(self) -> None:
         """Take requests again. Raises the life cycle's error."""

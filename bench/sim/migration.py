@@ -57,10 +57,11 @@ class Migrator:
         if destinations or send_back != "none":
             self._start(self._leave(Takers(destinations), send_back))
 
-    def on_migrate_plan(self, plan: MigratePlan) -> None:
-        """Move some requests, and serve on."""
-        if self._instance.state == "serving" and self._clock.now_s <= plan.expires_at_s:
-            self._start(self._move_some(Takers(plan.destinations), plan))
+    def on_migrate_plan(self, plan: MigratePlan, stored_s: float) -> None:
+        """Move some requests, and serve on. ``stored_s``: when it was published."""
+        until_s = stored_s + plan.valid_s
+        if self._instance.state == "serving" and self._clock.now_s <= until_s:
+            self._start(self._move_some(Takers(plan.destinations), plan, until_s))
 
     def ended(self, sequence: Request) -> None:
         """It has ended here, of itself or not."""
@@ -98,7 +99,7 @@ class Migrator:
                     moves += self._move(moving, taker, takers)
             yield self._changed, self._clock.now_s + LOOK_S
 
-    def _move_some(self, takers: Takers, plan: MigratePlan) -> Steps:
+    def _move_some(self, takers: Takers, plan: MigratePlan, until_s: float) -> Steps:
         moves: list[Move] = []
         found = yield from self._look("none")
         if plan.for_head:
@@ -106,7 +107,7 @@ class Migrator:
             lacking_blocks = self._instance.scheduler.load().lacking_blocks
             found = to_make_room(ready, lacking_blocks, Takers(plan.destinations))
         for moving in found:
-            if self._instance.state != "serving" or self._clock.now_s > plan.expires_at_s:
+            if self._instance.state != "serving" or self._clock.now_s > until_s:
                 break
             if not self._may_try(moving):
                 continue

@@ -129,7 +129,7 @@ class SimMonitor:
     def _evaluate(self) -> None:
         self._hear_loads()
         now_s = self._clock.now_s
-        wishes = self.watch.evaluate(now_s, unix_s=now_s, connected_since_s=self._connected_since_s, leads=True)
+        wishes = self.watch.evaluate(now_s, connected_since_s=self._connected_since_s, leads=True)
         for wish in wishes:
             self._publish(wish)
         self._turn = self._clock.after(self._interval_s, self._look)
@@ -144,11 +144,11 @@ class SimMonitor:
             role=wish.role,
             desired=wish.desired,
             observed=wish.observed,
-            triggered_at_s=wish.triggered_at_s,
+            triggered_ago_s=wish.triggered_ago_s,
             reason=wish.reason,
             term=1,
             idle=wish.idle,
-            idle_since_s=wish.idle_since_s,
+            idle_for_s=wish.idle_for_s,
             deficit=wish.deficit,
             spare=wish.spare,
             urgent=wish.urgent,

@@ -16,6 +16,8 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from bench.sim.clock import Clock
 from bench.sim.instance import SimInstance
 from bench.sim.pair_steps import SourceSteps
@@ -110,7 +112,8 @@ class SimPair:
         self._num_claims = 0
         self._failure = ""
         self._started_s = clock.now_s
-        self._batches: list[LiveBatch] = []
+        self._batches: list[tuple[LiveBatch, float]] = []
+        """And when their first tokens came."""
         self._first_cooperative_s: float | None = None
 
     # --- what is told --------------------------------------------------------------------------
@@ -197,12 +200,11 @@ class SimPair:
         self.life.move_to(PairState.COOPERATING)
         waiting = self.queue.to_split(self.assignment.policy, self._token_s)
         if waiting:
-            free_at_s = self._clock.now_s + self.source_work.remaining_s
             self._ask_split(
                 PlanSplit(
                     pair_id=self.assignment.pair_id,
                     batches=waiting,
-                    source_free_at_s=free_at_s,
+                    source_free_s=self.source_work.remaining_s,
                     pull_s=self.time.pull_s,
                 )
             )
@@ -393,7 +395,8 @@ class SimPair:
         self._over()
 
     def _over(self) -> None:
-        assignment = self.assignment
+        assignment, replace = self.assignment, msgspec.structs.replace
+        now_s, first_s = self._clock.now_s, self._first_cooperative_s
         self._on_lending(False)
         self.target.changed()
         self.report = LiveReport(
@@ -404,10 +407,9 @@ class SimPair:
             policy=assignment.policy,
             outcome="failed" if self._failure else "dissolved",
             reason=self._failure,
-            started_at_s=self._started_s,
-            ended_at_s=self._clock.now_s,
-            first_cooperative_token_at_s=self._first_cooperative_s,
-            batches=tuple(self._batches),
+            started_ago_s=now_s - self._started_s,
+            first_cooperative_token_ago_s=None if first_s is None else now_s - first_s,
+            batches=tuple(replace(batch, first_token_ago_s=now_s - at_s) for batch, at_s in self._batches),
         )
         self._on_end(self)
 
@@ -490,16 +492,15 @@ class SimPair:
         now_s = self._clock.now_s
         if 0 < first_layer < self._num_layers and self._first_cooperative_s is None:
             self._first_cooperative_s = now_s
-        self._batches.append(
-            LiveBatch(
-                batch_id=batch.batch_id,
-                num_requests=len(batch.sequences),
-                num_tokens=batch.num_tokens,
-                target_layers=first_layer,
-                source_layers=self._num_layers - first_layer,
-                first_token_at_s=now_s,
-            )
+        done = LiveBatch(
+            batch_id=batch.batch_id,
+            num_requests=len(batch.sequences),
+            num_tokens=batch.num_tokens,
+            target_layers=first_layer,
+            source_layers=self._num_layers - first_layer,
+            first_token_ago_s=0.0,
         )
+        self._batches.append((done, now_s))
 
     def _cancelled(self, sequence: Request) -> None:
         if self.queue.holds(*sequence.key):

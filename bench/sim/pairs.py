@@ -45,10 +45,11 @@ class SimPairs:
         self._pull_s: dict[str, float] = {}
         """By source instance: what a pull took in its last pair."""
 
-    def begin(self, assignment: ZigzagAssignment) -> None:
-        """An assignment reaches its members. The source reports why there is no pair, if there is none."""
+    def begin(self, assignment: ZigzagAssignment, stored_s: float) -> None:
+        """An assignment that was published at ``stored_s`` reaches its members. The source reports why there is no
+        pair, if there is none."""
         source, target = self._held(assignment.source), self._held(assignment.target)
-        reason = self._refusal(assignment, source, target)
+        reason = self._refusal(assignment, stored_s, source, target)
         if reason or source is None or target is None or target.load is None:
             self._report(self._declined(assignment, reason))
             return
@@ -73,11 +74,11 @@ class SimPairs:
         held = self._workers[member.worker_id].held
         return held if held is not None and held.instance_id == member.instance_id else None
 
-    def _refusal(self, assignment: ZigzagAssignment, source: Held | None, target: Held | None) -> str:
+    def _refusal(self, assignment: ZigzagAssignment, stored_s: float, source: Held | None, target: Held | None) -> str:
         other = None if source is None else self._by_source.get(source.instance_id)
         reason = why_no_source(
             assignment,
-            self._clock.now_s,
+            left_s=stored_s + assignment.valid_s - self._clock.now_s,
             instance_id="" if source is None else source.instance_id,
             state="spare" if source is None else source.instance.state,
             role="colocated" if source is None else source.instance.role,
@@ -95,8 +96,7 @@ class SimPairs:
             policy=assignment.policy,
             outcome="failed",
             reason=reason,
-            started_at_s=self._clock.now_s,
-            ended_at_s=self._clock.now_s,
+            started_ago_s=0.0,
         )
 
     def _report(self, report: LiveReport) -> None:

@@ -42,8 +42,8 @@ class SimPlanner:
         find_profile: FindProfile,
         *,
         on_plan: Callable[[AnyPlan], None],
-        on_assignment: Callable[[ZigzagAssignment], None],
-        on_move: Callable[[MigratePlan], None],
+        on_assignment: Callable[[ZigzagAssignment, float], None],
+        on_move: Callable[[MigratePlan, float], None],
     ) -> None:
         """What is published reaches the workers; the delay is added here."""
         self._clock = clock
@@ -89,7 +89,7 @@ class SimPlanner:
 
     def on_live_report(self, report: LiveReport) -> None:
         """The source of a pair tells what it did."""
-        self.planner.tracker.on_live_report(report)
+        self.planner.tracker.on_live_report(report, self._now())
 
     def on_instances_gone(self) -> None:
         """A worker may be spare."""
@@ -133,7 +133,7 @@ class SimPlanner:
         for plan in told.plans:
             self._clock.after(delay_s, self._on_plan, plan)
         for pair in told.operation.pairs.values():
-            self._clock.after(delay_s, self._on_assignment, pair.assignment)
+            self._clock.after(delay_s, self._on_assignment, pair.assignment, self._clock.now_s)
         told.operation.planned(self._clock.now_s)
 
     # --- now and then ------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class SimPlanner:
             return
         self._looked_s = now.monotonic_s
         for plan in planner.migrations.make_room(self._registry.view(), now, TERM):
-            self._clock.after(self._latencies.plan_s, self._on_move, plan)
+            self._clock.after(self._latencies.plan_s, self._on_move, plan, self._clock.now_s)
 
     def all_records(self) -> list[ScaleRecord]:
         """Those of operations that run included."""

@@ -98,7 +98,7 @@ class SimRegistry:
             epochs.append((worker_id, self.next_epoch()))
             lease = Lease(worker_id, wanted.plan_id, wanted.model, wanted.role, self._epoch, until_s)
             self.registry.lease(lease)
-        grant = LeaseGrant(plan_id=wanted.plan_id, epochs=tuple(epochs), expires_at_s=until_s)
+        grant = LeaseGrant(plan_id=wanted.plan_id, epochs=tuple(epochs))
         return LeaseVerdict(plan_id=wanted.plan_id, grant=grant)
 
     def next_epoch(self) -> int:

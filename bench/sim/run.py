@@ -259,7 +259,7 @@ class Simulation:
             self._workers.add(SimWorker(self._worker_info(gpu_id), gpu_id))
         wanted = self._floors or dict.fromkeys(self._system.roles, 1)
         for role, count in self._floors.items():
-            self._registry.set_floor(Floor(model=self._record.name, instances=count, until_s=FOREVER_S, role=role))
+            self._registry.set_floor(Floor(model=self._record.name, instances=count, left_s=FOREVER_S, role=role))
         if self._frame.placed is not None:
             self._begin_as(self._frame.placed, self._frame.copies)
             return
@@ -391,9 +391,9 @@ class Simulation:
         else:
             self._workers.on_mutate_plan(plan)
 
-    def _on_assignment(self, assignment: ZigzagAssignment) -> None:
+    def _on_assignment(self, assignment: ZigzagAssignment, stored_s: float) -> None:
         if self._workers[assignment.source.worker_id].is_up:
-            self._pairs.begin(assignment)
+            self._pairs.begin(assignment, stored_s)
 
     def _on_layers(self, held: Held, num_layers: int) -> None:
         self._pairs.layers_ready(held.instance_id, num_layers)
@@ -474,7 +474,7 @@ class Simulation:
                 role=imposed.role,
                 desired=imposed.desired,
                 observed=self._seen.num_serving(imposed.role),
-                triggered_at_s=self._clock.now_s,
+                triggered_ago_s=0.0,
                 reason="imposed",
                 term=1,
                 spare=0,

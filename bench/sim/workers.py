@@ -100,6 +100,8 @@ class SimWorkers:
         self._loads = loads
         self._host_copies = host_copies
         self._limits = limits
+        self._began: dict[tuple[str, str], float] = {}
+        """When each plan's workers first reported on it."""
         self._weights_of = weights_of
         self._make = make
         self._report = report
@@ -195,7 +197,7 @@ class SimWorkers:
             worker_id=worker.worker_id,
             instance_id=held.instance_id,
             event=event,
-            at_s=now_s,
+            after_s=now_s - self._began.setdefault((plan_id, worker.worker_id), now_s),
             layer=layer,
             received_bytes=received,
         )
@@ -320,11 +322,11 @@ class SimWorkers:
         held.instance.drain()
         self.changed(worker.worker_id)
 
-    def on_migrate_plan(self, plan: MigratePlan) -> None:
-        """An instance gives requests away, and stays."""
+    def on_migrate_plan(self, plan: MigratePlan, stored_s: float) -> None:
+        """An instance gives requests away, and stays. ``stored_s``: when it was published."""
         held = self._workers[plan.worker_id].held
         if held is not None and held.instance_id == plan.instance_id:
-            held.instance.on_migrate_plan(plan)
+            held.instance.on_migrate_plan(plan, stored_s)
 
     def idle(self, worker_id: str) -> None:
         """The worker's instance drains and has nothing left."""
@@ -360,7 +362,7 @@ class SimWorkers:
                 self._refuse(plan, target.worker_id, target.instance_id)
                 continue
             if held.instance.role != plan.role:
-                held.ordered_role = plan.term, plan.planned_at_s
+                held.ordered_role = plan.term, plan.planned_s
                 held.instance.take_role(plan.role, partial(self._tell, plan.plan_id, worker, held, "working"))
                 self.changed(worker.worker_id)
             self._tell(plan.plan_id, worker, held, "serving")
@@ -371,7 +373,7 @@ class SimWorkers:
             worker_id=worker_id,
             instance_id=instance_id,
             event="failed",
-            at_s=self._clock.now_s,
+            after_s=0.0,
             detail="it is not there, or does not serve",
         )
         self._clock.after(self._latencies.progress_s, self._progress, said)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -61,12 +60,16 @@ def workers_table(workers: Sequence[WorkerStatus]) -> Table:
 
 
 def _exceptions(found: Status) -> Iterator[Table]:
+    if skewed := [worker for worker in found.workers if worker.clock_ahead_s]:
+        clocks = titled_table("Clocks that differ from the pool's", "worker", "host", "ahead")
+        for one in skewed:
+            clocks.add_row(one.id, one.host, f"{one.clock_ahead_s:+.1f} s")
+        yield clocks
     asked = [floor for floor in found.floors if floor.instances]
     if asked:
         floors = titled_table("Asked for by hand", "model", "role", "at least", "for")
         for floor in asked:
-            left_s = max(0.0, floor.until_s - time.time())
-            floors.add_row(floor.model, floor.role, str(floor.instances), f"{left_s:.0f} s")
+            floors.add_row(floor.model, floor.role, str(floor.instances), f"{floor.left_s:.0f} s")
         yield floors
     if found.unplanned:
         unplanned = titled_table("Wanted, but not possible now", "model", "role", "wanted", "since", "why")

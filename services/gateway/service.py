@@ -28,7 +28,7 @@ from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.ending import closed
 from shared.errors import BlitzError, DuplicateId, ModelNotFound, Unavailable
-from shared.identity import ASK_TIMEOUT_S, hold, new_incarnation, refuse_if_held
+from shared.identity import ASK_TIMEOUT_S, gives_way, hold, new_incarnation, refuse_if_held
 from shared.load_feed import subscribe_load
 from shared.messages.generation import GatewayHeartbeat, TokenBatch
 from shared.messages.identity import GetHolder, Holder
@@ -87,6 +87,7 @@ class Gateway:
         self._rival = ""
         self._rival_heard = asyncio.Event()
         self._warned = False
+        self._held_since_s = time.monotonic()
 
     def gauges(self) -> tuple[ModelGauges, ...]:
         """Each model's requests here now. On the event loop, which owns what it is read from."""
@@ -156,6 +157,7 @@ class Gateway:
         bus, gateway_id = self.bus, self.config.gateway_id
         subscriptions: list[Subscription] = []
         try:
+            self._held_since_s = time.monotonic()
             subscriptions += await hold(bus, self._incarnation, subjects.gateway_holder(gateway_id))
             subscriptions.append(await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway))
             subscriptions.append(await bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.dispatcher.on_batch))
@@ -218,24 +220,26 @@ class Gateway:
     def _on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
         if heartbeat.gateway_id != self.config.gateway_id or heartbeat.incarnation == self._incarnation:
             return
-        # Both started without an answer from the other, or were separated: the one that started later ends.
-        if heartbeat.incarnation < self._incarnation:
-            self._rival = heartbeat.incarnation
-            self._rival_heard.set()
-        elif not self._warned:
-            self._warned = True
-            log.warning("another gateway has started under the id %s; it will end (said once)", heartbeat.gateway_id)
+        # Both started without an answer from the other, or were separated: one of them ends.
+        self._rival = heartbeat.incarnation
+        self._rival_heard.set()
 
     async def _end_if_duplicated(self) -> None:
         """Ends this process only for a living one: any process could have sent the message."""
         while True:
             await self._rival_heard.wait()
             self._rival_heard.clear()
-            if await self._lives(self._rival):
+            rival = await self._holder(self._rival)
+            if rival is None:
+                continue
+            if gives_way(self._incarnation, time.monotonic() - self._held_since_s, rival):
                 raise DuplicateId("another gateway with this id was heard")
+            if not self._warned:
+                self._warned = True
+                log.warning("another gateway has the id %s; it will end (said once)", self.config.gateway_id)
 
-    async def _lives(self, incarnation: str) -> bool:
-        """Whether another process answers for this id."""
+    async def _holder(self, incarnation: str) -> Holder | None:
+        """That other process, if it answers for this id."""
         subject = subjects.gateway_holder(self.config.gateway_id)
         for _ in range(ASK_HOLDER_TIMES):  # this process answers, too: either of the two may get the question
             try:
@@ -244,8 +248,8 @@ class Gateway:
                 log.debug("no answer about who holds the id of this gateway: %s", error)
                 continue
             if holder.incarnation == incarnation:
-                return True
-        return False
+                return holder
+        return None
 
     def _apply(self, changes: RouteChanges) -> None:
         if changes.models or changes.removed:

@@ -143,9 +143,7 @@ class MonitorService:
         )
 
     async def _evaluate(self, connected_since_s: float) -> None:
-        wishes = self._watch.evaluate(
-            time.monotonic(), unix_s=time.time(), connected_since_s=connected_since_s, leads=self._leader.leads
-        )
+        wishes = self._watch.evaluate(time.monotonic(), connected_since_s=connected_since_s, leads=self._leader.leads)
         self._show()
         for wish in wishes:
             if self._leader.leads:
@@ -180,11 +178,11 @@ class MonitorService:
                 role=wish.role,
                 desired=wish.desired,
                 observed=wish.observed,
-                triggered_at_s=wish.triggered_at_s,
+                triggered_ago_s=wish.triggered_ago_s,
                 reason=wish.reason,
                 term=self._leader.term,
                 idle=wish.idle,
-                idle_since_s=wish.idle_since_s,
+                idle_for_s=wish.idle_for_s,
                 deficit=wish.deficit,
                 spare=wish.spare,
                 urgent=wish.urgent,

@@ -64,7 +64,7 @@ class Publisher:
                     await self._leases.release(term)
                 raise
             await asyncio.gather(*[self._publish(pair) for pair in operation.pairs.values()])
-            operation.planned(time.time())
+            operation.planned(time.monotonic())
             return operation
 
     async def _publish(self, pair: LivePair) -> None:

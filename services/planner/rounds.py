@@ -186,7 +186,7 @@ class Rounds:
             self._tell([self._planner.rounds.refuse(one, error, now())])
             return
         self._plans.labels(operation.direction).inc()
-        self._plan_seconds.observe(max(0.0, time.time() - one.request.triggered_at_s))
+        self._plan_seconds.observe(time.monotonic() - one.request.triggered_s)
         self._planner.rounds.settle(one)
         self._answer(one, operation)
 

@@ -226,25 +226,25 @@ class PlannerService:
         return self._planner.migrations.of(request.instance_id, await self._reader.read(timeout_s=RPC_TIMEOUT_S))
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
-        role, triggered_at_s = request.role, time.time()
+        role, triggered_s = request.role, time.monotonic()
         if request.instances < 0:
             raise BadRequest("instances must not be negative", param="instances")
         if not 0 <= request.hold_s <= MAX_HOLD_S:
             raise BadRequest(f"hold_s must be from 0 to {MAX_HOLD_S:g}, not {request.hold_s:g}", param="hold_s")
-        view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
-        asked = asked_by_hand(request, view, triggered_at_s)
+        view, read_s = await self._reader.read(timeout_s=RPC_TIMEOUT_S), time.monotonic()
+        asked = asked_by_hand(request, view, triggered_s)
         # Set back if nothing comes of it.
         await self._set_floor(request.model, role, request.instances, request.hold_s)
         try:
             operation = await self._scale_patiently(asked)
         except BlitzError:
             before = view.floors.get((request.model, role))
-            hold_s = max(0.0, before.until_s - time.time()) if before else 0.0
+            hold_s = max(0.0, before.left_s - (time.monotonic() - read_s)) if before else 0.0
             # Fails if another planner leads by now; the caller is told why nothing came of the request.
             with contextlib.suppress(BlitzError):
                 await self._set_floor(request.model, role, before.instances if before else 0, hold_s)
             raise
-        return (operation or self._planner.writer.nothing_to_do(asked)).record()
+        return (operation or self._planner.writer.nothing_to_do(asked, now())).record()
 
     async def _set_floor(self, model: str, role: Role, instances: int, hold_s: float) -> None:
         floor = SetFloor(model=model, instances=instances, hold_s=hold_s, role=role, term=self._leader.term)

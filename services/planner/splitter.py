@@ -54,7 +54,7 @@ class Splitter:
 
     async def on_split(self, asked: PlanSplit) -> Ack:
         """A pair asks. Raises ``NotFound``, ``Conflict`` if it is over."""
-        pair, request = self._splits.request(asked, time.time())
+        pair, request = self._splits.request(asked, time.monotonic())
         if request is None:
             return Ack()
         queued = pair.pair_id in self._newest
@@ -83,7 +83,7 @@ class Splitter:
         try:
             while True:
                 async with self._turn:
-                    if not self._splits.is_of_use(pair, time.time()):
+                    if not self._splits.is_of_use(pair, time.monotonic()):
                         return "late"
                     asked = self._newest[pair.pair_id]
                     found = await asyncio.to_thread(
@@ -101,7 +101,7 @@ class Splitter:
         self._seconds.observe(elapsed_s)
         if not found.gates:
             return "no_gain"
-        assignment = self._splits.gates(pair, found, elapsed_s, time.time())
+        assignment = self._splits.gates(pair, found, elapsed_s, time.monotonic())
         if assignment is None:
             return "late"
         await self._stream.revision(assignment)

@@ -18,13 +18,14 @@ from services.planner.core.operations.history import (
     without_chains_from,
 )
 from services.planner.core.operations.operations import MAX_RECORDS
+from services.planner.core.operations.plan_events import base_id
 from services.planner.core.planner import Planner
 from services.planner.leases import RPC_TIMEOUT_S
 from services.planner.plan_stream import PlanStream
 from services.planner.tracker import OperationTracker
 from shared import subjects
 from shared.aio import OwnedTasks
-from shared.bus.base import Bus
+from shared.bus.base import Bus, Stored
 from shared.errors import BlitzError
 from shared.leading import Leader
 from shared.messages.live import ZigzagAssignment
@@ -35,6 +36,7 @@ from shared.registry import RegistryReader
 log = logging.getLogger(__name__)
 
 E = TypeVar("E", ScalePlan, DrainPlan, MutatePlan, ZigzagAssignment)
+P = TypeVar("P", ScalePlan, DrainPlan, MutatePlan)
 MAX_PAST_EVENTS = 5000
 """Of each kind, that a new leader reads back."""
 
@@ -73,19 +75,27 @@ class Succession:
         past, limit = self._bus.past_events, MAX_PAST_EVENTS
         stored = await past(subjects.scale_records(), ScaleRecord, limit=MAX_RECORDS)
         # Only operations that ended have records there; ignore anything else.
-        records = [record for record in stored if record.status != "running"]
+        records = [one.event for one in stored if one.event.status != "running"]
         for record in records:
             operations.remember(record)
         # This leader repeats earlier plans under its own term: workers no longer listen to an earlier leader.
-        plans = plans_from(self._mine(await past(subjects.scale_plans(), ScalePlan, limit=limit)))
-        drains = without_chains_from(self._mine(await past(subjects.drain_plans(), DrainPlan, limit=limit)))
-        mutations = without_chains_from(self._mine(await past(subjects.mutate_plans(), MutatePlan, limit=limit)))
+        stored_s: dict[str, float] = {}
+
+        async def published(subject: str, kind: type[P]) -> list[P]:
+            found = await past(subject, kind, limit=limit)
+            for one in found:
+                stored_s.setdefault(base_id(one.event.plan_id), one.at_s)
+            return self._mine(found)
+
+        plans = plans_from(await published(subjects.scale_plans(), ScalePlan))
+        drains = without_chains_from(await published(subjects.drain_plans(), DrainPlan))
+        mutations = without_chains_from(await published(subjects.mutate_plans(), MutatePlan))
         assignments = self._mine(await past(subjects.zigzag_assignments(), ZigzagAssignment, limit=limit))
         view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
         ended = {record.plan_id for record in records}
-        now_s = time.time()
+        now_s = time.monotonic()
         for operation in operations_under_way(
-            plans.values(), drains.values(), mutations.values(), assignments, ended, now_s
+            plans.values(), drains.values(), mutations.values(), assignments, ended, stored_s, now_s
         ):
             operations.add(operation)
         for plan_id, worker_ids in unpublished_leases(view.workers, plans.keys()):
@@ -96,18 +106,26 @@ class Succession:
         # The planner that published them may have died before every target had heard.
         for operation in operations.running():
             plan = plans.get(operation.plan_id)
-            if plan is not None and operation.untold_targets and now_s < plan.expires_at_s:
-                self._tasks.start(self._tell_again(plan))
+            if plan is not None and operation.untold_targets:
+                age_s = now_s - stored_s[plan.plan_id]
+                if age_s < plan.valid_s:
+                    self._tasks.start(self._tell_again(_aged(plan, age_s)))
             drain = drains.get(operation.plan_id)
             left = unheeded(drain, operation, view.workers) if drain is not None else None
             if left is not None:
                 self._tasks.start(self._tell_again(left))
 
-    def _mine(self, events: Iterable[E]) -> list[E]:
-        return [msgspec.structs.replace(event, term=self._leader.term) for event in events]
+    def _mine(self, events: Iterable[Stored[E]]) -> list[E]:
+        return [msgspec.structs.replace(stored.event, term=self._leader.term) for stored in events]
 
     async def _tell_again(self, plan: ScalePlan | DrainPlan) -> None:
         try:
             await self._stream.tell(plan)
         except BlitzError as error:
             log.warning("%s: its targets could not be told again: %s", plan.plan_id, error)
+
+
+def _aged(plan: ScalePlan, age_s: float) -> ScalePlan:
+    """The plan for a stream that takes it only now."""
+    give_up_s = max(plan.give_up_s - age_s, 0.1) if plan.give_up_s else 0.0
+    return msgspec.structs.replace(plan, valid_s=plan.valid_s - age_s, give_up_s=give_up_s)

@@ -58,7 +58,7 @@ class OperationTracker:
 
     def on_live_report(self, report: LiveReport) -> None:
         """The source of a pair tells what it did."""
-        operation = self._planner.tracker.on_live_report(report)
+        operation = self._planner.tracker.on_live_report(report, now())
         if operation is None:
             return
         level = logging.INFO if report.outcome == "dissolved" else logging.WARNING

@@ -199,10 +199,10 @@ class LeadingPool:
         if self._grace.silence_counts(now_s):
             await self._expire(now_s)
         self.registry.end_leases(now_s)
-        self.registry.models.end_floors(time.time())
+        self.registry.models.end_floors(now_s)
         if now_s >= self._tidy_at_s:
             self._tidy_at_s = now_s + TIDY_EVERY_S
-            await self._store.forget_removed(self.registry.forget_removed(time.time() - REMOVED_S, MAX_REMOVED))
+            await self._store.forget_removed(self.registry.forget_removed(now_s - REMOVED_S, MAX_REMOVED))
             await self._tidy_cordons()
         for state in get_args(InstanceState):
             self._metrics.workers.labels(state).set(self.registry.states[state])
@@ -285,7 +285,12 @@ class LeadingPool:
             self._renewed.add(report.worker.worker_id)
         lost = self.registry.lost(report)
         self._models.want(*lost)
-        ack = HeartbeatAck(lease_s=self._lease_s, wants_models=lost, planner_term=self._terms.newest("planner"))
+        ack = HeartbeatAck(
+            lease_s=self._lease_s,
+            wants_models=lost,
+            planner_term=self._terms.newest("planner"),
+            unix_s=time.time(),
+        )
         instance = report.instance
         if instance is None:
             return ack
@@ -318,17 +323,17 @@ class LeadingPool:
         if request.lift:
             registry.lift_cordon(worker_id)
         else:
-            registry.cordon(worker_id, time.time())
+            registry.cordon(worker_id, time.monotonic())
         # Should this fail, the caller hears of it, and asks again.
-        await self._store.set_cordons(registry.cordons.seen())
+        await self._store.set_cordons(registry.cordons.seen(), time.monotonic())
         return Ack()
 
     async def _tidy_cordons(self) -> None:
         cordons = self.registry.cordons
         if cordons.seen():
-            for worker_id in cordons.forget(self.registry.workers.__contains__, time.time()):
+            for worker_id in cordons.forget(self.registry.workers.__contains__, time.monotonic()):
                 log.info("worker %s, which is drained, has not been here for long: forgotten", worker_id)
-            await self._store.set_cordons(cordons.seen())
+            await self._store.set_cordons(cordons.seen(), time.monotonic())
 
     async def _on_retire_copy(self, request: RetireCopy) -> Ack:
         if not request.undo:
@@ -343,7 +348,7 @@ class LeadingPool:
             # A page per turn of the loop: a thousand readers at once must not hold up a thousand heartbeats, of which
             # each is a hundredth of the work.
             await asyncio.sleep(0)
-            page = page_of(self.registry, request.cursor, request.since)
+            page = page_of(self.registry, request.cursor, request.since, time.monotonic())
             if page is None:
                 raise Conflict("the snapshot was begun at another pool process: read it from the beginning")
             return page

@@ -23,10 +23,6 @@ from shared.messages.registry import (
 )
 from shared.telemetry import tracer
 
-EPOCHS_BEGIN_S = 1735689600
-MAX_TERM_AHEAD_MS = 24 * 3600 * 1000
-"""Clocks differ, by less than a day."""
-
 
 class Terms:
     """Planners and monitors: which process leads, and the newest term of each kind. ``open`` first."""
@@ -53,13 +49,10 @@ class Terms:
         """A process asks to lead its kind, to go on, or to lead no longer."""
         if not request.owner or request.term < 0 or not 0.1 <= request.ttl_s <= 60.0:
             raise BadRequest("a leader has a name, and leads for 0.1 to 60 seconds at a time", param="ttl_s")
-        # Terms begin at the milliseconds since 2025 (``services.pool.scripts``), and grow with each leader.
-        newest = max(self.newest(request.service), round((time.time() - EPOCHS_BEGIN_S) * 1000))
-        if request.term > newest + MAX_TERM_AHEAD_MS:
-            raise BadRequest(f"no {request.service} can have led with term {request.term} yet", param="term")
         if request.give_up:
             await self._store.abdicate(request.service, request.owner)
             return Leadership(leads=False, term=self.newest(request.service), leader="", expires_in_s=0.0)
+        # Raises ``BadRequest`` for a term that nobody can have led with yet.
         standing = await self._store.lead(request.service, request.owner, request.ttl_s, last_term=request.term)
         self._newest[request.service] = max(standing.term, self.newest(request.service))
         return Leadership(

@@ -108,7 +108,7 @@ class ModelAdmin:
             # Redis may have removed it already: an earlier answer may have been lost.
             if not await self._store.remove_model(request.name) and self._registry.models.get(request.name) is None:
                 raise ModelNotFound(f"model {request.name!r} is not registered", param="name")
-            self._registry.remove_model(request.name, time.time())
+            self._registry.remove_model(request.name, time.monotonic())
         log.info("model %s removed", request.name)
         return Ack()
 
@@ -150,8 +150,7 @@ class ModelAdmin:
                 await self._store.lift_floor(request.model, request.role)
                 self._registry.models.lift_floor(request.model, request.role)
                 return Ack()
-            until_s = time.time() + request.hold_s
-            floor = Floor(model=request.model, instances=request.instances, until_s=until_s, role=request.role)
+            floor = Floor(model=request.model, instances=request.instances, left_s=request.hold_s, role=request.role)
             await self._store.set_floor(floor)
-            self._registry.models.set_floor(floor)
+            self._registry.models.set_floor(floor, time.monotonic())
         return Ack()

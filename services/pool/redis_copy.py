@@ -26,12 +26,12 @@ class RedisCopy:
         """Learn what Redis holds."""
         registry, now_s = self._registry, time.monotonic()
         self._run_id = await self._store.run_id()
-        known = await self._store.remember(now_s, time.time())
+        known = await self._store.remember(now_s)
         for model in known.models:
             registry.put_model(model)
         registry.models.load_removed(known.removed)
         for floor in known.floors:
-            registry.models.set_floor(floor)
+            registry.models.set_floor(floor, now_s)
         registry.models.set_unplaced(known.unplaced)
         registry.cordons.load(known.cordons)
         for report in known.reports:
@@ -55,8 +55,9 @@ class RedisCopy:
         run_id, registry = await self._store.run_id(), self._registry
         async with self._changing:
             models = registry.models
-            await self._store.replace_models(models.records(), models.removed(), models.floors())
-        await self._store.set_cordons(registry.cordons.seen())
+            now_s = time.monotonic()
+            await self._store.replace_models(models.records(), models.removed(), models.floors(now_s), now_s)
+        await self._store.set_cordons(registry.cordons.seen(), time.monotonic())
         await self._refill_workers()
         for lease in tuple(registry.leases.values()):
             await self._store.put_lease(lease, lease.until_s - time.monotonic())

@@ -26,7 +26,7 @@ class Remembered:
 
     models: tuple[ModelRecord, ...]
     removed: Mapping[str, float]
-    """Names, and when (unix time)."""
+    """Names, and when (monotonic, like all times here: before now, and maybe negative)."""
     floors: tuple[Floor, ...]
     unplaced: tuple[Unplaced, ...]
     reports: tuple[WorkerHeartbeat, ...]
@@ -35,12 +35,13 @@ class Remembered:
     retired: tuple[tuple[str, str], ...]
     """(worker id, copy id) of copies that may go."""
     cordons: Mapping[str, float]
-    """Workers that are to be free, and when each last lived (unix time)."""
+    """Workers that are to be free, and when each last lived."""
 
 
-async def remember(redis: Redis, now_s: float, unix_s: float) -> Remembered:
-    """Everything, as of now (``now_s`` monotonic, ``unix_s`` unix time)."""
+async def remember(redis: Redis, now_s: float) -> Remembered:
+    """Everything, as of now (monotonic)."""
     worker_ids = await worker_ids_in(redis)
+    redis_now_s = await _redis_now_s(redis)
     models = await _models(redis)
     hashes = sorted({m.model_hash for m in models})
     async with redis.pipeline(transaction=False) as pipe:
@@ -59,8 +60,8 @@ async def remember(redis: Redis, now_s: float, unix_s: float) -> Remembered:
     cordons = await cast(Any, redis.hgetall(f"{PREFIX}cordons"))
     return Remembered(
         models=models,
-        removed={name.decode(): float(at_ms) / 1000 for name, at_ms in removed.items()},
-        floors=await _floors(redis, unix_s),
+        removed={name.decode(): now_s - (redis_now_s - float(at_ms) / 1000) for name, at_ms in removed.items()},
+        floors=await _floors(redis, redis_now_s),
         unplaced=await _unplaced(redis),
         reports=tuple(report for report in reports if report is not None),
         leases=tuple(
@@ -68,7 +69,7 @@ async def remember(redis: Redis, now_s: float, unix_s: float) -> Remembered:
             for w, (plan, model, role, epoch), left_ms in zip(worker_ids, raw[1::3], raw[2::3], strict=True)
             if plan is not None
         ),
-        cordons={name.decode(): float(at_ms) / 1000 for name, at_ms in cordons.items()},
+        cordons={name.decode(): now_s - (redis_now_s - float(at_ms) / 1000) for name, at_ms in cordons.items()},
         retired=tuple((copy_id.partition("/")[0], copy_id) for copy_id in retired),
     )
 
@@ -85,14 +86,22 @@ async def _models(redis: Redis) -> tuple[ModelRecord, ...]:
     return tuple(record for record in records if record is not None)
 
 
-async def _floors(redis: Redis, now_s: float) -> tuple[Floor, ...]:
-    """Floors in force at unix time ``now_s``."""
+async def _redis_now_s(redis: Redis) -> float:
+    """By the clock that wrote the times that Redis holds."""
+    seconds, micros = await cast(Any, redis.time())
+    return float(seconds) + float(micros) / 1e6
+
+
+async def _floors(redis: Redis, redis_now_s: float) -> tuple[Floor, ...]:
+    """Floors in force, with what they have left."""
     raw = await cast(Any, redis.hgetall(f"{PREFIX}floors"))
     floors = []
     for _, value in sorted(raw.items()):
-        with contextlib.suppress(msgspec.MsgspecError):  # of another version: treated as missing
-            floors.append(msgspec.msgpack.decode(value, type=Floor))
-    return tuple(f for f in floors if f.until_s > now_s)
+        ends_ms, _, encoded = value.partition(b":")
+        with contextlib.suppress(msgspec.MsgspecError, ValueError):  # of another version: treated as missing
+            floor = msgspec.msgpack.decode(encoded, type=Floor)
+            floors.append(msgspec.structs.replace(floor, left_s=int(ends_ms) / 1000 - redis_now_s))
+    return tuple(f for f in floors if f.left_s > 0)
 
 
 async def _unplaced(redis: Redis) -> tuple[Unplaced, ...]:

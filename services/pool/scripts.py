@@ -11,7 +11,8 @@ Keys (prefix ``blitz:``):
                              serial of one that may go, with the sequence of its worker's newest report by then.
                              Copy ids begin with their worker's id and a '/'.
     lease:<id>        hash   plan, model, role, epoch, expires (ms); without a role: colocated
-    floors            hash   model -> Floor (msgpack) of its colocated instances, 'model role' -> that of another role
+    floors            hash   model -> end, ms, ':' and Floor (msgpack) of its colocated instances,
+                             'model role' -> that of another role
     epoch, sequence   counters
     publisher         identity of this registry's event sequence
     leader:<service>  hash   owner, term; while its lease lasts
@@ -133,7 +134,7 @@ return 1
 )
 
 # KEYS: workers, epoch, models   ARGV: prefix, plan, model, role, ttl_ms, id...
-# All or none. Returns {'ok', expires, epoch...} or {'no', id, why}.
+# All or none. Returns {'ok', epoch...} or {'no', id, why}.
 LEASE = (
     NOW
     + """
@@ -147,7 +148,7 @@ for i = 6, #ARGV do
   if lease[1] and lease[1] ~= ARGV[2] and tonumber(lease[2]) > now then return {'no', id, 'leased'} end
 end
 local expires = now + tonumber(ARGV[5])
-local out = {'ok', tostring(expires)}
+local out = {'ok'}
 """
     + LAST_EPOCH
     + """
@@ -208,10 +209,13 @@ return 1
 # The owner leads if no other process does; or, if it never led, in place of a process that had the same seat. A new
 # leader gets a new term, one that was not missed goes on with its own.
 # Returns {'1', term, owner, ttl_ms, '1' if the terms were lost} or {'0', term, leader, ms that its lease has left,
-# '1' if its seat is the caller's}.
+# '1' if its seat is the caller's}; {'ahead'} for a last term that no leader can have had. Terms start at the
+# milliseconds since 2025, and each leader adds one: a day is left for a clock that was set back.
 LEAD = (
     NOW
     + """
+local newest = math.max(tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0'), now - 1735689600000)
+if tonumber(ARGV[5]) > newest + 86400000 then return {'ahead'} end
 local known = redis.call('HMGET', KEYS[1], 'owner', 'term', 'seat')
 local other = known[1] and known[1] ~= ARGV[2]
 if other and not (ARGV[4] ~= '' and known[3] == ARGV[4] and ARGV[5] == '0') then
@@ -249,6 +253,16 @@ for i = 1, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return 1
 """
 
+# KEYS: the hash   ARGV: field, ms ago, ...   Holds these times, and no others.
+REPLACE_TIMES = (
+    NOW
+    + """
+redis.call('DEL', KEYS[1])
+for i = 1, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], string.format('%.0f', now - tonumber(ARGV[i + 1]))) end
+return 1
+"""
+)
+
 # KEYS: (fence)   ARGV: one command
 CALL = "return redis.call(unpack(ARGV))"
 
@@ -283,6 +297,15 @@ if record.model_hash ~= ARGV[3] or record.added_at_s ~= tonumber(ARGV[4]) then r
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return 1
 """
+
+# KEYS: floors   ARGV: field, Floor, ms that it lasts from now
+SET_FLOOR = (
+    NOW
+    + """
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f:', now + tonumber(ARGV[3])) .. ARGV[2])
+return 1
+"""
+)
 
 # KEYS: models, removed, floors   ARGV: name, its fields in floors...
 REMOVE_MODEL = (

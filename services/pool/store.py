@@ -17,7 +17,7 @@ from services.pool.core.copies import complete_copies
 from services.pool.core.worker_entry import Lease
 from services.pool.remembered import Remembered, remember, worker_ids_in
 from services.pool.scripts import PREFIX
-from shared.errors import Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable
+from shared.errors import BadRequest, Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable
 from shared.messages.codec import decode, encode
 from shared.messages.common import Role
 from shared.messages.registry import Floor, LeaseGrant, ModelRecord, Unplaced, WorkerHeartbeat
@@ -132,21 +132,24 @@ class Store:
         for begin in range(0, len(until), 2 * _BATCH):
             await self._run(scripts.CALL, args=["ZADD", f"{PREFIX}workers", "XX", *until[begin : begin + 2 * _BATCH]])
 
-    async def remember(self, now_s: float, unix_s: float) -> Remembered:
-        """Everything, as of now (``now_s`` monotonic, ``unix_s`` unix time)."""
-        return await remember(self._redis, now_s, unix_s)
+    async def remember(self, now_s: float) -> Remembered:
+        """Everything, as of now (monotonic)."""
+        return await remember(self._redis, now_s)
 
     async def lead(self, service: str, owner: str, ttl_s: float, *, seat: str = "", last_term: int = 0) -> Standing:
         """Lead a kind of service, or go on; for ``ttl_s`` from now.
 
         ``seat``: of processes with one seat only one lives, so a new one need not wait until the old one's lease ends.
-        ``last_term``: of this owner; 0 if it never led.
+        ``last_term``: of this owner; 0 if it never led. Raises ``BadRequest`` if no leader can have had it.
         """
         fence = f"{PREFIX}leads:" if service == "pool" else ""
         keys = [f"{PREFIX}leader:{service}", f"{PREFIX}terms"]
         args = [service, owner, round(ttl_s * 1000), seat, str(last_term), fence]
         answer = await self._run(scripts.LEAD, keys=keys, args=args, fenced=False)
-        verdict, term, leader, left_ms, flag = [part.decode() for part in answer]
+        verdict, *rest = [part.decode() for part in answer]
+        if verdict == "ahead":
+            raise BadRequest(f"no {service} can have led with term {last_term} yet", param="term")
+        term, leader, left_ms, flag = rest
         leads = verdict == "1"
         return Standing(
             leads=leads,
@@ -183,12 +186,7 @@ class Store:
         )
         verdict, *rest = [part.decode() for part in answer]
         if verdict == "ok":
-            expires_ms, *epochs = rest
-            return LeaseGrant(
-                plan_id=plan_id,
-                epochs=tuple(zip(worker_ids, map(int, epochs), strict=True)),
-                expires_at_s=float(expires_ms) / 1000,
-            )
+            return LeaseGrant(plan_id=plan_id, epochs=tuple(zip(worker_ids, map(int, rest), strict=True)))
         worker_id, why = rest
         if why == "model":
             raise ModelNotFound(f"model {model!r} is not registered", param="model")
@@ -254,17 +252,17 @@ class Store:
         return bool(await self._run(scripts.REMOVE_MODEL, keys=keys, args=[name, *fields]))
 
     async def replace_models(
-        self, models: Iterable[ModelRecord], removed: Mapping[str, float], floors: Iterable[Floor]
+        self, models: Iterable[ModelRecord], removed: Mapping[str, float], floors: Iterable[Floor], now_s: float
     ) -> None:
-        """These models are registered, these were removed on purpose at those unix times, these floors are set; and
-        no others."""
+        """These models are registered, these were removed on purpose (and when, as ``now_s`` is measured), these floors
+        are set; and no others."""
         await self._run(
             scripts.REPLACE, keys=[f"{PREFIX}models"], args=[a for m in models for a in (m.name, encode(m))]
         )
-        at_ms = [a for name, at_s in removed.items() for a in (name, str(round(at_s * 1000)))]
-        await self._run(scripts.REPLACE, keys=[f"{PREFIX}removed"], args=at_ms)
-        encoded = [a for f in floors for a in (_floor_field(f.model, f.role), msgspec.msgpack.encode(f))]
-        await self._run(scripts.REPLACE, keys=[f"{PREFIX}floors"], args=encoded)
+        await self._run(scripts.REPLACE_TIMES, keys=[f"{PREFIX}removed"], args=_ages(removed, now_s))
+        await self._run(scripts.REPLACE, keys=[f"{PREFIX}floors"], args=[])
+        for floor in floors:
+            await self.set_floor(floor)
 
     async def worker_ids(self) -> tuple[str, ...]:
         """Of all workers that Redis holds, in order."""
@@ -279,19 +277,23 @@ class Store:
         if names:
             await self._run(scripts.CALL, args=["HDEL", f"{PREFIX}removed", *names])
 
-    async def set_cordons(self, seen_s: Mapping[str, float]) -> None:
-        """These workers, and no others, are to be free; when each last lived (unix time)."""
-        at_ms = [a for worker_id, at_s in seen_s.items() for a in (worker_id, str(round(at_s * 1000)))]
-        await self._run(scripts.REPLACE, keys=[f"{PREFIX}cordons"], args=at_ms)
+    async def set_cordons(self, seen_s: Mapping[str, float], now_s: float) -> None:
+        """These workers, and no others, are to be free; when each last lived, as ``now_s`` is measured."""
+        await self._run(scripts.REPLACE_TIMES, keys=[f"{PREFIX}cordons"], args=_ages(seen_s, now_s))
 
     async def set_floor(self, floor: Floor) -> None:
         """Set the manual floor of a model and role, in place of the one before."""
-        field = _floor_field(floor.model, floor.role)
-        await self._run(scripts.CALL, args=["HSET", f"{PREFIX}floors", field, msgspec.msgpack.encode(floor)])
+        args = [_floor_field(floor.model, floor.role), msgspec.msgpack.encode(floor), round(floor.left_s * 1000)]
+        await self._run(scripts.SET_FLOOR, keys=[f"{PREFIX}floors"], args=args)
 
     async def lift_floor(self, model: str, role: Role) -> None:
         """Forget the manual floor of a model and role, if there is one."""
         await self._run(scripts.CALL, args=["HDEL", f"{PREFIX}floors", _floor_field(model, role)])
+
+
+def _ages(times: Mapping[str, float], now_s: float) -> list[str]:
+    """Names, each followed by how many milliseconds ago that was."""
+    return [a for name, at_s in times.items() for a in (name, str(round((now_s - at_s) * 1000)))]
 
 
 def _floor_field(model: str, role: Role) -> str:

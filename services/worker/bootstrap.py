@@ -13,7 +13,7 @@ from services.worker.instance.host_group import HostGroup, group_name
 from services.worker.instance.instance import InstanceSlot
 from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.progress import ProgressReporter
-from services.worker.instance.registration import Registration, Standing
+from services.worker.instance.registration import ClockSkew, Registration, Standing
 from services.worker.kv_transfer.departures import Departures
 from services.worker.kv_transfer.migration import Migrator
 from services.worker.kv_transfer.receiver import KvReceiver
@@ -86,7 +86,9 @@ class Parts:
         self.slot = slot = InstanceSlot()
         self.store = store = HostStore(config.host_cache_bytes)
         held = _Held(slot, store, NicMeter(node.device))
-        self.registration = registration = Registration(bus, info, held.standing, held.model)
+        self.registration = registration = Registration(
+            bus, info, held.standing, held.model, ClockSkew(config.clock_skew_s, metrics)
+        )
         self.peers = peers = Peers(bus, transport, info)
         slot.when_changed(registration.changed)
         slot.when_changed(peers.look_soon)

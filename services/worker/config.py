@@ -61,6 +61,7 @@ class WorkerConfig(ServiceConfig):
     report_interval_s: float
     load_by_host: bool
     stall_s: float
+    clock_skew_s: float
     profiles: Path | None
     mock: MockTiming
     mock_faults: MockFaults
@@ -112,6 +113,7 @@ class WorkerConfig(ServiceConfig):
             load_by_host=env.boolean("BLITZ_WORKER_LOAD_BY_HOST", default=True),
             report_interval_s=env.number("BLITZ_WORKER_REPORT_INTERVAL_S", default=0.1, minimum=0.01),
             stall_s=env.number("BLITZ_WORKER_STALL_S", default=5.0, minimum=0.1),
+            clock_skew_s=env.number("BLITZ_WORKER_CLOCK_SKEW_S", default=1.0, minimum=0.1),
             drain_timeout_s=env.number("BLITZ_WORKER_DRAIN_TIMEOUT_S", default=30.0, minimum=0.0),
             profiles=profiles_path(env),
             mock=MockTiming(

@@ -46,18 +46,18 @@ class Mutation:
         """Tell nothing more."""
         await self._tasks.close()
 
-    async def on_mutate_plan(self, plan: MutatePlan) -> None:
+    async def on_mutate_plan(self, plan: MutatePlan, stored_s: float) -> None:
         """Take the role, if the plan names this worker's instance; a repeated plan changes nothing. What cannot be is
-        told to the planner with the reason."""
+        told to the planner with the reason. ``stored_s``: when the stream took the plan (monotonic)."""
         target = next((t for t in plan.targets if t.worker_id == self._worker_id), None)
         if target is None:
             return
-        instance, refusal = self._slot.current(), self._refusal(plan, target)
+        instance, refusal = self._slot.current(), self._refusal(plan, target, time.monotonic() - stored_s)
         if instance is None or refusal:
             await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=refusal)
             return
         was = instance.role
-        instance.ordered_role = plan.term, plan.planned_at_s
+        instance.ordered_role = plan.term, plan.planned_s
         if was != plan.role:
             instance.role = plan.role
             instance.on_first_work = lambda: self._tasks.start(
@@ -68,19 +68,19 @@ class Mutation:
         # Not here: the next order may concern this instance, too.
         self._tasks.start(self._tell(plan, instance))
 
-    def _refusal(self, plan: MutatePlan, target: MutateTarget) -> str:
+    def _refusal(self, plan: MutatePlan, target: MutateTarget, age_s: float) -> str:
         """Why not; empty if nothing speaks against it."""
         instance = self._slot.current()
         if instance is None or instance.instance_id != target.instance_id:
             return f"{target.instance_id} is not here any more"
-        if (plan.term, plan.planned_at_s) < instance.ordered_role:
+        if (plan.term, plan.planned_s) < instance.ordered_role:
             return "superseded by a later plan"
         if instance.role == plan.role and instance.state in ("serving", "draining"):
             return ""
         if instance.state != "serving":
             return f"it is {instance.state}"
-        if time.time() > plan.expires_at_s:
-            return "the plan came too late"
+        if age_s > plan.valid_s:
+            return f"the plan came {age_s:.1f} s after it was published, and was valid for {plan.valid_s:.1f} s"
         return ""
 
     async def _tell(self, plan: MutatePlan, instance: Instance) -> None:

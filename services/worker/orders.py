@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from shared import subjects
-from shared.bus.base import Bus, Subscription
+from shared.bus.base import Bus, Stored, Subscription
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 
@@ -21,12 +21,13 @@ class Orders:
         self,
         bus: Bus,
         worker_id: str,
-        on_scale: Callable[[ScalePlan], Awaitable[None]],
+        on_scale: Callable[[ScalePlan, float], Awaitable[None]],
         on_drain: Callable[[DrainPlan], Awaitable[None]],
-        on_zigzag: Callable[[ZigzagAssignment], Awaitable[None]],
-        on_mutate: Callable[[MutatePlan], Awaitable[None]],
-        on_migrate: Callable[[MigratePlan], Awaitable[None]],
+        on_zigzag: Callable[[ZigzagAssignment, float], Awaitable[None]],
+        on_mutate: Callable[[MutatePlan, float], Awaitable[None]],
+        on_migrate: Callable[[MigratePlan, float], Awaitable[None]],
     ) -> None:
+        """The second argument: when the stream took it, by this process's monotonic clock."""
         self._bus = bus
         self._worker_id = worker_id
         self._on_scale = on_scale
@@ -62,17 +63,18 @@ class Orders:
             # The first word may still be an answer from before that planner led.
             self._doubted = True
 
-    async def _on_order(self, order: WorkerOrder) -> None:
+    async def _on_order(self, stored: Stored[WorkerOrder]) -> None:
+        order, at_s = stored.event, stored.at_s
         if order.scale is not None and self._is_valid(order.scale.term, order.scale.plan_id):
-            await self._on_scale(order.scale)
+            await self._on_scale(order.scale, at_s)
         if order.drain is not None and self._is_valid(order.drain.term, order.drain.plan_id):
             await self._on_drain(order.drain)
         if order.zigzag is not None and self._is_valid(order.zigzag.term, order.zigzag.pair_id):
-            await self._on_zigzag(order.zigzag)
+            await self._on_zigzag(order.zigzag, at_s)
         if order.mutate is not None and self._is_valid(order.mutate.term, order.mutate.plan_id):
-            await self._on_mutate(order.mutate)
+            await self._on_mutate(order.mutate, at_s)
         if order.migrate is not None and self._is_valid(order.migrate.term, order.migrate.plan_id):
-            await self._on_migrate(order.migrate)
+            await self._on_migrate(order.migrate, at_s)
 
     def _is_valid(self, term: int, what: str) -> bool:
         newest = max(self._term, self._claimed_term)

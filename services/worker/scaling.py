@@ -89,8 +89,9 @@ class Scaling:
 
     # --- load --------------------------------------------------------------------------------
 
-    async def on_scale_plan(self, plan: ScalePlan) -> None:
+    async def on_scale_plan(self, plan: ScalePlan, stored_s: float) -> None:
         """Take part in a plan, if it names this worker as a target. Returns once accepted; the work goes on by itself.
+        ``stored_s``: when the stream took it (monotonic).
 
         Sources have nothing to do: targets ask them for what they want.
         """
@@ -102,12 +103,17 @@ class Scaling:
         if part is not None:
             # Freeing memory and building an instance take a moment, in which another plan may come.
             async with self._accepting:
-                await self._accept(plan, part)
+                await self._accept(plan, part, stored_s)
 
-    async def _accept(self, plan: ScalePlan, part: Part) -> None:
-        target = part.member
-        if target.epoch <= self._last_epoch or time.time() > plan.expires_at_s:
+    async def _accept(self, plan: ScalePlan, part: Part, stored_s: float) -> None:
+        target, age_s = part.member, time.monotonic() - stored_s
+        if target.epoch <= self._last_epoch:
             log.info("%s is outdated (epoch %d, newest %d): ignored", plan.plan_id, target.epoch, self._last_epoch)
+            return
+        if age_s > plan.valid_s:
+            detail = f"the plan came {age_s:.1f} s after it was published, and was valid for {plan.valid_s:.1f} s"
+            log.warning("%s: %s", plan.plan_id, detail)
+            await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=detail)
             return
         busy = self._slot.current()
         if busy is not None and busy.state in ("loading", "live"):
@@ -127,6 +133,7 @@ class Scaling:
             return
         self._mover.offer(instance)
         self._slot.put(instance)
+        instance.ordered_s = stored_s
         self._loading = self._tasks.start(self._load(plan, part, instance))
 
     async def _load(self, plan: ScalePlan, part: Part, instance: Instance) -> None:
@@ -141,7 +148,8 @@ class Scaling:
             tell = self._progress.tell
             try:
                 await tell(plan.plan_id, instance.instance_id, "accepted")
-                async with asyncio.timeout(max(0.0, plan.give_up_at_s - time.time()) if plan.give_up_at_s else None):
+                left_s = max(0.0, instance.ordered_s + plan.give_up_s - time.monotonic())
+                async with asyncio.timeout(left_s if plan.give_up_s else None):
                     await self._mover.fill(plan, part, instance)
                 loaded_bytes = instance.received_bytes
                 span.set_attribute("blitz.bytes", loaded_bytes)

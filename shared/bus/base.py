@@ -10,7 +10,8 @@ with ``malformed_message``.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from shared.bus.departures import DepartureListener
 from shared.messages.codec import Message
@@ -18,9 +19,20 @@ from shared.messages.codec import Message
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
 
+
+@dataclass(frozen=True, slots=True)
+class Stored(Generic[M]):
+    """An event as it is read from the plan stream."""
+
+    event: M
+    at_s: float
+    """When the stream took it, by this process's monotonic clock: its age is the difference between two times of the
+    stream's own clock."""
+
+
 Listener = Callable[[M], None]
 """Called inline, in order of arrival, on the event loop: must be quick and must not raise."""
-AsyncListener = Callable[[M], Awaitable[None]]
+EventListener = Callable[[Stored[M]], Awaitable[None]]
 """Awaited one at a time, in order of arrival."""
 Responder = Callable[[M], Awaitable[R]]
 """Answers an RPC; calls run concurrently. A ``BlitzError`` it raises reaches the caller typed."""
@@ -73,11 +85,11 @@ class Bus(Protocol):
         """Append to the plan stream, once per ``message_id``. Returns when the server has it.
         Raises ``Unavailable``, ``PayloadTooLarge``."""
 
-    async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[M, ...]:
+    async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[Stored[M], ...]:
         """The newest events on ``subject`` that the server still has, oldest first; at most ``limit``. What does not
         decode is counted and left out. Raises ``Unavailable``."""
 
-    async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
+    async def subscribe_events(self, subject: str, kind: type[M], listener: EventListener[M]) -> Subscription:
         """Receive events appended from now on; each is acknowledged when ``listener`` returns."""
 
     async def wait_lost(self) -> str:

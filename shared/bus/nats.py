@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from opentelemetry import context as otel_context
 
 from shared import subjects
 from shared.bus.access import ANYBODY, NatsAccess
-from shared.bus.base import AsyncListener, Bus, Listener, M, R, Responder, Subscription
+from shared.bus.base import Bus, EventListener, Listener, M, R, Responder, Stored, Subscription
 from shared.bus.departures import DepartureListener, departure_of
 from shared.bus.nats_events import EventSubscription
 from shared.bus.nats_link import Link, drain, drop_unsent, round_trip
@@ -211,11 +212,11 @@ class NatsBus(Bus):
         check_size(subject, payload, headers, self._client.max_payload)
         await self._stream_of(subject).append(subject, payload, headers)
 
-    async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[M, ...]:
-        found = []
-        for msg in await self._stream_of(subject).past(subject, limit):
+    async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[Stored[M], ...]:
+        found, stream = [], self._stream_of(subject)
+        for msg in await stream.past(subject, limit):
             try:
-                found.append(decode(msg.data, kind))
+                found.append(Stored(decode(msg.data, kind), stream.clock.stored_s(msg, time.monotonic())))
             except MalformedMessage as error:
                 self._malformed.record(kind, msg.subject, error)
         return tuple(found)
@@ -223,7 +224,7 @@ class NatsBus(Bus):
     def _stream_of(self, subject: str) -> EventStream:
         return self._records if subject == subjects.scale_records() else self._stream
 
-    async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
+    async def subscribe_events(self, subject: str, kind: type[M], listener: EventListener[M]) -> Subscription:
         subscription = EventSubscription(self._stream, subject, kind, listener, self._malformed, self._forget)
         await subscription.start()
         self._subscriptions.add(subscription)

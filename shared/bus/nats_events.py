@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Generic
@@ -15,7 +16,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from opentelemetry import context as otel_context
 
-from shared.bus.base import AsyncListener, M
+from shared.bus.base import EventListener, M, Stored
 from shared.bus.nats_link import end
 from shared.bus.nats_stream import EventStream
 from shared.bus.refusals import JETSTREAM
@@ -31,6 +32,8 @@ _ACK_WAIT_S = 30.0
 _WATCH_INTERVAL_S = 15.0
 _START_TIMEOUT_S = 8.0
 _CLOSE_TIMEOUT_S = 10.0
+_DOUBT_S = 1.0
+"""An event that seems to be older than this, or to come from the future by as much, is looked at twice."""
 
 
 class EventSubscription(Generic[M]):
@@ -41,7 +44,7 @@ class EventSubscription(Generic[M]):
         stream: EventStream,
         subject: str,
         kind: type[M],
-        listener: AsyncListener[M],
+        listener: EventListener[M],
         malformed: MalformedLog,
         on_close: Callable[[EventSubscription[M]], None],
     ) -> None:
@@ -51,7 +54,8 @@ class EventSubscription(Generic[M]):
         self._listener = listener
         self._malformed = malformed
         self._on_close = on_close
-        self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[Msg, float]] = asyncio.Queue()
+        """With the time of arrival."""
         self._pending: set[int] = set()
         self._stream_created: datetime | None = None
         self._waits = False
@@ -175,20 +179,29 @@ class EventSubscription(Generic[M]):
         if sequence >= self._next_sequence:
             self._next_sequence = sequence + 1
             self._pending.add(sequence)
-            self._arrived.put_nowait(msg)
+            self._arrived.put_nowait((msg, time.monotonic()))
         elif sequence not in self._pending:
             await self._acknowledge(msg)  # handled before; its acknowledgement was lost
 
     async def _handle_events(self) -> None:
         while True:
-            msg = await self._arrived.get()
+            msg, arrived_s = await self._arrived.get()
             try:
-                await self._handle(msg)
+                await self._handle(msg, arrived_s)
             finally:
                 self._pending.discard(msg.metadata.sequence.stream)
                 self._arrived.task_done()
 
-    async def _handle(self, msg: Msg) -> None:
+    async def _stored_s(self, msg: Msg, arrived_s: float) -> float:
+        """When the stream took the event (monotonic). Where that is not just now, its clock may have been set: it is
+        asked again."""
+        clock = self._stream.clock
+        if abs(clock.age_s(msg, arrived_s)) > _DOUBT_S:
+            with contextlib.suppress(TimeoutError, nats.errors.Error):  # what was known before has to do
+                await self._stream.info()
+        return clock.stored_s(msg, arrived_s)
+
+    async def _handle(self, msg: Msg, arrived_s: float) -> None:
         try:
             event = decode(msg.data, self._kind)
         except MalformedMessage as error:
@@ -198,7 +211,7 @@ class EventSubscription(Generic[M]):
         keep_alive = asyncio.create_task(self._extend(msg))
         token = enter_sender_context(msg.headers)
         try:
-            await self._listener(event)
+            await self._listener(Stored(event, await self._stored_s(msg, arrived_s)))
         except Exception:  # noqa: BLE001 - acknowledged all the same: an event that fails once would fail for ever
             _log.exception("the listener of %s failed", msg.subject)
         finally:

@@ -6,9 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
+import msgspec
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
@@ -48,6 +52,26 @@ RECORD_LIMITS = StreamLimits(max_age_s=0.0, max_events=500)
 """The newest records survive, however old they are."""
 
 
+class StreamClock:
+    """The clock by which the stream's server stamps events, against this process's monotonic one."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+        """What a monotonic time lacks to the server's Unix time."""
+
+    def set(self, server: datetime, now_s: float) -> None:
+        """The server just said what its clock shows."""
+        self._ahead_s = server.timestamp() - now_s
+
+    def age_s(self, msg: Msg, now_s: float) -> float:
+        """How old an event is; negative where the server's clock was set since it was heard."""
+        return self._ahead_s + now_s - msg.metadata.timestamp.timestamp()
+
+    def stored_s(self, msg: Msg, now_s: float) -> float:
+        """The monotonic time at which the stream took an event."""
+        return now_s - max(0.0, self.age_s(msg, now_s))
+
+
 class EventStream:
     """A stream over ``subject``. Who appends makes it and keeps its limits; who reads waits for it."""
 
@@ -61,6 +85,8 @@ class EventStream:
         subject: str = subjects.plans(),
         limits: StreamLimits = PLAN_LIMITS,
     ) -> None:
+        self._client = client
+        self.clock = StreamClock()
         self.jetstream: JetStreamContext = client.jetstream(timeout=_API_TIMEOUT_S)
         self.name = name
         self._label = "plan stream" if name == subjects.PLAN_STREAM else "record stream"
@@ -72,9 +98,19 @@ class EventStream:
         self._known = False
 
     async def info(self) -> api.StreamInfo:
-        """The stream's state. Raises ``NotFoundError`` while it does not exist, ``nats.errors.Error`` while
-        JetStream is away."""
-        return await self.jetstream.stream_info(self.name)
+        """The stream's state; ``clock`` is set by it. Raises ``NotFoundError`` while it does not exist,
+        ``nats.errors.Error`` while JetStream is away."""
+        # Not by ``stream_info``, which leaves out what the server's clock said.
+        try:
+            msg = await self._client.request(f"{api.DEFAULT_PREFIX}.STREAM.INFO.{self.name}", timeout=_API_TIMEOUT_S)
+        except nats.errors.NoRespondersError as error:
+            raise nats.js.errors.ServiceUnavailableError from error
+        answer: dict[str, Any] = msgspec.json.decode(msg.data)
+        if "error" in answer:
+            raise nats.js.errors.APIError.from_error(answer["error"])
+        self.clock.set(datetime.fromisoformat(answer["ts"]), time.monotonic())
+        state: api.StreamInfo = api.StreamInfo.from_response(answer)
+        return state
 
     def new_consumer_name(self) -> str:
         """Of no consumer before: one that was lost may still be there."""
@@ -170,6 +206,7 @@ class EventStream:
             try:
                 async with asyncio.timeout(_READ_TIMEOUT_S) as deadline:
                     refused.ends(deadline)
+                    await self.info()  # for the clock
                     await self._read(subject, newest)
             except nats.js.errors.NotFoundError:
                 return []

@@ -154,6 +154,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     stopping: bool = False
     """It is about to end."""
+    clock_ahead_s: float = 0.0
+    """Of the pool's time of day; 0: they agree."""
     drain: Literal["", "waits", "drains", "drained"] = ""
     """Of a worker that was drained by hand: its instance stays until another one has taken its place; its requests and
     host copies move away; or it is free."""
@@ -176,13 +178,12 @@ class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FloorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of instances that somebody asked for, below which the load does not go until then."""
+    """A number of instances that somebody asked for, below which the load does not go for ``left_s``."""
 
     model: str
     role: str = "colocated"
     instances: int = 0
-    until_s: float = 0.0
-    """Unix time."""
+    left_s: float = 0.0
 
 
 class RefusedWorker(msgspec.Struct, frozen=True, kw_only=True):

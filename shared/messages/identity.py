@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shared.messages.codec import Message
+from shared.messages.common import Figure
 
 
 class GetHolder(Message, frozen=True, kw_only=True, tag="get_holder.v1"):
@@ -16,3 +17,5 @@ class Holder(Message, frozen=True, kw_only=True, tag="holder.v1"):
     """New at every process start."""
     host: str
     pid: int
+    held_s: Figure = 0.0
+    """For how long, by its own clock."""

@@ -3,7 +3,7 @@
 
 The *source* is an overloaded instance that has all layers, the *target* one that loads. The planner publishes who they
 are. The source hands batches of prompts over, the target runs the layers that it has, the source pulls batches back
-with their activations and KV. Times that end in ``_at_s`` are Unix times.
+with their activations and KV. What ends in ``_ago_s`` is in seconds before the message was sent.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class ZigzagAssignment(Message, frozen=True, kw_only=True, tag="zigzag_assignmen
     """Its ``epoch`` is that of its lease: an assignment for an older one is void."""
     policy: LivePolicy = "zigzag"
     why: str = ""
-    layers_ready_at_s: tuple[float, ...] = ()
-    """Per decoder layer, when the plan expects the target to have it."""
-    loaded_at_s: float = 0.0
-    """When the plan expects the target to have everything."""
+    layers_ready_s: tuple[float, ...] = ()
+    """Per decoder layer, how long after the target's plan it is expected to have it."""
+    loaded_s: float = 0.0
+    """How long after its plan the target is expected to have everything."""
     slo_tbt_s: float = 0.1
-    expires_at_s: float
-    """Who has not begun by then never does."""
+    valid_s: float
+    """Who has not begun so long after the stream took it never does."""
     revision: int = 0
     gates: tuple[Gate, ...] = ()
     term: Count
@@ -73,7 +73,8 @@ class PlanSplit(Message, frozen=True, kw_only=True, tag="plan_split.v1"):
 
     pair_id: str
     batches: tuple[SplitBatch, ...]
-    source_free_at_s: float
+    source_free_s: float
+    """How long until then."""
     pull_s: float = 0.0
     """Expected seconds that a pull takes of the source."""
 
@@ -182,9 +183,10 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerRuns(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of prompt batches that one side ran, per bucket of ``bucket_s`` from ``start_at_s`` on."""
+    """Layers of prompt batches that one side ran, per bucket of ``bucket_s``."""
 
-    start_at_s: Figure
+    started_ago_s: Figure
+    """The first bucket."""
     bucket_s: Figure
     counts: tuple[Count, ...] = ()
 
@@ -225,7 +227,7 @@ class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: Count
     target_layers: Count
     source_layers: Count
-    first_token_at_s: Figure
+    first_token_ago_s: Figure
 
 
 class LiveReport(Message, frozen=True, kw_only=True, tag="live_report.v1"):
@@ -239,9 +241,8 @@ class LiveReport(Message, frozen=True, kw_only=True, tag="live_report.v1"):
     policy: LivePolicy
     outcome: Literal["dissolved", "failed"]
     reason: str
-    started_at_s: Figure
-    ended_at_s: Figure
-    first_cooperative_token_at_s: Figure | None = None
+    started_ago_s: Figure
+    first_cooperative_token_ago_s: Figure | None = None
     """First token of a batch of which both sides ran layers."""
     batches: tuple[LiveBatch, ...] = ()
     source_runs: LayerRuns | None = None

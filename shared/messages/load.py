@@ -117,16 +117,17 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     desired: Count
     observed: Count
     """Serving instances the verdict is based on."""
-    triggered_at_s: Figure
-    """When the load first called for this number."""
+    triggered_ago_s: Figure
+    """How long ago the load first called for this number."""
     reason: str
     term: Count
     """Of the monitor that says so (``shared.messages.registry.Lead``)."""
     idle: Count = 0
     """Of the instances observed, those that another model may have at once: the load does not need them at this moment,
     nor do limits and floors."""
-    idle_since_s: Figure = 0.0
-    """When so many became idle, or were last idle. With it, ``desired`` may be ``observed``: nothing is asked for."""
+    idle_for_s: Figure | None = None
+    """How long ago so many became idle, or how long they were before that ended. Unless None, ``desired`` may be
+    ``observed``: nothing is asked for."""
     deficit: Figure = 0.0
     """What the load needs beyond what is there, within limits, as a share of what is there (of one, if nothing is)."""
     spare: Count

@@ -1,7 +1,8 @@
 """Plans of the planner as events: instances that load, drain, change their role, or give requests away.
 
 Plans travel through JetStream with the plan id as ``Nats-Msg-Id``; workers start at new
-messages and ignore a plan whose lease (epoch) is not theirs any more.
+messages and ignore a plan whose lease (epoch) is not theirs any more. For how long one holds is said in seconds from
+when the stream took it (``shared.bus.base.Stored``): hosts' clocks may differ.
 """
 
 from __future__ import annotations
@@ -84,11 +85,13 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
     keepers: tuple[str, ...] = ()
     """If not empty, only these of them do: worker ids."""
     triggered_at_s: float
-    planned_at_s: float
-    expires_at_s: float
-    """A target that has not accepted by then never does."""
-    give_up_at_s: float = 0.0
-    """A target that does not serve by then has failed. 0: never."""
+    """Unix time, for people."""
+    triggered_ago_s: float = 0.0
+    """Before it was planned."""
+    valid_s: float
+    """From when the stream took it. A target that has not accepted by then never does."""
+    give_up_s: float = 0.0
+    """From then, too. A target that does not serve by then has failed. 0: never."""
     reason: str = ""
     explain: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -142,6 +145,7 @@ class DrainPlan(Message, frozen=True, kw_only=True, tag="drain_plan.v1"):
     role: Role = "colocated"
     desired: int = 0
     triggered_at_s: float = 0.0
+    triggered_ago_s: float = 0.0
     trace_id: str = ""
     num_parts: int = 1
 
@@ -155,7 +159,7 @@ class MigratePlan(Message, frozen=True, kw_only=True, tag="migrate_plan.v1"):
     instance_id: str
     destinations: tuple[Destination, ...]
     """Not more than their ``kv_tokens`` in all."""
-    expires_at_s: float
+    valid_s: float
     """A worker that hears of it later does nothing."""
     reason: str = ""
     term: Count
@@ -181,9 +185,10 @@ class MutatePlan(Message, frozen=True, kw_only=True, tag="mutate_plan.v1"):
     targets: tuple[MutateTarget, ...]
     role: Role
     """From now on."""
-    planned_at_s: float
-    """By the planner's clock: of two plans for one instance, the one with the higher term, then the later one holds."""
-    expires_at_s: float
+    planned_s: float
+    """By the monotonic clock of the planner of this term: of two plans for one instance, the one with the higher term,
+    then the later one holds."""
+    valid_s: float
     """A worker that hears of it later says so, and changes nothing."""
     reason: str = ""
     explain: tuple[str, ...] = ()
@@ -194,5 +199,6 @@ class MutatePlan(Message, frozen=True, kw_only=True, tag="mutate_plan.v1"):
     desired: int = 0
     """Instances in the new role that the operation leads to."""
     triggered_at_s: float = 0.0
+    triggered_ago_s: float = 0.0
     trace_id: str = ""
     num_parts: int = 1

@@ -20,7 +20,8 @@ class ScaleProgress(Message, frozen=True, kw_only=True, tag="scale_progress.v1")
     worker_id: str
     instance_id: str
     event: ProgressEvent
-    at_s: Figure
+    after_s: Figure
+    """Since this worker first reported on the plan, by its own clock."""
     layer: LayerIndex = -1
     """With ``layer_ready``: the decoder layer's index."""
     received_bytes: Count = 0

@@ -8,7 +8,7 @@ import msgspec
 
 from shared.errors import BlitzError
 from shared.messages.codec import Message
-from shared.messages.common import Count, Device, ErrorInfo, Figure, InstanceState, Role, Serving
+from shared.messages.common import Count, Device, ErrorInfo, Figure, InstanceState, Role, Serving, SignedFigure
 from shared.model_spec import ModelSpec
 
 MAX_HOLD_S = 1e9
@@ -141,6 +141,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.
     nic_ingress_gbps: Figure = 0.0
     stopping: bool = False
     """The process is about to end: it takes nothing new, and what drains here is not to be revived."""
+    clock_ahead_s: SignedFigure = 0.0
+    """Of the pool's time of day; 0 while they agree to within a limit. For people: nothing is decided by it."""
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
@@ -159,6 +161,8 @@ class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
     slo_tbt_s: Figure | None = None
     """The objective that the instance's model has now, for the time between two tokens; 0: none of its own. None: the
     registry does not say."""
+    unix_s: Figure | None = None
+    """The pool's time of day, for the worker to compare its own with."""
 
 
 class RestoreModel(Message, frozen=True, kw_only=True, tag="restore_model.v1"):
@@ -227,7 +231,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     nic_egress_gbps: Figure = 0.0
     nic_ingress_gbps: Figure = 0.0
     stopping: bool = False
-    """As in ``WorkerHeartbeat``."""
+    """With ``clock_ahead_s``, as in ``WorkerHeartbeat``."""
+    clock_ahead_s: SignedFigure = 0.0
     cordoned: bool = False
     """An operator wants it free: nothing new comes here, and what is here goes elsewhere. Its process stays."""
 
@@ -238,11 +243,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """A manual number of instances of one role below which the monitor does not go until ``until_s``."""
+    """A manual number of instances of one role below which the monitor does not go for ``left_s`` from now on."""
 
     model: str
     instances: Count
-    until_s: float
+    left_s: float
     role: Role = "colocated"
 
 
@@ -296,7 +301,6 @@ class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease_grant.v1"):
 
     plan_id: str
     epochs: tuple[tuple[str, int], ...]
-    expires_at_s: float
 
 
 class LeaseBatch(Message, frozen=True, kw_only=True, tag="lease_batch.v1"):

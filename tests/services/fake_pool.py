@@ -120,7 +120,7 @@ class FakePool:
                 msgspec.structs.replace(w, **lease) if w.worker.worker_id in request.worker_ids else w
                 for w in self.workers
             )
-        return LeaseGrant(plan_id=request.plan_id, epochs=epochs, expires_at_s=FAR_FUTURE_S)
+        return LeaseGrant(plan_id=request.plan_id, epochs=epochs)
 
     async def _on_lease_batch(self, request: LeaseBatch) -> LeaseVerdicts:
         """``errors["lease"]`` are of its single leases, one by one."""

@@ -14,8 +14,8 @@ M = model("m", max_instances=4)
 def test_the_number_is_kept_within_the_models_limits_and_above_the_floor() -> None:
     assert bounded(9, M, None) == 4
     assert bounded(0, M, None) == 1
-    assert bounded(1, M, Floor(model="m", instances=3, until_s=1.0)) == 3
-    assert bounded(1, M, Floor(model="m", instances=9, until_s=1.0)) == 4
+    assert bounded(1, M, Floor(model="m", instances=3, left_s=1.0)) == 3
+    assert bounded(1, M, Floor(model="m", instances=9, left_s=1.0)) == 4
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -25,7 +25,7 @@ def test_the_least_number_is_of_each_role_that_the_model_is_served_by(role: Role
     assert bounded(0, M, None) == 1
     assert bounded(0, M, None, role) == 0
     assert bounded(9, M, None, role) == 4
-    assert bounded(0, M, Floor(model="m", instances=2, until_s=1.0, role=role), role) == 2
+    assert bounded(0, M, Floor(model="m", instances=2, left_s=1.0, role=role), role) == 2
 
 
 @pytest.mark.parametrize("state", ["loading", "live", "serving"])

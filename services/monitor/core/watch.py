@@ -52,10 +52,9 @@ class Wish(NamedTuple):
     desired: int
     observed: int
     reason: str
-    triggered_at_s: float
-    """With ``idle_since_s``, unix time."""
+    triggered_ago_s: float
     idle: int
-    idle_since_s: float
+    idle_for_s: float | None
     deficit: float
     spare: int
     urgent: int
@@ -83,12 +82,12 @@ class _Group:
     told_at_s: float = -inf
     told_more: bool | None = None
     """Whether that was more than there were, or fewer."""
-    triggered_at_s: float = 0.0
+    triggered_s: float = 0.0
     met: bool = True
     """Whether what was wanted at the last evaluation was there."""
     idle: int = 0
-    """Instances that another model may have at once, and since when (unix time) so many."""
-    idle_since_s: float = 0.0
+    """Instances that another model may have at once, and since when so many."""
+    idle_since_s: float | None = None
     spare: int = 0
 
     def is_news(self, desired: int) -> bool:
@@ -98,11 +97,11 @@ class _Group:
             return False
         return more != self.told_more or self.sent_at_s - self.told_at_s >= TELL_S
 
-    def set_idle(self, idle: int, spare: int, unix_s: float) -> bool:
+    def set_idle(self, idle: int, spare: int, now_s: float) -> bool:
         """Whether they are other numbers than before."""
         before = self.idle, self.spare
-        if idle > self.idle or unix_s < self.idle_since_s:  # or the clock was set
-            self.idle_since_s = unix_s
+        if idle > self.idle:
+            self.idle_since_s = now_s
         self.idle, self.spare = idle, spare
         return before != (idle, spare)
 
@@ -120,10 +119,11 @@ class _Model:
 
     @property
     def keeps(self) -> tuple[int, float]:
-        """The lower, the sooner it can do without an instance: how many are spare (negative), and since when (unix
-        time) some have been idle."""
+        """The lower, the sooner it can do without an instance: how many are spare (negative), and since when some have
+        been idle."""
         groups = self.groups.values()
-        idle_since_s = min((group.idle_since_s for group in groups if group.idle), default=inf)
+        since_s = (group.idle_since_s for group in groups if group.idle)
+        idle_since_s = min((at_s for at_s in since_s if at_s is not None), default=inf)
         return -max(group.spare for group in groups), idle_since_s
 
     @property
@@ -244,7 +244,7 @@ class Watch:
             if (model := self._models.get(instance.model)) is not None:
                 model.demand.on_role(instance.instance_id, instance.role)
 
-    def evaluate(self, now_s: float, *, unix_s: float, connected_since_s: float, leads: bool) -> list[Wish]:
+    def evaluate(self, now_s: float, *, connected_since_s: float, leads: bool) -> list[Wish]:
         """What has to be said now, by model; it counts as said. ``connected_since_s``: since when reports can be
         heard. ``leads``: whether it is this monitor that speaks."""
         wishes, crowded = [], any(model.demand.was_asked_lately(now_s) for model in self._asleep)
@@ -262,7 +262,7 @@ class Watch:
                 else:
                     self._figures.pop((name, role), None)
                 desired, observed = verdict.desired, group.there.observed
-                changed = group.set_idle(verdict.idle, verdict.spare, unix_s)
+                changed = group.set_idle(verdict.idle, verdict.spare, now_s)
                 was_met, group.met = group.met, desired == observed
                 ended = group.met and not was_met
                 if group.met:
@@ -271,11 +271,11 @@ class Watch:
                     group.sent = group.told = group.told_more = None
                     continue
                 if desired != group.sent or (was_met and not group.met):
-                    group.triggered_at_s = unix_s
+                    group.triggered_s = now_s
                 elif not (changed or ended) and now_s - group.sent_at_s < self._repeat_s:
                     continue
                 group.sent, group.sent_at_s = desired, now_s
-                wishes.append(_wish(name, role, group, verdict))
+                wishes.append(_wish(name, role, group, verdict, now_s))
         return wishes
 
     def _in_turn(self, *, crowded: bool) -> list[tuple[str, _Model]]:
@@ -293,7 +293,7 @@ class Watch:
                 group.told, group.told_more, group.told_at_s = wish.desired, more, group.sent_at_s
 
 
-def _wish(name: str, role: Role, group: _Group, verdict: Verdict) -> Wish:
+def _wish(name: str, role: Role, group: _Group, verdict: Verdict, now_s: float) -> Wish:
     desired, observed = verdict.desired, group.there.observed
     return Wish(
         model=name,
@@ -301,9 +301,9 @@ def _wish(name: str, role: Role, group: _Group, verdict: Verdict) -> Wish:
         desired=desired,
         observed=observed,
         reason=verdict.reason,
-        triggered_at_s=group.triggered_at_s,
+        triggered_ago_s=now_s - group.triggered_s,
         idle=group.idle,
-        idle_since_s=group.idle_since_s,
+        idle_for_s=None if group.idle_since_s is None else now_s - group.idle_since_s,
         deficit=max(0.0, min(verdict.needed, desired) - observed) / max(observed, 1),
         spare=verdict.spare,
         urgent=verdict.urgent,

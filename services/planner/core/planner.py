@@ -101,7 +101,7 @@ class Planner:
             request = ScaleRequest(
                 demand.model,
                 demand.desired,
-                demand.triggered_at_s,
+                now_s - demand.triggered_ago_s,
                 demand.reason,
                 role=demand.role,
                 deficit=demand.deficit,

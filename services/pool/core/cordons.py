@@ -1,4 +1,4 @@
-"""Workers that an operator wants free of everything, though their processes stay. Pure; times are unix seconds.
+"""Workers that an operator wants free of everything, though their processes stay. Pure; times are monotonic.
 
 A cordon outlives its worker's process, and Redis remembers it: a worker that is restarted while its machine is being
 repaired comes back without anything being planned onto it. It is forgotten when it is lifted, or when no worker of that

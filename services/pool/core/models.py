@@ -15,6 +15,18 @@ from shared.messages.registry import Floor, ModelRecord, Unplaced
 _encoder = msgspec.msgpack.Encoder()
 
 
+@dataclass(frozen=True, slots=True)
+class HeldFloor:
+    """A floor, and until when it lasts (monotonic)."""
+
+    floor: Floor
+    until_s: float
+
+    def at(self, now_s: float) -> Floor:
+        """With what it has left."""
+        return msgspec.structs.replace(self.floor, left_s=max(0.0, self.until_s - now_s))
+
+
 @dataclass(slots=True)
 class ModelEntry:
     """A model's record, and what else is known of the model."""
@@ -22,7 +34,7 @@ class ModelEntry:
     record: ModelRecord
     record_bytes: int
     """On the wire."""
-    floors: dict[Role, Floor] = field(default_factory=dict)
+    floors: dict[Role, HeldFloor] = field(default_factory=dict)
     unplaced: Unplaced | None = None
 
     @property
@@ -95,16 +107,17 @@ class Models:
 
     # --- floors ------------------------------------------------------------------------------
 
-    def floors(self) -> tuple[Floor, ...]:
-        """In the order of models' names."""
-        return tuple(f for entry in self.entries.values() for _, f in sorted(entry.floors.items()))
+    def floors(self, now_s: float) -> tuple[Floor, ...]:
+        """As of now, in the order of models' names."""
+        return tuple(f.at(now_s) for entry in self.entries.values() for _, f in sorted(entry.floors.items()))
 
-    def set_floor(self, floor: Floor) -> None:
+    def set_floor(self, floor: Floor, now_s: float) -> None:
         """In place of the role's one before."""
         entry = self.entries.get(floor.model)
         if entry is not None:
-            entry.floors[floor.role] = floor
-            heappush(self._floor_ends, (floor.until_s, floor.model, floor.role))
+            until_s = now_s + floor.left_s
+            entry.floors[floor.role] = HeldFloor(floor, until_s)
+            heappush(self._floor_ends, (until_s, floor.model, floor.role))
             self.entries.changed(floor.model)
 
     def lift_floor(self, name: str, role: Role) -> None:
@@ -113,12 +126,12 @@ class Models:
             self.entries.changed(name)
 
     def end_floors(self, now_s: float) -> None:
-        """Remove floors that have run out (unix time ``now_s``)."""
+        """Remove floors that have run out."""
         while self._floor_ends and self._floor_ends[0][0] <= now_s:
             until_s, name, role = heappop(self._floor_ends)
             entry = self.entries.get(name)
-            floor = entry.floors.get(role) if entry is not None else None
-            if floor is not None and floor.until_s == until_s:
+            held = entry.floors.get(role) if entry is not None else None
+            if held is not None and held.until_s == until_s:
                 self.lift_floor(name, role)
 
     # --- host copies -------------------------------------------------------------------------

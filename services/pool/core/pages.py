@@ -14,8 +14,9 @@ PAGE_BYTES = 192 * 1024
 """Of one page of a snapshot, about."""
 
 
-def page_of(registry: Registry, cursor: str, since: str) -> Snapshot | None:
-    """A page of everything, or of what changed ``since``; None for a cursor that is not of this registry."""
+def page_of(registry: Registry, cursor: str, since: str, now_s: float) -> Snapshot | None:
+    """A page of everything, or of what changed ``since``; None for a cursor that is not of this registry. ``now_s``:
+    monotonic, for what floors have left."""
     start = _position(cursor, registry.publisher) if cursor else (registry.version.number, "m", "")
     if start is None:
         return None
@@ -41,7 +42,7 @@ def page_of(registry: Registry, cursor: str, since: str) -> Snapshot | None:
         publisher=registry.publisher,
         models=tuple(model.record for model in models),
         workers=tuple(worker.record for worker in workers),
-        floors=tuple(floor for model in models for _, floor in sorted(model.floors.items())),
+        floors=tuple(held.at(now_s) for model in models for _, held in sorted(model.floors.items())),
         unplaced=tuple(model.unplaced for model in models if model.unplaced is not None),
         next_cursor=next_cursor,
         version=f"{registry.publisher}/{began}",

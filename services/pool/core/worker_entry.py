@@ -73,6 +73,7 @@ def record_of(
         nic_egress_gbps=egress,
         nic_ingress_gbps=ingress,
         stopping=report.stopping,
+        clock_ahead_s=report.clock_ahead_s,
         cordoned=cordoned,
     )
 

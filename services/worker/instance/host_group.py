@@ -72,6 +72,8 @@ class HostGroup:
         self._members: list[_Member] = []
         self._gatherer: socket.socket | None = None
         self._confirmed_s = float("-inf")
+        self._gathered_s = float("inf")
+        """Before the first time, nothing can be old."""
         self._stay_away_until_s = float("-inf")
 
     @property
@@ -88,7 +90,7 @@ class HostGroup:
         if self._gatherer is None and self._listener is None:
             self._join(now_s)
         if self._listener is not None:
-            return self._gather(report)
+            return self._gather(report, now_s)
         self._send(report)
         return [] if now_s - self._confirmed_s <= self._silence_s else [report]
 
@@ -101,6 +103,7 @@ class HostGroup:
             if end is not None:
                 end.close()
         self._listener = self._gatherer = None
+        self._gathered_s = float("inf")
         self._confirmed_s = float("-inf")
 
     # --- as a member -----------------------------------------------------------------------------
@@ -158,13 +161,15 @@ class HostGroup:
         else:
             self._listener = listener
 
-    def _gather(self, own: LoadReport) -> list[LoadReport | HostLoad]:
+    def _gather(self, own: LoadReport, now_s: float) -> list[LoadReport | HostLoad]:
         self._accept()
+        # What waited in the sockets while this process stood still may be as old as that.
+        is_fresh, self._gathered_s = now_s - self._gathered_s <= self._silence_s, now_s
         latest: dict[str, tuple[LoadReport, int]] = {}
         heard, lost = [], []
         for member in self._members:
             try:
-                if self._read(member, own.published_at_s - self._silence_s, latest):
+                if self._read(member, latest) and is_fresh:
                     heard.append(member)
             except (OSError, MalformedMessage) as error:
                 log.debug("%s left the workers of %s: %s", member.worker_id or "a member", self._host, error)
@@ -176,7 +181,7 @@ class HostGroup:
             with contextlib.suppress(OSError):  # it reads nothing, or is gone: the next exchange shows it
                 member.connection.send(_CONFIRMED)
         latest.pop(own.worker_id, None)
-        if not latest:
+        if not latest or not is_fresh:
             return [own]
         return [
             HostLoad(host=self._host, reports=tuple(part))
@@ -196,8 +201,8 @@ class HostGroup:
             else:
                 connection.close()
 
-    def _read(self, member: _Member, since_s: float, latest: dict[str, tuple[LoadReport, int]]) -> bool:
-        """The newest report of a member, if it sent one since then. Raises ``OSError``, ``MalformedMessage``."""
+    def _read(self, member: _Member, latest: dict[str, tuple[LoadReport, int]]) -> bool:
+        """The newest report of a member, if it sent one. Raises ``OSError``, ``MalformedMessage``."""
         payload = b""
         for _ in range(READS_PER_EXCHANGE):
             try:
@@ -213,8 +218,6 @@ class HostGroup:
         member.worker_id = member.worker_id or report.worker_id
         if report.worker_id != member.worker_id:
             raise MalformedMessage(f"{member.worker_id} speaks for {report.worker_id}")
-        if report.published_at_s < since_s:
-            return False
         latest[report.worker_id] = (report, len(payload))
         return True
 

@@ -59,7 +59,8 @@ class Instance:
         self._slo_tbt_s = 0.0
         self.keep_tbt(self.record.slo_tbt_s)
         self._digest = ""
-        self._begun_s = time.monotonic()
+        self._begun_s = self.ordered_s = time.monotonic()
+        """``ordered_s``: when the stream took the plan."""
         self.load_s = 0.0
         """How long it took to load; 0 until it serves."""
         self._lifecycle = InstanceLifecycle()

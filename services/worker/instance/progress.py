@@ -14,6 +14,9 @@ from shared.messages.progress import ProgressEvent, ScaleProgress
 
 log = logging.getLogger(__name__)
 
+MAX_PLANS = 64
+"""Whose beginnings are remembered: a worker is in few at a time."""
+
 
 class ProgressReporter:
     """Publishes ``ScaleProgress``. A report that cannot be sent is logged: the planner's deadlines cover it."""
@@ -21,6 +24,8 @@ class ProgressReporter:
     def __init__(self, bus: Bus, worker_id: str) -> None:
         self._bus = bus
         self._worker_id = worker_id
+        self._began: dict[str, float] = {}
+        """When each of the newest plans was first reported on, monotonic."""
 
     async def tell(
         self,
@@ -33,13 +38,17 @@ class ProgressReporter:
         detail: str = "",
     ) -> None:
         """Report an event of now."""
+        now_s = time.monotonic()
+        began_s = self._began.setdefault(plan_id, now_s)
+        if len(self._began) > MAX_PLANS:
+            del self._began[next(iter(self._began))]
         trace.get_current_span().add_event(event, {"layer": layer} if layer >= 0 else {})
         message = ScaleProgress(
             plan_id=plan_id,
             worker_id=self._worker_id,
             instance_id=instance_id,
             event=event,
-            at_s=time.time(),
+            after_s=now_s - began_s,
             layer=layer,
             received_bytes=received_bytes,
             detail=detail,

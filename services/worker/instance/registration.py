@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from prometheus_client import CollectorRegistry, Gauge
 
 from shared import subjects
 from shared.bus.base import Bus
@@ -46,6 +49,32 @@ class Standing:
     nic_ingress_gbps: float
 
 
+class ClockSkew:
+    """How far this host's time of day is from the pool's. For people: nothing is decided by it."""
+
+    def __init__(self, limit_s: float = 1.0, metrics: CollectorRegistry | None = None) -> None:
+        """Up to ``limit_s`` nobody is told."""
+        self._limit_s = limit_s
+        self._gauge = Gauge(
+            "blitz_worker_clock_ahead_seconds", "Time of day here, ahead of the pool's", registry=metrics
+        )
+        self.told_s = 0.0
+        """What people are told; 0: the two agree."""
+
+    def measured(self, asked_s: float, answered_s: float, pool_s: float) -> None:
+        """The pool said ``pool_s`` between these two times of day here; how much of that was which way is unknown."""
+        ahead_s, way_s = (asked_s + answered_s) / 2 - pool_s, abs(answered_s - asked_s) / 2
+        self._gauge.set(ahead_s)
+        if abs(ahead_s) - way_s > self._limit_s:
+            if abs(ahead_s - self.told_s) > max(way_s, self._limit_s / 2):
+                self.told_s = round(ahead_s, 1)
+                where = "ahead of" if ahead_s > 0 else "behind"
+                log.warning("the clock of this host is %.1f s %s the pool's: set it", abs(ahead_s), where)
+        elif self.told_s and abs(ahead_s) + way_s < self._limit_s:
+            self.told_s = 0.0
+            log.info("the clock of this host agrees with the pool's again")
+
+
 class Registration:
     """Sends ``WorkerHeartbeat``. A report that fails is repeated; the newest state wins by sequence."""
 
@@ -55,12 +84,14 @@ class Registration:
         worker: WorkerInfo,
         standing: Callable[[], Standing],
         model: Callable[[str], ModelRecord | None],
+        skew: ClockSkew | None = None,
     ) -> None:
         """``standing`` gives what to report; ``model`` the record of a model hash, if a registry lost it."""
         self._bus = bus
         self._worker = worker
         self._standing = standing
         self._model = model
+        self._skew = skew or ClockSkew()
         self._sequence = 0
         self._lease_s = FIRST_LEASE_S
         self._changed = asyncio.Event()
@@ -167,7 +198,9 @@ class Registration:
             host_copies=now.host_copies,
             nic_egress_gbps=now.nic_egress_gbps,
             nic_ingress_gbps=now.nic_ingress_gbps,
+            clock_ahead_s=self._skew.told_s,
         )
+        asked_s = time.time()
         try:
             ack = await self._bus.request(
                 subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=max(0.2, self._lease_s / 2)
@@ -181,6 +214,8 @@ class Registration:
             else:
                 log.debug("the pool did not take our report: %s", error)
             return None
+        if ack.unix_s is not None:
+            self._skew.measured(asked_s, time.time(), ack.unix_s)
         self._outage.worked()
         if not self.registered.is_set():
             log.info("registered with the pool")

@@ -104,13 +104,16 @@ class Migrator:
             return
         await self._leave(instance, Takers(answer.destinations), answer.send_back)
 
-    async def on_migrate_plan(self, plan: MigratePlan) -> None:
-        """Move some requests, and serve on."""
+    async def on_migrate_plan(self, plan: MigratePlan, stored_s: float) -> None:
+        """Move some requests, and serve on. ``stored_s``: when the stream took the plan (monotonic)."""
         instance = self._instance()
         if instance is None or instance.instance_id != plan.instance_id or instance.state != "serving":
             return
-        if time.time() <= plan.expires_at_s:
-            self._tasks.start(self._move_some(instance, Takers(plan.destinations), plan))
+        until_s, age_s = stored_s + plan.valid_s, time.monotonic() - stored_s
+        if age_s > plan.valid_s:
+            log.warning("%s came %.1f s after it was published: nothing moves", plan.plan_id, age_s)
+            return
+        self._tasks.start(self._move_some(instance, Takers(plan.destinations), plan, until_s))
 
     async def _leave(self, instance: Instance, takers: Takers, send_back: SendBack) -> None:
         moves: set[asyncio.Task[None]] = set()
@@ -128,14 +131,14 @@ class Migrator:
                     moves.add(self._start(instance, moving, taker, takers))
             await self._ended.wait(LOOK_S)
 
-    async def _move_some(self, instance: Instance, takers: Takers, plan: MigratePlan) -> None:
+    async def _move_some(self, instance: Instance, takers: Takers, plan: MigratePlan, until_s: float) -> None:
         moves: set[asyncio.Task[None]] = set()
         found = await self._look(instance, "none")
         if plan.for_head:
             ready = [moving for moving in found if self._may_try(moving)]
             found = to_make_room(ready, instance.engine.stats().load.lacking_blocks, Takers(plan.destinations))
         for moving in found:
-            if instance.state != "serving" or time.time() > plan.expires_at_s:
+            if instance.state != "serving" or time.monotonic() > until_s:
                 break
             if not self._may_try(moving):
                 continue

@@ -48,8 +48,9 @@ class LinkToTarget(Link):
         """From now on a lost connection counts as well."""
         self._tensors = tensors
 
-    async def offer(self, assignment: ZigzagAssignment) -> None:
-        """Ask until the target, which may not have its plan yet, accepts. Raises ``LinkLost``."""
+    async def offer(self, assignment: ZigzagAssignment, until_s: float) -> None:
+        """Ask until the target, which may not have its plan yet, accepts, or ``until_s`` (monotonic). Raises
+        ``LinkLost``."""
         try:
             await self.ask(
                 subjects.worker_live(self._worker_id, "offer"),
@@ -57,7 +58,7 @@ class LinkToTarget(Link):
                 Ack,
                 not_now=(NotFound,),
                 pauses=offer_pauses(),
-                why_stop=lambda: "" if time.time() < assignment.expires_at_s else "the target did not accept in time",
+                why_stop=lambda: "" if time.monotonic() < until_s else "the target did not accept in time",
             )
         except BlitzError as error:
             raise LinkLost(f"the target declined: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 from opentelemetry.trace import Span
 
 from services.worker.core.live.batch import PromptBatch
@@ -19,15 +20,15 @@ MAX_BUCKETS = 4096
 
 
 class Timeline:
-    """Counts in buckets of ``BUCKET_S`` from ``start_at_s`` on (Unix time). One thread adds."""
+    """Counts in buckets of ``BUCKET_S`` from ``start_s`` on (monotonic). One thread adds."""
 
-    def __init__(self, start_at_s: float) -> None:
-        self._start_at_s = start_at_s
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
         self._counts: list[int] = []
 
     def add(self, at_s: float, count: int = 1) -> None:
         """So many at that time; times before the start count into the first bucket."""
-        index = min(max(0, int((at_s - self._start_at_s) / BUCKET_S)), MAX_BUCKETS - 1)
+        index = min(max(0, int((at_s - self._start_s) / BUCKET_S)), MAX_BUCKETS - 1)
         if index >= len(self._counts):
             self._counts.extend([0] * (index + 1 - len(self._counts)))
         self._counts[index] += count
@@ -37,35 +38,38 @@ class Timeline:
         return sum(self._counts)
 
     def runs(self) -> LayerRuns:
-        """As a message."""
-        return LayerRuns(start_at_s=self._start_at_s, bucket_s=BUCKET_S, counts=tuple(self._counts))
+        """For a message of now."""
+        return LayerRuns(started_ago_s=time.monotonic() - self._start_s, bucket_s=BUCKET_S, counts=tuple(self._counts))
 
 
 class PairRecord:
-    """One pair's. Times are Unix times."""
+    """One pair's, from now on. Times are monotonic."""
 
-    def __init__(self, assignment: ZigzagAssignment, started_at_s: float) -> None:
-        self.started_at_s = started_at_s
-        self.target_runs: LayerRuns | None = None
+    def __init__(self, assignment: ZigzagAssignment) -> None:
+        self.started_s = time.monotonic()
+        self._target_runs: tuple[LayerRuns, float] | None = None
         self._assignment = assignment
-        self._batches: list[LiveBatch] = []
-        self.first_cooperative_at_s: float | None = None
+        self._batches: list[tuple[LiveBatch, float]] = []
+        self._first_cooperative_s: float | None = None
+
+    def target_ran(self, runs: LayerRuns) -> None:
+        """The target has just told."""
+        self._target_runs = runs, time.monotonic()
 
     def done(self, batch: PromptBatch, *, first_layer: int, num_layers: int, at_s: float) -> None:
         """A batch is done at the source, which ran it from ``first_layer`` of ``num_layers`` on, or it is the target's
         (then these are equal, and ``at_s`` is when the source heard of it)."""
-        if 0 < first_layer < num_layers and self.first_cooperative_at_s is None:
-            self.first_cooperative_at_s = at_s
-        self._batches.append(
-            LiveBatch(
-                batch_id=batch.batch_id,
-                num_requests=len(batch.sequences),
-                num_tokens=batch.num_tokens,
-                target_layers=first_layer,
-                source_layers=num_layers - first_layer,
-                first_token_at_s=at_s,
-            )
+        if 0 < first_layer < num_layers and self._first_cooperative_s is None:
+            self._first_cooperative_s = at_s
+        done = LiveBatch(
+            batch_id=batch.batch_id,
+            num_requests=len(batch.sequences),
+            num_tokens=batch.num_tokens,
+            target_layers=first_layer,
+            source_layers=num_layers - first_layer,
+            first_token_ago_s=0.0,
         )
+        self._batches.append((done, at_s))
 
     @property
     def is_full(self) -> bool:
@@ -74,21 +78,27 @@ class PairRecord:
 
     def report(self, state: PairState, failure: str, layers: Timeline, tokens: Timeline) -> LiveReport:
         """As a message, at the end of the pair. ``layers``: that the source ran; ``tokens``: that it put out."""
+        now_s, replace = time.monotonic(), msgspec.structs.replace
+        first_s, target_runs = self._first_cooperative_s, None
+        if self._target_runs is not None:
+            runs, heard_s = self._target_runs
+            target_runs = replace(runs, started_ago_s=runs.started_ago_s + now_s - heard_s)
         return _report(
             self._assignment,
-            self.started_at_s,
+            now_s - self.started_s,
             outcome="failed" if state is PairState.FAILED else "dissolved",
             reason=failure,
-            first_cooperative_token_at_s=self.first_cooperative_at_s,
-            batches=tuple(self._batches),
+            first_cooperative_token_ago_s=None if first_s is None else now_s - first_s,
+            batches=tuple(replace(batch, first_token_ago_s=now_s - at_s) for batch, at_s in self._batches),
             source_runs=layers.runs(),
-            target_runs=self.target_runs,
+            target_runs=target_runs,
             tokens=tokens.runs(),
         )
 
 
 def annotate(span: Span, report: LiveReport) -> None:
-    """What the pair did, on its span."""
+    """What the pair did until now, on its span."""
+    now_ns = time.time_ns()
     for batch in report.batches:
         span.add_event(
             "batch",
@@ -98,10 +108,10 @@ def annotate(span: Span, report: LiveReport) -> None:
                 "blitz.target_layers": batch.target_layers,
                 "blitz.source_layers": batch.source_layers,
             },
-            timestamp=int(batch.first_token_at_s * 1e9),
+            timestamp=now_ns - int(batch.first_token_ago_s * 1e9),
         )
-    if report.first_cooperative_token_at_s is not None:
-        span.add_event("first_cooperative_token", timestamp=int(report.first_cooperative_token_at_s * 1e9))
+    if (ago_s := report.first_cooperative_token_ago_s) is not None:
+        span.add_event("first_cooperative_token", timestamp=now_ns - int(ago_s * 1e9))
     for name, runs in (("source_layers", report.source_runs), ("target_layers", report.target_runs)):
         if runs is not None:
             span.set_attribute(f"blitz.{name}_per_{round(runs.bucket_s * 1000)}ms", runs.counts)
@@ -110,10 +120,10 @@ def annotate(span: Span, report: LiveReport) -> None:
 
 def declined(assignment: ZigzagAssignment, reason: str) -> LiveReport:
     """The report on a pair that its source does not begin."""
-    return _report(assignment, time.time(), outcome="failed", reason=reason)
+    return _report(assignment, 0.0, outcome="failed", reason=reason)
 
 
-def _report(assignment: ZigzagAssignment, started_at_s: float, **what: Any) -> LiveReport:
+def _report(assignment: ZigzagAssignment, started_ago_s: float, **what: Any) -> LiveReport:
     """On a pair that is over now."""
     return LiveReport(
         pair_id=assignment.pair_id,
@@ -121,7 +131,6 @@ def _report(assignment: ZigzagAssignment, started_at_s: float, **what: Any) -> L
         source=assignment.source.worker_id,
         target=assignment.target.worker_id,
         policy=assignment.policy,
-        started_at_s=started_at_s,
-        ended_at_s=time.time(),
+        started_ago_s=started_ago_s,
         **what,
     )

@@ -154,26 +154,26 @@ class PairRoles:
 
     # --- from the planner --------------------------------------------------------------------
 
-    async def on_assignment(self, assignment: ZigzagAssignment) -> None:
+    async def on_assignment(self, assignment: ZigzagAssignment, stored_s: float) -> None:
         """Begin a pair as its source. As its target take the gates of a later revision; the first one comes as the
-        source's offer. Others' assignments are ignored."""
+        source's offer. Others' assignments are ignored. ``stored_s``: when the stream took it (monotonic)."""
         if assignment.target.worker_id == self._worker_id:
             target = self.target
             if assignment.revision and target is not None and target.assignment.pair_id == assignment.pair_id:
                 target.batches.set_gates(assignment.gates)
         elif assignment.source.worker_id == self._worker_id and not assignment.revision:
-            await self._begin_as_source(assignment)
+            await self._begin_as_source(assignment, stored_s + assignment.valid_s)
 
     # --- as source ---------------------------------------------------------------------------
 
-    async def _begin_as_source(self, assignment: ZigzagAssignment) -> None:
+    async def _begin_as_source(self, assignment: ZigzagAssignment, until_s: float) -> None:
         """Begin a pair, or report why not."""
         instance = self._instance()
         if self._source(assignment.pair_id) is not None:
             return  # delivered again
         reason = why_no_source(
             assignment,
-            time.time(),
+            left_s=until_s - time.monotonic(),
             instance_id="" if instance is None else instance.instance_id,
             state="spare" if instance is None else instance.state,
             role="colocated" if instance is None else instance.role,
@@ -207,6 +207,7 @@ class PairRoles:
             self._kv_sender,
             ask_split,
             lending,
+            until_s=until_s,
             pull_s=self.pull_s,
         )
         self._run = asyncio.create_task(self._cooperate(self.source))

@@ -56,12 +56,15 @@ class LiveSource:
         ask_split: Callable[[PlanSplit], Awaitable[None]],
         lending: Callable[[bool], None],
         *,
+        until_s: float,
         pull_s: float = 0.0,
     ) -> None:
         """``connect()``: to the target; ``ask_split``: tells the planner what waits, who may answer with gates;
-        ``lending``: told when the queue begins and ends to be two instances'. ``pull_s``: what a pull took in the pair
+        ``lending``: told when the queue begins and ends to be two instances'. ``until_s``: when the target must have
+        accepted (monotonic). ``pull_s``: what a pull took in the pair
         before."""
         self.assignment = assignment
+        self._until_s = until_s
         self.instance = instance
         self.life = PairLife()
         self._link = link
@@ -72,7 +75,7 @@ class LiveSource:
         self._lending = lending
         self._event_loop = asyncio.get_running_loop()
         self._num_layers = instance.layout.num_layers
-        self.record = PairRecord(assignment, time.time())
+        self.record = PairRecord(assignment)
         self._tensors: Tensors | None = None
         self._puller: Puller | None = None
         self.pull_s = pull_s
@@ -89,8 +92,8 @@ class LiveSource:
         self._stepper = SourceStepper(
             instance.engine.loop,
             decode_interval_s=assignment.slo_tbt_s / 2,
-            start_at_s=self.record.started_at_s,
-            on_done=lambda pulled: self._from_engine(self._batch_done, pulled, time.time()),
+            start_s=self.record.started_s,
+            on_done=lambda pulled: self._from_engine(self._batch_done, pulled, time.monotonic()),
             on_free=lambda: self._from_engine(self._look),
             on_token=lambda sequence, token: self._from_engine(kv_sender.computed_rest, sequence, token),
             has_room=self.handed_over.has_room,
@@ -174,7 +177,7 @@ class LiveSource:
     # --- offered, redirecting ------------------------------------------------------------------
 
     async def _offer(self) -> Tensors:
-        await self._link.offer(self.assignment)
+        await self._link.offer(self.assignment, self._until_s)
         self._tensors = tensors = await self._connect()
         self._link.watch(tensors)
         self.life.move_to(PairState.REDIRECTING)
@@ -216,7 +219,7 @@ class LiveSource:
                 PlanSplit(
                     pair_id=self.assignment.pair_id,
                     batches=waiting,
-                    source_free_at_s=time.time() + self._stepper.remaining_s,
+                    source_free_s=self._stepper.remaining_s,
                     pull_s=self.pull_s,
                 )
             )
@@ -273,7 +276,7 @@ class LiveSource:
                 Dissolved,
             )
             self.life.move_to(PairState.DISSOLVED)
-            self.record.target_runs = answer.layer_runs
+            self.record.target_ran(answer.layer_runs)
             self._taken_by_target((*answer.finished, *answer.kept))
         for given in answer.given:
             if given.first_layer and given.batch_id in self.handed_over.queue.handed:
@@ -313,7 +316,7 @@ class LiveSource:
     def _taken_by_target(self, batch_ids: Iterable[str]) -> None:
         batches = self.handed_over.queue.taken_by_target(batch_ids)
         for batch in batches:
-            self.record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.time())
+            self.record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.monotonic())
         sequences = [s for batch in batches for s in batch.sequences]
         self._inbox.moved(sequences, self.assignment.target.worker_id)
         self.instance.engine.call(lambda loop: loop.scheduler.release_to_target(sequences), between_layers=True)

@@ -54,7 +54,7 @@ class SourceStepper:
         loop: EngineLoop,
         *,
         decode_interval_s: float,
-        start_at_s: float,
+        start_s: float,
         on_done: Callable[[SourceBatch], None],
         on_free: Callable[[], None],
         on_token: Callable[[Sequence, Sampled], None] = lambda _sequence, _token: None,
@@ -73,8 +73,8 @@ class SourceStepper:
         self.decode_interval_s = decode_interval_s
         self.lead_s = 0.0
         """How long before it is free the source asks for the next batch: what a pull takes."""
-        self.layers = Timeline(start_at_s)
-        self.tokens = Timeline(start_at_s)
+        self.layers = Timeline(start_s)
+        self.tokens = Timeline(start_s)
 
     @property
     def ready(self) -> bool:
@@ -134,11 +134,11 @@ class SourceStepper:
         return self._done(pulled, output)
 
     def ran_layer(self) -> None:
-        self.layers.add(time.time())
+        self.layers.add(time.monotonic())
 
     def stepped(self, output: StepOutput) -> None:
         if output.outputs:
-            self.tokens.add(time.time(), sum(len(o.token_ids) for o in output.outputs))
+            self.tokens.add(time.monotonic(), sum(len(o.token_ids) for o in output.outputs))
         if self.is_free:
             self._on_free()
 
@@ -196,7 +196,7 @@ class TargetStepper:
         work: TargetWork[TargetBatch],
         *,
         decode_interval_s: float,
-        start_at_s: float,
+        start_s: float,
         on_layer: Callable[[], None],
         on_finished: Callable[[PromptBatch], None],
         on_broken: Callable[[Exception], None],
@@ -208,7 +208,7 @@ class TargetStepper:
         self.work = work
         """Under ``lock``."""
         self.decode_interval_s = decode_interval_s
-        self.layers = Timeline(start_at_s)
+        self.layers = Timeline(start_s)
         self._on_layer = on_layer
         self._on_finished = on_finished
         self._on_broken = on_broken
@@ -305,7 +305,7 @@ class TargetStepper:
         return output
 
     def ran_layer(self) -> None:
-        self.layers.add(time.time())
+        self.layers.add(time.monotonic())
 
     def stepped(self, output: StepOutput) -> None:
         """Only a source asks for its tokens."""

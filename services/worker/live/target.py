@@ -85,7 +85,7 @@ class LiveTarget:
             instance.engine.loop,
             self._work,
             decode_interval_s=assignment.slo_tbt_s / 2,
-            start_at_s=time.time(),
+            start_s=time.monotonic(),
             on_layer=self._from_engine(self._changed.fire),
             on_finished=self._from_engine(self._finished),
             on_broken=self._from_engine(self._engine_failed),
@@ -300,7 +300,7 @@ class LiveTarget:
         """Until the pair ends: does the source still live, do layers come as planned?"""
         while not self.life.ended:
             await asyncio.sleep(WATCH_S)
-            if self.batches.lapse_if_late(time.time()):
+            if self.batches.lapse_if_late(time.monotonic() - self.instance.ordered_s):
                 log.info("pair %s: layers are late, the split is off", self.assignment.pair_id)
             if reason := self._link.why_lost():
                 self._fail_soon(reason)

@@ -295,10 +295,10 @@ class TargetBatches:
             self._work.set_gates(gates)
         self.look_again()
 
-    def lapse_if_late(self, now_s: float) -> bool:
+    def lapse_if_late(self, since_plan_s: float) -> bool:
         """Whether the split was dropped now, because layers are late."""
         with self._stepper.lock:
-            lapsed = self._work.gates.lapse_if_late(self._work.queue, now_s)
+            lapsed = self._work.gates.lapse_if_late(self._work.queue, since_plan_s)
         if lapsed:
             self.look_again()
         return lapsed

@@ -158,7 +158,7 @@ class Inbox:
             return Ack()  # the submit was repeated: it runs already
         if older is not None:
             self._give_up(instance, request.request_id, older)
-        self._free(self._gateways.spoke(request.gateway_id, request.gateway_incarnation, time.monotonic()))
+        self._gateways.spoke(request.gateway_id, request.gateway_incarnation, time.monotonic())
         self.spans.open(request, "worker.request")
         try:
             await asyncio.wrap_future(instance.engine.submit(sequence))
@@ -231,7 +231,7 @@ class Inbox:
             if self.streams.open(*key, gateway[0], start, incarnation=gateway[1]):
                 logprobs = request.sampling.logprobs is not None
                 self.streams.follow(*key, output[start:], with_logprobs=logprobs)
-            self._free(self._gateways.spoke(*gateway, now_s))
+            self._gateways.spoke(*gateway, now_s)
 
     def follow(self, sequence: Sequence, token_ids: Tokens[int]) -> None:
         """The other worker has streamed these of a hosted request."""
@@ -290,7 +290,7 @@ class Inbox:
         """End the requests of gateways that are gone."""
         if gone is None:
             return
-        if gone.earlier:
+        if gone.others:
             log.info("gateway %s was started again: what it had asked for before is freed", gone.gateway_id)
         self.streams.forget_gateway(gone)
         instance = self._instance()

@@ -16,6 +16,7 @@ from bench.lab.stack import LabStack
 from bench.live.burst import Answer, BurstClient
 from bench.replay.plan import prompt_of
 from shared import subjects
+from shared.bus.base import Stored
 from shared.load_feed import subscribe_load
 from shared.messages.common import Ack
 from shared.messages.live import WorkerOrder, ZigzagAssignment
@@ -135,11 +136,11 @@ class LiveLab(Lab):
     def _on_load(self, report: LoadReport) -> None:
         self._reports[report.instance_id] = report
 
-    async def _on_plan(self, plan: ScalePlan) -> None:
-        self._plans[plan.plan_id] = plan
+    async def _on_plan(self, plan: Stored[ScalePlan]) -> None:
+        self._plans[plan.event.plan_id] = plan.event
 
-    async def _on_assignment(self, assignment: ZigzagAssignment) -> None:
-        self._assignments[assignment.pair_id] = assignment
+    async def _on_assignment(self, assignment: Stored[ZigzagAssignment]) -> None:
+        self._assignments[assignment.event.pair_id] = assignment.event
 
     # --- the situation -----------------------------------------------------------------------
 

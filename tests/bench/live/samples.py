@@ -77,9 +77,9 @@ def assignment(*, ready_s: tuple[float, ...] = (0.02, 0.04, 0.06, 0.08)) -> Zigz
         model="live",
         source=member,
         target=member,
-        layers_ready_at_s=tuple(BURST_AT_S + each for each in ready_s),
-        loaded_at_s=BURST_AT_S + ready_s[-1] + 0.01 if ready_s else 0.0,
-        expires_at_s=BURST_AT_S + 10,
+        layers_ready_s=tuple(each - TRIGGER_S for each in ready_s),
+        loaded_s=ready_s[-1] - TRIGGER_S + 0.01 if ready_s else 0.0,
+        valid_s=10.0,
         term=1,
     )
 

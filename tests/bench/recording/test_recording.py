@@ -122,7 +122,7 @@ def watched() -> tuple[Watch, list[Wish]]:
         inflight_requests=0,
     )
     assert watch.on_queue(QueueReport(gateway_id="gw", published_at_s=1.0, models=(queue,)), 1.0)
-    return watch, watch.evaluate(1.1, unix_s=1.1, connected_since_s=0.0, leads=True)
+    return watch, watch.evaluate(1.1, connected_since_s=0.0, leads=True)
 
 
 def test_a_core_that_decides_by_more_than_it_was_told_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +132,12 @@ def test_a_core_that_decides_by_more_than_it_was_told_is_found(tmp_path: Path, m
     assert play(file).difference is None
     evaluate = Watch.evaluate
     monkeypatch.setattr(
-        Watch, "evaluate", lambda self, now_s, **rest: evaluate(self, now_s, **(rest | {"unix_s": 7.0}))
+        Watch, "evaluate", lambda *a, **rest: [w._replace(triggered_ago_s=7.0) for w in evaluate(*a, **rest)]
     )
     difference = play(file).difference
     assert difference is not None
     assert "evaluate" in difference.call
-    assert "1.1" in str(difference.recorded)
+    assert "triggered_ago_s=0.0" in str(difference.recorded)
     assert "7.0" in str(difference.played)
 
 
@@ -171,7 +171,7 @@ def test_a_part_that_a_shell_takes_from_a_core_is_found_again(tmp_path: Path) ->
             direction="out",
             desired=1,
             reason="load",
-            triggered_at_s=1.0,
+            triggered_s=1.0,
             targets=(("w1", "i1"),),
             assignments=(assignment(),),
         )
@@ -188,7 +188,7 @@ def test_a_core_is_given_the_ids_that_were_made(tmp_path: Path) -> None:
     with recording(file):
         planner = Planner(PlanSettings(), lambda kind: next(made), lambda **_: None)
         asked = planner.rounds.ask(ScaleRequest("m", 3, 5.0, "by hand"), Moment(5.0, 5.0))
-        planner.writer.nothing_to_do(asked.request)
+        planner.writer.nothing_to_do(asked.request, Moment(5.0, 5.0))
     assert play(file).difference is None
     assert next(made) == "plan-2"
 

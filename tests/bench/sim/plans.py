@@ -96,8 +96,7 @@ def plan_of(
         members=tuple(members),
         chains=planned.chains,
         triggered_at_s=0.0,
-        planned_at_s=0.0,
-        expires_at_s=1.0,
+        valid_s=1.0,
         term=1,
     )
     return plan, planned

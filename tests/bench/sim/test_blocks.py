@@ -66,8 +66,7 @@ class Ended:
             members=(ChainMember(worker_id=name, instance_id="n", host="h", transport_address=b""),),
             chains=(Chain(hops=(hop,), chunk_bytes=1),),
             triggered_at_s=0.0,
-            planned_at_s=0.0,
-            expires_at_s=1.0,
+            valid_s=1.0,
             term=1,
         )
         part = part_of(plan, name)

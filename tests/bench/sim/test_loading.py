@@ -131,12 +131,11 @@ class Staggered:
             members=tuple(members),
             chains=planned.chains,
             triggered_at_s=now_s,
-            planned_at_s=now_s,
-            expires_at_s=now_s + 99.0,
+            valid_s=99.0,
             term=1,
         )
         self.plans.append(plan)
-        operation = Operation.of_plan(plan)
+        operation = Operation.of_plan(plan, now_s)
         operation.planned(now_s)
         self.operations.add(operation)
         loads = {target.worker_id: self._load(plan, operation, target) for target in plan.targets}
@@ -160,8 +159,9 @@ class Staggered:
                         worker_id=worker_id,
                         instance_id=target.instance_id,
                         event=event,  # type: ignore[arg-type]
-                        at_s=self.clock.now_s,
-                    )
+                        after_s=0.0,
+                    ),
+                    self.clock.now_s,
                 )
 
         return Load(plan, part, self.model.weights, worker_id, None, end)

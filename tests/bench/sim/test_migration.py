@@ -53,7 +53,13 @@ def drain(made: World, *, send_back: SendBack = "waiting", at_s: float = 1.0) ->
 
 
 def order(
-    made: World, kv_tokens: int, *, at_s: float = 1.0, for_head: bool = False, expires_at_s: float = 99.0
+    made: World,
+    kv_tokens: int,
+    *,
+    at_s: float = 1.0,
+    for_head: bool = False,
+    valid_s: float = 99.0,
+    stored_s: float = 0.0,
 ) -> None:
     """``a`` gives requests away."""
     plan = MigratePlan(
@@ -62,11 +68,11 @@ def order(
         worker_id="worker of a",
         instance_id="a",
         destinations=destinations(made, kv_tokens),
-        expires_at_s=expires_at_s,
+        valid_s=valid_s,
         for_head=for_head,
         term=1,
     )
-    made.clock.at(at_s, made.instances["a"].on_migrate_plan, plan)
+    made.clock.at(at_s, made.instances["a"].on_migrate_plan, plan, stored_s)
 
 
 def submit(made: World, name: str, prompt_tokens: int, max_tokens: int, at: str = "a") -> None:
@@ -229,7 +235,7 @@ def test_an_order_moves_some_and_the_instance_serves_on() -> None:
     for name in "abc":
         submit(made, name, 500, 2000)
     order(made, int(2.5 * (500 + 1.0 / step_s(500, 3))))
-    order(made, ALL, at_s=1.5, expires_at_s=1.4)
+    order(made, ALL, at_s=1.5, valid_s=1.4)
     made.clock.run()
     assert sorted(len(where) for where in made.heard.where.values()) == [1, 2, 2]
     assert made.instances["a"].state == "serving"
@@ -376,9 +382,9 @@ def test_every_request_ends_once(seed: int) -> None:
             instance.leave(others, numbers.choice(["none", "waiting", "all"]))
         elif instance.state == "serving":
             plan = MigratePlan(
-                plan_id="", model="m", worker_id="", instance_id=name, destinations=others, expires_at_s=99.0, term=1
+                plan_id="", model="m", worker_id="", instance_id=name, destinations=others, valid_s=99.0, term=1
             )
-            instance.on_migrate_plan(plan)
+            instance.on_migrate_plan(plan, 0.0)
 
     for index in range(150):
         made.clock.at(numbers.uniform(0.0, 20.0), arrive, f"r{index}")

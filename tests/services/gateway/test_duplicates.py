@@ -10,10 +10,10 @@ import pytest
 from services.gateway.http.app import GatewayApp
 from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
-from shared import subjects
+from shared import identity, subjects
 from shared.errors import DuplicateId
-from shared.identity import hold
 from shared.messages.generation import GatewayHeartbeat
+from shared.messages.identity import GetHolder, Holder
 from shared.process import ProcessState
 from tests.services.gateway.conftest import CONFIG, Stack
 from tests.services.gateway.test_failover import collect
@@ -44,18 +44,24 @@ async def test_a_gateway_whose_id_is_held_ends_and_the_other_ones_streams_go_on(
     assert worker.cancels == []
 
 
-OLDER = "0000000000001-abc"
+FIRST, LAST = "0000000000001-abc", "zzzzzzzzzzzzz-abc"
+"""Names before and behind all others."""
 
 
-async def heard(broker: MemoryBroker, incarnation: str, *, lives: bool = False) -> asyncio.Task[None]:
-    """A gateway that serves under an id, and heard another one of that id, which answers for it if it lives."""
+async def heard(broker: MemoryBroker, incarnation: str, *, held_s: float | None = None) -> asyncio.Task[None]:
+    """A gateway that serves under an id, and heard another one of that id, which answers for it if it lives, and has
+    held it for so long."""
     other, beats = broker.bus("other"), list[GatewayHeartbeat]()
     listening = await other.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, beats.append)
     serving = asyncio.create_task(serve(broker, "gw-a"))
     await eventually(lambda: beats)
     await listening.close()
-    if lives:
-        await hold(other, incarnation, subjects.gateway_holder("gw-a"))
+    if held_s is not None:
+
+        async def answer(_: GetHolder) -> Holder:
+            return Holder(incarnation=incarnation, host="elsewhere", pid=1, held_s=held_s)
+
+        await other.respond(subjects.gateway_holder("gw-a"), GetHolder, answer)
     for gateway_id in ("gw-b", "gw-a"):
         heartbeat = GatewayHeartbeat(gateway_id=gateway_id, lease_s=5.0, incarnation=incarnation)
         await other.publish(subjects.gateway_heartbeat(), heartbeat)
@@ -63,22 +69,27 @@ async def heard(broker: MemoryBroker, incarnation: str, *, lives: bool = False) 
     return serving
 
 
-async def test_a_gateway_that_hears_an_older_one_of_its_id_ends() -> None:
-    with pytest.raises(DuplicateId, match="BLITZ_GATEWAY_ID"):
-        await (await heard(MemoryBroker(), OLDER, lives=True))
-
-
-@pytest.mark.parametrize("incarnation", [OLDER, ""])
-async def test_a_gateway_does_not_end_for_a_heartbeat_of_nobody(incarnation: str) -> None:
-    serving = await heard(MemoryBroker(), incarnation)
+async def stays(serving: asyncio.Task[None]) -> None:
     await asyncio.sleep(0.1)
     assert not serving.done()
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_a_gateway_that_hears_a_newer_one_of_its_id_stays(stack: Stack) -> None:
-    heartbeat = GatewayHeartbeat(gateway_id="gw-test", lease_s=5.0, incarnation="9999999999999-abc")
-    await stack.workers[0].bus.publish(subjects.gateway_heartbeat(), heartbeat)
-    await asyncio.sleep(0.05)
-    assert await collect(stack) == "hello"
+@pytest.mark.parametrize("name", [FIRST, LAST])
+async def test_a_gateway_that_hears_one_that_has_held_its_id_for_longer_ends(name: str) -> None:
+    with pytest.raises(DuplicateId, match="BLITZ_GATEWAY_ID"):
+        await (await heard(MemoryBroker(), name, held_s=3600.0))
+
+
+@pytest.mark.parametrize("name", [FIRST, LAST])
+async def test_a_gateway_that_hears_one_that_has_held_its_id_for_less_time_stays(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "TIE_S", 0.0)
+    await stays(await heard(MemoryBroker(), name, held_s=0.0))
+
+
+@pytest.mark.parametrize("name", [FIRST, LAST])
+async def test_a_gateway_does_not_end_for_a_heartbeat_of_nobody(name: str) -> None:
+    await stays(await heard(MemoryBroker(), name))

@@ -84,7 +84,7 @@ class LiveRig(Rig):
 
     async def split(self, pair_id: str, costs: Sequence[float], source_free_s: float = 1.0) -> None:
         batches = tuple(SplitBatch(batch_id=f"b{i}", layer_s=cost) for i, cost in enumerate(costs))
-        message = PlanSplit(pair_id=pair_id, batches=batches, source_free_at_s=time.time() + source_free_s)
+        message = PlanSplit(pair_id=pair_id, batches=batches, source_free_s=source_free_s)
         await self.client.request(subjects.planner("split"), message, Ack, timeout_s=TIMEOUT_S)
 
     def splits(self, outcome: str) -> float:

@@ -128,7 +128,7 @@ class Rig:
             role=role,
             desired=desired,
             observed=observed,
-            triggered_at_s=time.time(),
+            triggered_ago_s=0.0,
             reason="load",
             term=1,
             spare=0,
@@ -165,7 +165,12 @@ class Rig:
         self, plan_id: str, event: ProgressEvent, worker_id: str, instance_id: str, layer: int = -1
     ) -> None:
         message = ScaleProgress(
-            plan_id=plan_id, worker_id=worker_id, instance_id=instance_id, event=event, at_s=time.time(), layer=layer
+            plan_id=plan_id,
+            worker_id=worker_id,
+            instance_id=instance_id,
+            event=event,
+            after_s=time.monotonic(),
+            layer=layer,
         )
         await self.client.publish(subjects.progress(), message)
 

@@ -72,7 +72,7 @@ async def test_who_asks_for_fewer_than_the_minimum_is_told_so(rig: Rig) -> None:
 
 
 async def test_a_number_that_was_asked_for_by_hand_is_kept_up(rig: Rig) -> None:
-    rig.pool.floors = (Floor(model="m", instances=2, until_s=FAR_FUTURE_S),)
+    rig.pool.floors = (Floor(model="m", instances=2, left_s=FAR_FUTURE_S),)
     await rig.demand(2)
     await eventually(lambda: len(rig.plans()) == 1)
     assert await advice(rig) == ()

@@ -41,9 +41,9 @@ async def say(
     observed: int,
     *,
     idle: int = 0,
-    idle_since_s: float | None = None,
+    idle_for_s: float | None = None,
     reason: str = "load",
-    triggered_at_s: float | None = None,
+    triggered_ago_s: float = 0.0,
     role: Role = "colocated",
     deficit: float = 0.0,
 ) -> None:
@@ -57,10 +57,10 @@ async def say(
         deficit=deficit,
         desired=desired,
         observed=observed,
-        triggered_at_s=now_s if triggered_at_s is None else triggered_at_s,
+        triggered_ago_s=triggered_ago_s,
         reason=reason,
         idle=idle,
-        idle_since_s=(now_s if idle else 0.0) if idle_since_s is None else idle_since_s,
+        idle_for_s=0.0 if idle and idle_for_s is None else idle_for_s,
         term=1,
         spare=idle,
         urgent=desired,
@@ -102,10 +102,10 @@ async def test_what_the_monitor_could_do_without_is_no_demand(rig: Rig, idle: in
     # One of two was told to drain after the monitor had looked.
     await say(rig, "busy", 1, 2)
     await eventually(lambda: len(rig.plans()) == 1)
-    await say(rig, "busy", 2, 2, idle=idle, idle_since_s=time.time() - 1.0)
+    await say(rig, "busy", 2, 2, idle=idle, idle_for_s=1.0)
     await asyncio.sleep(0.1)
     assert len(rig.plans()) == 1, "no revival"
-    await say(rig, "busy", 2, 1, idle_since_s=time.time() - 1.0)
+    await say(rig, "busy", 2, 1, idle_for_s=1.0)
     await eventually(lambda: len(rig.plans()) == 2)
 
 
@@ -118,15 +118,14 @@ async def test_what_waits_is_met_as_soon_as_something_becomes_idle(rig: Rig) -> 
 
 async def test_what_is_said_again_of_idle_instances_decides_nothing_anew(rig: Rig) -> None:
     rig.pool.models = (model("busy", min_instances=2), rig.pool.models[1])
-    since_s = time.time()
-    await say(rig, "busy", 2, 2, idle=1, idle_since_s=since_s)
+    await say(rig, "busy", 2, 2, idle=1, idle_for_s=1.0)
     await say(rig, "waits", 1, 0)
     await eventually(lambda: rig.refused("no_capacity") == 1)
     for _ in range(5):
-        await say(rig, "busy", 2, 2, idle=1, idle_since_s=since_s)
+        await say(rig, "busy", 2, 2, idle=1, idle_for_s=1.0)
         await asyncio.sleep(0.02)
     assert rig.refused("no_capacity") == 1
-    await say(rig, "busy", 2, 2, idle=2, idle_since_s=since_s)
+    await say(rig, "busy", 2, 2, idle=2, idle_for_s=1.0)
     await eventually(lambda: rig.refused("no_capacity") == 2)
 
 
@@ -163,7 +162,7 @@ async def test_nobody_goes_who_need_not(rig: Rig, why: str, monkeypatch: pytest.
     if why == "said long ago":
         monkeypatch.setattr(fleet, "SAID_S", 0.0)
     if why == "a floor":
-        rig.pool.floors = (Floor(model="busy", instances=2, until_s=FAR_FUTURE_S),)
+        rig.pool.floors = (Floor(model="busy", instances=2, left_s=FAR_FUTURE_S),)
     if why == "its arena is small":
         rig.pool.models = (rig.pool.models[0], model("waits", min_instances=0, weights_bytes=1 << 30))
     if why in ("nothing is idle", "said long ago"):
@@ -271,12 +270,11 @@ async def test_load_does_not_take_back_what_makes_room_for_a_model_that_still_wa
 async def test_the_worker_goes_to_the_model_that_it_was_freed_for(rig: Rig) -> None:
     rig.pool.workers = rig.pool.workers[:1]
     # It wanted a second one long before.
-    wanted_s = time.time() - 60.0
-    await say(rig, "busy", 2, 1, triggered_at_s=wanted_s)
+    await say(rig, "busy", 2, 1, triggered_ago_s=60.0)
     await eventually(lambda: rig.refused("no_capacity") == 1)
     await say(rig, "waits", 1, 0)
     assert (await drain_of(rig, 1)).model == "busy"
-    await say(rig, "busy", 2, 0, triggered_at_s=wanted_s)
+    await say(rig, "busy", 2, 0, triggered_ago_s=60.0)
     await eventually(lambda: rig.refused("no_capacity") == 3)
     await spare_again(rig, "w0")
     await eventually(lambda: len(rig.plans()) == 2)
@@ -453,7 +451,7 @@ async def test_the_only_one_that_serves_does_not_go_while_others_of_its_role_loa
     both = (worker_record("w0", pd, "serving", role="prefill"), worker_record("w1", pd, "serving", role="decode"))
 
     async def ask() -> None:
-        await say(rig, "pd", 1, 1, idle=1, role="decode", idle_since_s=time.time() - 60.0)
+        await say(rig, "pd", 1, 1, idle=1, role="decode", idle_for_s=60.0)
         if who == "pd":
             await say(rig, "pd", 2, 1, role="prefill", deficit=1.0)
         else:

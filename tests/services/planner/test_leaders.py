@@ -167,7 +167,7 @@ def test_a_record_of_a_thousand_targets_fits_a_message() -> None:
         direction="out",
         desired=1000,
         reason="load",
-        triggered_at_s=0.0,
+        triggered_s=0.0,
         targets=tuple((f"worker-{i}", f"instance-{i}") for i in range(1000)),
     )
     for index in range(1000):

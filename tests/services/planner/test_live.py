@@ -50,9 +50,9 @@ async def test_an_overloaded_instance_gets_a_target_of_the_plan(rig: LiveRig) ->
     assert (made.plan_id, made.pair_id) == (record.plan_id, f"{record.plan_id}-{target.worker_id}")
     assert made.target == target
     assert (made.source.worker_id, made.source.instance_id, made.source.transport_address) == ("w0", "i-w0", b"w0")
-    assert (made.policy, made.revision, made.expires_at_s) == ("zigzag", 0, plan.give_up_at_s)
-    assert made.layers_ready_at_s[0] > plan.planned_at_s
-    assert made.loaded_at_s - plan.planned_at_s == pytest.approx(LOADING_S, rel=0.05)
+    assert (made.policy, made.revision, made.valid_s) == ("zigzag", 0, plan.give_up_s)
+    assert made.layers_ready_s[0] > 0
+    assert made.loaded_s == pytest.approx(LOADING_S, rel=0.05)
     assert [e.subject for e in rig.broker.events] == [
         subjects.scale_plans(),
         subjects.worker_plans(target.worker_id),
@@ -315,16 +315,15 @@ async def test_a_report_lands_in_the_record_and_ends_the_operation(rig: LiveRig)
     waiting = asyncio.create_task(rig.record(first.plan_id, wait_s=TIMEOUT_S))
     await eventually_serving(rig, first.plan_id)
     assert (await rig.record(first.plan_id)).status == "running"
-    started_s = record.triggered_at_s + 0.25
-    runs = LayerRuns(start_at_s=started_s, bucket_s=0.05, counts=(3, 4))
-    await rig.client.publish(
-        subjects.live_reports(), report(first, started_at_s=started_s, ended_at_s=started_s + 1, source_runs=runs)
-    )
+    runs = LayerRuns(started_ago_s=1.0, bucket_s=0.05, counts=(3, 4))
+    await rig.client.publish(subjects.live_reports(), report(first, started_ago_s=1.0, source_runs=runs))
     async with asyncio.timeout(TIMEOUT_S / 4):
         ended = await waiting
     assert ended.status == "done"
     (pair,) = ended.live
-    assert (pair.outcome, pair.started_ms, pair.ended_ms) == ("dissolved", 250.0, 1250.0)
+    assert pair.outcome == "dissolved"
+    assert pair.started_ms is not None
+    assert pair.ended_ms == pytest.approx(pair.started_ms + 1000.0)
     assert pair.source_layers == (3, 4)
     assert (await rig.records())[0].live[0].source_layers == (), "lists are short"
 

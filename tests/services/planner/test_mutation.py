@@ -71,10 +71,10 @@ async def say(
         role=role,
         desired=desired,
         observed=observed,
-        triggered_at_s=now_s,
+        triggered_ago_s=0.0,
         reason=reason,
         idle=idle,
-        idle_since_s=now_s - idle_s if idle else 0.0,
+        idle_for_s=idle_s if idle else None,
         spare=idle if spare is None else spare,
         urgent=desired if urgent is None else urgent,
         term=1,
@@ -195,7 +195,7 @@ async def test_what_is_idle_but_not_spare_keeps_its_role_unless_people_or_limits
 
 
 async def test_minimum_and_floor_keep_their_instances(rig: Rig) -> None:
-    rig.pool.floors = (Floor(model="m", instances=2, until_s=4e9, role="prefill"),)
+    rig.pool.floors = (Floor(model="m", instances=2, left_s=4e9, role="prefill"),)
     rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
     await say(rig, "prefill", 1, 2)
     await say(rig, "decode", 2, 1)
@@ -388,7 +388,7 @@ async def test_a_worker_that_says_nothing_fails_soon(rig: Rig, monkeypatch: pyte
     monkeypatch.setattr(plan_writer, "MUTATE_BY_S", 0.1)
     monkeypatch.setattr(operation_module, "MUTATE_REPORT_S", 0.1)
     rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
-    rig.pool.floors = (Floor(model="m", instances=1, until_s=4e9, role="prefill"),)
+    rig.pool.floors = (Floor(model="m", instances=1, left_s=4e9, role="prefill"),)
     await say(rig, "prefill", 1, 2)
     await say(rig, "decode", 2, 1)
     plan = await one(rig, MutatePlan)

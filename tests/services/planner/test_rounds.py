@@ -27,7 +27,7 @@ async def rig() -> AsyncIterator[Rig]:
         yield made
 
 
-async def want(rig: Rig, name: str, desired: int, triggered_at_s: float = 0.0) -> None:
+async def want(rig: Rig, name: str, desired: int, triggered_ago_s: float = 0.0) -> None:
     await rig.client.publish(
         subjects.demand(),
         Demand(
@@ -38,7 +38,7 @@ async def want(rig: Rig, name: str, desired: int, triggered_at_s: float = 0.0) -
             role="colocated",
             desired=desired,
             observed=0,
-            triggered_at_s=triggered_at_s or time.time(),
+            triggered_ago_s=triggered_ago_s,
             reason="load",
             term=1,
             spare=0,
@@ -203,7 +203,7 @@ async def test_what_a_monitor_says_that_leads_no_more_is_not_heard(rig: Rig) -> 
             role="colocated",
             desired=desired,
             observed=0,
-            triggered_at_s=time.time(),
+            triggered_ago_s=0.0,
             reason="load",
             term=term,
             spare=0,

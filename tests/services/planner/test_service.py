@@ -97,7 +97,7 @@ async def test_the_plan_carries_leases_epochs_and_expiry(rig: Rig) -> None:
     epochs = [m.epoch for m in plan.targets]
     assert len(set(epochs)) == 2
     assert plan.fallbacks == (Copy(worker_id="w0", kind="gpu"),)
-    assert plan.expires_at_s == FAR_FUTURE_S
+    assert plan.valid_s == rig.config.lease_ttl_s
     assert record.explain == plan.explain != ()
     assert (record.status, record.direction, record.desired) == ("running", "out", 3)
 
@@ -194,7 +194,7 @@ async def test_a_refused_scale_leaves_the_floor_as_it_was(rig: Rig) -> None:
     with pytest.raises(NoCapacity):
         await rig.scale(2)
     assert (rig.pool.floors_set[-1].instances, rig.pool.floors_set[-1].hold_s) == (0, 0.0)
-    rig.pool.floors = (Floor(model="m", instances=1, until_s=FAR_FUTURE_S),)
+    rig.pool.floors = (Floor(model="m", instances=1, left_s=FAR_FUTURE_S),)
     with pytest.raises(NoCapacity):
         await rig.scale(2)
     assert rig.pool.floors_set[-1].instances == 1
@@ -237,7 +237,7 @@ async def test_a_registry_that_recovers_too_slowly_is_not_waited_for(rig: Rig, m
 
 async def test_a_model_held_by_a_floor_is_not_drained_below_it(rig: Rig) -> None:
     rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving", epoch=i) for i in range(3))
-    rig.pool.floors = (Floor(model="m", instances=2, until_s=FAR_FUTURE_S),)
+    rig.pool.floors = (Floor(model="m", instances=2, left_s=FAR_FUTURE_S),)
     await rig.demand(0)
     await eventually(lambda: rig.planned("in") == 1)
     plan = rig.plans()[-1]
@@ -295,9 +295,9 @@ async def test_scaling_a_role_in_leaves_other_roles_alone_whatever_their_floors(
         worker_record("w3", rig.model, "serving", epoch=4),
     )
     rig.pool.floors = (
-        Floor(model="m", instances=1, until_s=FAR_FUTURE_S, role="prefill"),
-        Floor(model="m", instances=3, until_s=FAR_FUTURE_S, role="decode"),
-        Floor(model="m", instances=4, until_s=FAR_FUTURE_S),
+        Floor(model="m", instances=1, left_s=FAR_FUTURE_S, role="prefill"),
+        Floor(model="m", instances=3, left_s=FAR_FUTURE_S, role="decode"),
+        Floor(model="m", instances=4, left_s=FAR_FUTURE_S),
     )
     await rig.demand(0, "prefill")
     await eventually(lambda: rig.planned("in") == 1)
@@ -332,8 +332,8 @@ async def test_a_role_without_spare_workers_is_news_even_if_another_was_refused(
 async def test_a_refused_wish_leaves_the_floors_of_all_roles_as_they_were(rig: Rig) -> None:
     rig.pool.workers = ()
     rig.pool.floors = (
-        Floor(model="m", instances=3, until_s=FAR_FUTURE_S),
-        Floor(model="m", instances=1, until_s=FAR_FUTURE_S, role="decode"),
+        Floor(model="m", instances=3, left_s=FAR_FUTURE_S),
+        Floor(model="m", instances=1, left_s=FAR_FUTURE_S, role="decode"),
     )
     with pytest.raises(NoCapacity):
         await rig.scale(2, role="decode")

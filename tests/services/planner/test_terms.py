@@ -23,7 +23,7 @@ async def demand(rig: Rig, desired: int, term: int) -> None:
         role="colocated",
         desired=desired,
         observed=0,
-        triggered_at_s=time.time(),
+        triggered_ago_s=0.0,
         reason="load",
         term=term,
         spare=0,

@@ -47,6 +47,20 @@ async def test_nobody_can_have_led_with_a_term_of_the_future(pool: Pool) -> None
     assert standing.term <= time.time() * 1000
 
 
+@pytest.mark.parametrize("shift_s", [-1e6, 1e6])
+async def test_a_term_is_believed_whatever_the_time_of_day_is_at_the_pool(
+    pool: Pool,  # noqa: F811
+    shift_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = time.time
+    last = round((real() - 1735689600) * 1000)
+    """As a Redis gave it that has since lost all it had."""
+    monkeypatch.setattr(time, "time", lambda: real() + shift_s)
+    answer = await pool.ask("lead", Lead(service="planner", owner="p", ttl_s=1.0, term=last), Leadership)
+    assert answer.term > last
+
+
 @pytest.mark.parametrize("worker_id", ["", "a.b", "a b", "*", ">", "x" * 300])
 async def test_a_worker_that_nobody_could_speak_to_is_not_registered(pool: Pool, worker_id: str) -> None:  # noqa: F811
     with pytest.raises(BadRequest, match="no id of a worker"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -114,17 +115,17 @@ async def test_a_process_that_leads_no_more_changes_nothing(store: Store, redis_
         lambda: store.retire(M.model_hash, "w0/host", needed=False),
         lambda: store.unretire(M.model_hash, "w0/host"),
         lambda: store.next_epoch(),
-        lambda: store.set_floor(Floor(model="m", instances=1, until_s=9e9)),
+        lambda: store.set_floor(Floor(model="m", instances=1, left_s=9e9)),
         lambda: store.lift_floor("m", "colocated"),
         lambda: store.set_unplaced(()),
-        lambda: store.replace_models((), {"x": 0.0}, ()),
+        lambda: store.replace_models((), {"x": 0.0}, (), 0.0),
         lambda: store.next_epoch(1),
         lambda: store.forget_removed(("x",)),
     )
     for change in changes:
         with pytest.raises(Unavailable):
             await change()
-    known = await other.remember(0.0, 0.0)
+    known = await other.remember(0.0)
     assert ([m.name for m in known.models], [r.worker.worker_id for r in known.reports]) == (["m"], ["w0"])
     assert (known.floors, known.leases, dict(known.removed)) == ((), (), {})
     await other.close()
@@ -157,35 +158,32 @@ async def test_records_of_before_there_were_objectives_are_read(store: Store, re
     redis = Redis.from_url(redis_url)
     await cast(Any, redis.hset("blitz:models", M.name, msgspec.msgpack.encode(fields)))
     await redis.aclose()
-    assert (await store.remember(0.0, 0.0)).models == (M,)
+    assert (await store.remember(0.0)).models == (M,)
     assert (M.slo_ttft_s, M.slo_tbt_s) == (0.0, 0.0)
 
 
-async def test_leases_and_floors_of_before_there_were_roles_are_of_colocated_instances(
-    store: Store, redis_url: str
+@pytest.mark.parametrize("shift_s", [-30.0, 30.0])
+async def test_what_a_floor_has_left_does_not_depend_on_the_time_of_day_at_the_pools(
+    store: Store, shift_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.add_model(M)
-    await store.heartbeat(heartbeat("w0"), 5.0)
-    await store.lease("plan", "m", ("w0",), 5.0, "decode")
-    floor = Floor(model="m", instances=2, until_s=9e9)
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(floor))
-    del fields["role"]
-    redis = Redis.from_url(redis_url)
-    assert await cast(Any, redis.hdel("blitz:lease:w0", "role")) == 1
-    await cast(Any, redis.hset("blitz:floors", "m", msgspec.msgpack.encode(fields)))
-    await redis.aclose()
-    known = await store.remember(0.0, 0.0)
-    assert [lease.role for lease in known.leases] == ["colocated"]
-    assert known.floors == (floor,)
+    await store.set_floor(Floor(model="m", instances=2, left_s=25.0))
+    await store.set_cordons({"w0": 40.0}, 100.0)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + shift_s)
+    known = await store.remember(1000.0)
+    [floor] = known.floors
+    assert 0 < floor.left_s <= 25.0
+    assert 935.0 < known.cordons["w0"] <= 941.0
     await store.lift_floor("m", "colocated")
-    assert (await store.remember(0.0, 0.0)).floors == ()
+    assert (await store.remember(0.0)).floors == ()
 
 
 async def test_what_has_no_host_copy_is_kept_for_every_process(store: Store) -> None:
-    assert (await store.remember(0.0, 0.0)).unplaced == ()
+    assert (await store.remember(0.0)).unplaced == ()
     entry = Unplaced(model="m", model_hash="h", reason="no room")
     await store.set_unplaced((entry,))
-    assert (await store.remember(0.0, 0.0)).unplaced == (entry,)
+    assert (await store.remember(0.0)).unplaced == (entry,)
 
 
 async def test_more_reports_at_once_than_there_are_connections_wait_for_one(
@@ -197,7 +195,7 @@ async def test_more_reports_at_once_than_there_are_connections_wait_for_one(
     worker_ids = [f"w{index}" for index in range(300)]
     await asyncio.gather(*(patient.heartbeat(heartbeat(worker_id), 60.0) for worker_id in worker_ids))
     await patient.close()
-    remembered = await store.remember(0.0, 0.0)
+    remembered = await store.remember(0.0)
     assert {report.worker.worker_id for report in remembered.reports} == set(worker_ids)
 
 

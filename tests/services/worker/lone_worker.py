@@ -105,8 +105,7 @@ class LoneWorker:
             model=model or self.model,
             role="colocated",
             triggered_at_s=time.time(),
-            planned_at_s=time.time(),
-            expires_at_s=time.time() + expires_in_s,
+            valid_s=expires_in_s,
             term=1,
             **(defaults | fields),  # type: ignore[arg-type]
         )
@@ -132,7 +131,7 @@ class LoneWorker:
 
     async def mutate(self, instance_id: str, role: Role, plan_id: str = "mutate-1", **fields: object) -> None:
         """Publish a mutation."""
-        defaults: dict[str, object] = {"planned_at_s": time.time(), "expires_at_s": time.time() + 60.0, "term": 1}
+        defaults: dict[str, object] = {"planned_s": time.monotonic(), "valid_s": 60.0, "term": 1}
         target = MutateTarget(worker_id="w0", instance_id=instance_id, was="colocated")
         await self.publish(
             MutatePlan(plan_id=plan_id, model=self.model.name, targets=(target,), role=role, **(defaults | fields))  # type: ignore[arg-type]

@@ -80,34 +80,47 @@ async def test_a_prompt_is_no_work_of_a_decode_instance_and_is_computed_all_the_
 
 
 async def test_a_plan_that_comes_again_is_answered_and_changes_nothing(alone: LoneWorker) -> None:
-    instance_id, at_s = await alone.serve(), time.time()
-    await alone.mutate(instance_id, "decode", planned_at_s=at_s)
+    instance_id, at_s = await alone.serve(), time.monotonic()
+    await alone.mutate(instance_id, "decode", planned_s=at_s)
     await alone.reported("mutate-1", "serving")
-    await alone.mutate(instance_id, "decode", "again", planned_at_s=at_s, expires_at_s=at_s - 1.0)
+    await alone.mutate(instance_id, "decode", "again", planned_s=at_s, valid_s=0.0)
     await alone.reported("again", "serving")
     assert known_role(alone) == "decode"
 
 
 async def test_of_two_plans_the_later_one_holds_in_whatever_order_they_come(alone: LoneWorker) -> None:
-    instance_id, at_s = await alone.serve(), time.time()
-    await alone.mutate(instance_id, "prefill", "later", planned_at_s=at_s)
-    await alone.mutate(instance_id, "decode", "earlier", planned_at_s=at_s - 1.0)
+    instance_id, at_s = await alone.serve(), time.monotonic()
+    await alone.mutate(instance_id, "prefill", "later", planned_s=at_s)
+    await alone.mutate(instance_id, "decode", "earlier", planned_s=at_s - 1.0)
     await alone.reported("earlier", "failed")
     assert "later plan" in why(alone, "earlier")
-    await alone.mutate(instance_id, "decode", "of a later term", planned_at_s=at_s - 2.0, term=2)
+    await alone.mutate(instance_id, "decode", "of a later term", planned_s=at_s - 2.0, term=2)
     await alone.reported("of a later term", "serving")
-    await alone.mutate(instance_id, "colocated", "of the term before", planned_at_s=at_s + 1.0)
-    await alone.mutate(instance_id, "colocated", "earlier again", planned_at_s=at_s - 3.0, term=2)
+    await alone.mutate(instance_id, "colocated", "of the term before", planned_s=at_s + 1.0)
+    await alone.mutate(instance_id, "colocated", "earlier again", planned_s=at_s - 3.0, term=2)
     await alone.reported("earlier again", "failed")
     assert known_role(alone) == "decode"
 
 
 async def test_a_plan_that_comes_too_late_changes_nothing(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
-    await alone.mutate(instance_id, "decode", expires_at_s=time.time() - 1.0)
+    await alone.mutate(instance_id, "decode", valid_s=0.0)
     await alone.reported("mutate-1", "failed")
-    assert "too late" in why(alone, "mutate-1")
+    assert "was valid for 0.0 s" in why(alone, "mutate-1")
     assert alone.worker.serving.role == "colocated"
+
+
+@pytest.mark.parametrize("shift_s", [-30.0, 30.0])
+async def test_a_role_is_taken_whatever_the_time_of_day_is_here(
+    alone: LoneWorker, shift_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance_id, real = await alone.serve(), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + shift_s)
+    await alone.mutate(instance_id, "decode", valid_s=25.0)
+    await alone.reported("mutate-1", "serving")
+    monkeypatch.setattr(time, "time", lambda: real() - shift_s)
+    await alone.mutate(instance_id, "prefill", "later", valid_s=25.0)
+    await alone.reported("later", "serving")
 
 
 async def test_an_instance_that_is_gone_is_told(alone: LoneWorker) -> None:
@@ -160,17 +173,18 @@ async def test_without_the_pool_it_has_the_role_and_the_planner_is_told_that_nob
 
 async def give_role(worker: RunningWorker, role: Role) -> None:
     target = MutateTarget(worker_id=worker.worker_id, instance_id=worker.serving.instance_id, was=worker.serving.role)
-    now_s = time.time()
+    now_s = time.monotonic()
     await worker.service.parts.mutation.on_mutate_plan(
         MutatePlan(
             plan_id="p",
             model="m",
             targets=(target,),
             role=role,
-            planned_at_s=now_s,
-            expires_at_s=now_s + 60.0,
+            planned_s=now_s,
+            valid_s=60.0,
             term=9**9,
-        )
+        ),
+        now_s,
     )
     assert worker.serving.role == role
 

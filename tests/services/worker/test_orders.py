@@ -23,16 +23,13 @@ def plan(plan_id: str, term: int = 1) -> ScalePlan:
         members=(),
         chains=(),
         triggered_at_s=0.0,
-        planned_at_s=0.0,
-        expires_at_s=9e9,
+        valid_s=9e9,
         term=term,
     )
 
 
 def mutation(plan_id: str, term: int = 1) -> MutatePlan:
-    return MutatePlan(
-        plan_id=plan_id, model="m", targets=(), role="decode", planned_at_s=0.0, expires_at_s=9e9, term=term
-    )
+    return MutatePlan(plan_id=plan_id, model="m", targets=(), role="decode", planned_s=0.0, valid_s=9e9, term=term)
 
 
 class Heard:
@@ -44,19 +41,19 @@ class Heard:
         self.orders = Orders(self.bus, "w0", self._scale, self._drain, self._zigzag, self._mutate, self._migrate)
         self._number = 0
 
-    async def _scale(self, order: ScalePlan) -> None:
+    async def _scale(self, order: ScalePlan, _stored_s: float) -> None:
         self.all.append(order.plan_id)
 
     async def _drain(self, order: DrainPlan) -> None:
         self.all.append(order.plan_id)
 
-    async def _zigzag(self, order: ZigzagAssignment) -> None:
+    async def _zigzag(self, order: ZigzagAssignment, _stored_s: float) -> None:
         self.all.append(order.pair_id)
 
-    async def _migrate(self, order: MigratePlan) -> None:
+    async def _migrate(self, order: MigratePlan, _stored_s: float) -> None:
         self.all.append(order.plan_id)
 
-    async def _mutate(self, order: MutatePlan) -> None:
+    async def _mutate(self, order: MutatePlan, _stored_s: float) -> None:
         self.all.append(order.plan_id)
 
     async def tell(self, order: WorkerOrder, worker_id: str = "w0") -> None:

@@ -123,6 +123,24 @@ async def test_a_plan_that_names_unknown_members_is_nobodys_business(alone: Lone
     assert alone.events(plan.plan_id) == []
 
 
+@pytest.mark.parametrize("shift_s", [-30.0, 30.0])
+async def test_a_plan_is_carried_out_whatever_the_time_of_day_is_here(
+    alone: LoneWorker, shift_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, real = alone.plan(epoch=10, expires_in_s=25.0, give_up_s=25.0), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + shift_s)
+    await alone.publish(plan)
+    await alone.reported(plan.plan_id, "serving")
+
+
+async def test_a_plan_that_comes_too_late_is_refused_and_the_planner_hears_it(alone: LoneWorker) -> None:
+    plan = alone.plan(epoch=10, expires_in_s=0.0)
+    await alone.publish(plan)
+    await alone.reported(plan.plan_id, "failed")
+    assert "was valid for 0.0 s" in alone.progress[-1].detail
+    await alone.serve(epoch=10)
+
+
 async def test_a_target_whose_source_is_gone_reads_its_disk(alone: LoneWorker) -> None:
     gone = msgspec.structs.replace(alone.chain_member("i9", 0), worker_id="w9")
     stripe = Stripe(source="w9", source_kind="gpu", target="w0")
@@ -137,7 +155,7 @@ async def test_a_load_beyond_its_plans_deadline_fails_and_frees_the_worker(monke
 
     async with lone_worker() as alone:
         monkeypatch.setattr(WeightMover, "fill", never)
-        plan = alone.plan(epoch=10, give_up_at_s=time.time() + 0.3)
+        plan = alone.plan(epoch=10, give_up_s=0.3)
         await alone.publish(plan)
         await alone.reported(plan.plan_id, "failed")
         assert "deadline" in alone.progress[-1].detail

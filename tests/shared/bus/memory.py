@@ -16,7 +16,7 @@ from typing import Generic
 
 from opentelemetry import context as otel_context
 
-from shared.bus.base import AsyncListener, Bus, Listener, M, R, Responder, Subscription
+from shared.bus.base import Bus, EventListener, Listener, M, R, Responder, Stored, Subscription
 from shared.bus.departures import Departure, DepartureListener
 from shared.bus.wire import (
     Headers,
@@ -113,7 +113,7 @@ class MemoryBroker:
         if message_id and message_id in self._event_ids:
             return
         self._event_ids[message_id] = subject
-        self.events.append(MemoryEvent(subject, payload, headers))
+        self.events.append(MemoryEvent(subject, payload, headers, time.monotonic()))
         for reader in self.readers:
             reader.wake()
 
@@ -242,19 +242,19 @@ class MemoryBus(Bus):
         self._check_open()
         self.broker.append_raw(subject, payload, headers, message_id)
 
-    async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[M, ...]:
+    async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[Stored[M], ...]:
         self._check_open()
         if self.connected_since_s is None:
             raise Unavailable(f"the events on {subject} cannot be read: the bus is disconnected")
         found = []
         for event in [e for e in self.broker.events if matches(subject, e.subject)][-limit:]:
             try:
-                found.append(decode(event.payload, kind))
+                found.append(Stored(decode(event.payload, kind), event.at_s))
             except MalformedMessage as error:
                 self.malformed.record(kind, event.subject, error)
         return tuple(found)
 
-    async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
+    async def subscribe_events(self, subject: str, kind: type[M], listener: EventListener[M]) -> Subscription:
         self._check_open()
         subscription = MemoryReading(self, subject, kind, listener)
         self.broker.readers.add(subscription)
@@ -317,6 +317,7 @@ class MemoryEvent:
     subject: str
     payload: bytes
     headers: Headers | None
+    at_s: float
 
 
 class MemoryDepartures:
@@ -420,7 +421,7 @@ class MemoryResponding(Generic[M, R]):
 class MemoryReading(Generic[M]):
     """Reads the broker's events from the end that they had when it was made."""
 
-    def __init__(self, bus: MemoryBus, subject: str, kind: type[M], listener: AsyncListener[M]) -> None:
+    def __init__(self, bus: MemoryBus, subject: str, kind: type[M], listener: EventListener[M]) -> None:
         self.bus = bus
         self.subject = subject
         self._kind = kind
@@ -453,7 +454,7 @@ class MemoryReading(Generic[M]):
             return
         token = enter_sender_context(event.headers)
         try:
-            await self._listener(message)
+            await self._listener(Stored(message, event.at_s))
         except Exception:  # noqa: BLE001 - counts as handled: an event that fails once would fail for ever
             _log.exception("the listener of %s failed", event.subject)
         finally:

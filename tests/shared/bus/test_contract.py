@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import REGISTRY
 
 from shared import subjects
+from shared.bus.base import Stored
 from shared.errors import (
     BlitzError,
     DeadlineExceeded,
@@ -312,9 +313,9 @@ async def test_events_arrive_in_order_once_per_message_id_and_only_new_ones(plac
     await here.publish_event(on, cancel(0), message_id=f"{on}-before")
     got: list[int] = []
 
-    async def listen(message: Cancel) -> None:
+    async def listen(message: Stored[Cancel]) -> None:
         await asyncio.sleep(0.001)
-        got.append(message.attempt)
+        got.append(message.event.attempt)
 
     await there.subscribe_events(on, Cancel, listen)
     for attempt in (1, 2, 2, 3, 1):
@@ -328,7 +329,7 @@ async def test_event_listeners_are_awaited_one_at_a_time(place: Place) -> None:
     bus, on = await place.bus("a"), event_subject()
     running = most = done = 0
 
-    async def listen(message: Cancel) -> None:
+    async def listen(message: Stored[Cancel]) -> None:
         nonlocal running, most, done
         running += 1
         most = max(most, running)
@@ -347,11 +348,11 @@ async def test_an_event_whose_listener_raises_does_not_come_again(place: Place) 
     bus, on = await place.bus("a"), event_subject()
     got: list[int] = []
 
-    async def listen(message: Cancel) -> None:
-        got.append(message.attempt)
-        if message.attempt == 0:
+    async def listen(message: Stored[Cancel]) -> None:
+        got.append(message.event.attempt)
+        if message.event.attempt == 0:
             raise Overloaded("no")
-        if message.attempt == 1:
+        if message.event.attempt == 1:
             raise RuntimeError("bug")
 
     await bus.subscribe_events(on, Cancel, listen)
@@ -366,8 +367,8 @@ async def test_a_garbage_event_is_dropped_and_the_next_one_comes(place: Place, g
     bus, on, before = await place.bus("a"), event_subject(), malformed_count()
     got: list[Cancel] = []
 
-    async def listen(message: Cancel) -> None:
-        got.append(message)
+    async def listen(message: Stored[Cancel]) -> None:
+        got.append(message.event)
 
     await bus.subscribe_events(on, Cancel, listen)
     await place.raw_event(on, garbage)
@@ -382,7 +383,7 @@ async def test_closing_an_event_subscription_awaits_its_listener(place: Place) -
     started = asyncio.Event()
     finished = False
 
-    async def listen(message: Cancel) -> None:
+    async def listen(message: Stored[Cancel]) -> None:
         nonlocal finished
         started.set()
         await asyncio.sleep(0.1)
@@ -402,14 +403,35 @@ async def test_past_events_are_read_back_in_order_the_newest_of_them(place: Plac
         await bus.publish_event(name, Cancel(request_id="r", attempt=attempt), message_id=uuid.uuid4().hex)
     await place.raw_event(name, b"\xc1")
     await bus.publish_event(event_subject(), Cancel(request_id="another", attempt=9), message_id=uuid.uuid4().hex)
-    assert [c.attempt for c in await bus.past_events(name, Cancel, limit=10)] == [0, 1, 2, 3, 4]
-    assert [c.attempt for c in await bus.past_events(name, Cancel, limit=3)] == [3, 4]
+    assert [c.event.attempt for c in await bus.past_events(name, Cancel, limit=10)] == [0, 1, 2, 3, 4]
+    assert [c.event.attempt for c in await bus.past_events(name, Cancel, limit=3)] == [3, 4]
+
+
+@pytest.mark.parametrize("wall_s", [-30.0, 0.0, 30.0])
+async def test_how_old_an_event_is_does_not_depend_on_the_readers_wall_clock(
+    place: Place, wall_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there, on = await place.bus("planner"), await place.bus("worker"), event_subject()
+    real, heard = time.time, list[tuple[Stored[Cancel], float]]()
+    monkeypatch.setattr(time, "time", lambda: real() + wall_s)
+
+    async def listen(stored: Stored[Cancel]) -> None:
+        heard.append((stored, time.monotonic()))
+
+    await there.subscribe_events(on, Cancel, listen)
+    before_s = time.monotonic()
+    await here.publish_event(on, cancel(), message_id=on)
+    await eventually(lambda: heard)
+    [(stored, heard_s)] = heard
+    assert before_s - 5.0 < stored.at_s <= heard_s
+    [past] = await here.past_events(on, Cancel, limit=1)
+    assert before_s - 5.0 < past.at_s <= time.monotonic()
 
 
 async def test_records_are_a_stream_of_their_own(place: Place) -> None:
     bus, name = await place.bus("planner"), subjects.scale_records()
     await bus.publish_event(name, Cancel(request_id="r", attempt=1), message_id=uuid.uuid4().hex)
-    assert (await bus.past_events(name, Cancel, limit=500))[-1].attempt == 1
+    assert (await bus.past_events(name, Cancel, limit=500))[-1].event.attempt == 1
 
 
 async def test_past_events_cannot_be_read_while_disconnected(place: Place) -> None:
@@ -431,7 +453,7 @@ async def test_trace_context_reaches_every_handler_and_no_other(place: Place) ->
         seen["responder"].append(current_traceparent())
         return Ack()
 
-    async def listen(message: Cancel) -> None:
+    async def listen(message: Stored[Cancel]) -> None:
         seen["event"].append(current_traceparent())
 
     plain, rpc, event = subject(), subject(), event_subject()

@@ -13,6 +13,7 @@ import pytest
 
 from compose.ports import free_port
 from shared import subjects
+from shared.bus.base import Stored
 from shared.bus.nats import NatsBus
 from shared.errors import Overloaded, Unavailable
 from shared.messages.common import Ack
@@ -97,8 +98,8 @@ async def test_events_published_between_outage_and_resumption_are_not_lost(nats_
     bus, on = await nats_place.bus("a"), f"{subjects.PREFIX}.plans.test-{uuid.uuid4().hex}"
     got: list[int] = []
 
-    async def listen(message: Cancel) -> None:
-        got.append(message.attempt)
+    async def listen(message: Stored[Cancel]) -> None:
+        got.append(message.event.attempt)
 
     await bus.subscribe_events(on, Cancel, listen)
     # There is a stream from now on.
@@ -115,8 +116,8 @@ async def test_events_go_on_when_the_stream_was_lost_with_the_server(nats_place:
     bus, on = await nats_place.bus("a"), f"{subjects.PREFIX}.plans.test-{uuid.uuid4().hex}"
     got: list[int] = []
 
-    async def listen(message: Cancel) -> None:
-        got.append(message.attempt)
+    async def listen(message: Stored[Cancel]) -> None:
+        got.append(message.event.attempt)
 
     await bus.subscribe_events(on, Cancel, listen)
     await bus.publish_event(on, CANCEL, message_id=f"{on}-0")

@@ -13,6 +13,7 @@ import pytest
 from compose.ports import free_port
 from shared import subjects
 from shared.bus.access import NatsAccess
+from shared.bus.base import Stored
 from shared.bus.nats import NatsBus
 from shared.bus.nats_stream import StreamLimits
 from shared.errors import NoResponder, NotPermitted, Unavailable
@@ -64,7 +65,7 @@ async def acknowledge(message: Cancel) -> Ack:
     return Ack()
 
 
-async def ignore(message: WorkerOrder) -> None:
+async def ignore(message: Stored[WorkerOrder]) -> None:
     pass
 
 
@@ -79,8 +80,8 @@ async def test_services_reach_each_other_through_what_they_may(buses: Buses) -> 
 
     got: list[WorkerOrder] = []
 
-    async def on_event(event: WorkerOrder) -> None:
-        got.append(event)
+    async def on_event(event: Stored[WorkerOrder]) -> None:
+        got.append(event.event)
 
     await planner.keep_plan_stream(StreamLimits())
     await worker.subscribe_events(subjects.worker_plans("w"), WorkerOrder, on_event)
@@ -184,8 +185,8 @@ async def test_an_event_reader_waits_for_the_stream_and_misses_nothing(buses: Bu
     planner, worker = await buses.connect("planner"), await buses.connect("worker")
     got: list[int] = []
 
-    async def on_event(event: WorkerOrder) -> None:
-        got.append(event.drain.term if event.drain else 0)
+    async def on_event(event: Stored[WorkerOrder]) -> None:
+        got.append(event.event.drain.term if event.event.drain else 0)
 
     await worker.subscribe_events(subjects.worker_plans("w"), WorkerOrder, on_event)
     assert got == []

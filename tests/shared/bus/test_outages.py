@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from shared.bus.base import Bus
+from shared.bus.base import Bus, Stored
 from shared.errors import DeadlineExceeded, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
@@ -24,8 +24,8 @@ async def test_an_outage_is_seen_survived_and_restarts_the_clock(place: Place) -
     got: list[Cancel] = []
     events: list[int] = []
 
-    async def listen(message: Cancel) -> None:
-        events.append(message.attempt)
+    async def listen(message: Stored[Cancel]) -> None:
+        events.append(message.event.attempt)
 
     await there.subscribe(plain, Cancel, got.append)
     await there.respond(rpc, Cancel, acknowledge)

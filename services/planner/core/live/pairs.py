@@ -184,8 +184,6 @@ def zigzag_assignments(
         return ()
     layout = layout_of(plan.model.spec)
 
-    start_at_s = plan.planned_at_s + startup_s
-
     def assignment(pair: Pair) -> ZigzagAssignment:
         finish_s = predicted_s.get(pair.target, 0.0)
         return ZigzagAssignment(
@@ -196,23 +194,23 @@ def zigzag_assignments(
             target=plan.member(pair.target),
             policy=policy,
             why=pair.why,
-            layers_ready_at_s=layers_ready_at_s(layout, start_at_s, finish_s) if finish_s else (),
-            loaded_at_s=start_at_s + finish_s if finish_s else 0.0,
+            layers_ready_s=layers_ready_s(layout, startup_s, finish_s) if finish_s else (),
+            loaded_s=startup_s + finish_s if finish_s else 0.0,
             slo_tbt_s=plan.model.slo_tbt_s or slo_tbt_s,
-            expires_at_s=plan.give_up_at_s,
+            valid_s=plan.give_up_s,
             term=plan.term,
         )
 
     return tuple([assignment(pair) for pair in pairs])
 
 
-def layers_ready_at_s(layout: ArenaLayout, start_at_s: float, finish_s: float) -> tuple[float, ...]:
-    """When a target that starts at ``start_at_s`` and takes ``finish_s`` has each decoder layer.
+def layers_ready_s(layout: ArenaLayout, start_s: float, finish_s: float) -> tuple[float, ...]:
+    """When a target that starts at ``start_s`` and takes ``finish_s`` has each decoder layer.
 
     Bytes come at an even pace in the order of the arena: layers first, then embedding and head.
     """
     pace_s = finish_s / layout.num_bytes
-    return tuple([start_at_s + (unit.offset + unit.num_bytes) * pace_s for unit in layout.units[: layout.num_layers]])
+    return tuple([start_s + (unit.offset + unit.num_bytes) * pace_s for unit in layout.units[: layout.num_layers]])
 
 
 def _source(instance_id: str, record: WorkerRecord) -> ChainMember:

@@ -26,11 +26,12 @@ class SplitRequest:
 
 
 def split_request(
-    asked: PlanSplit, assignment: ZigzagAssignment, now_s: float, *, ready_at_s: Sequence[float] = ()
+    asked: PlanSplit, assignment: ZigzagAssignment, now_s: float, *, ready_s: Sequence[float] = ()
 ) -> SplitRequest | None:
-    """The problem as of ``now_s`` (Unix time); None if there is none: nothing waits, or it is unknown when layers come.
+    """The problem as of ``now_s``, in seconds since the target's plan; None if there is none: nothing waits, or it is
+    unknown when layers come.
 
-    ``ready_at_s``: when the target had the layers that it has. The others are expected as late, or early, as the last
+    ``ready_s``: when the target had the layers that it has. The others are expected as late, or early, as the last
     one was; or as late as the next one is by now. The last layer counts as there when everything is: the target
     finishes no batch without the head.
     Raises ``BadRequest`` for times that cannot be and for batches named twice.
@@ -43,16 +44,16 @@ def split_request(
             raise BadRequest(f"a layer of batch {batch.batch_id!r} cannot take {batch.layer_s!r} s", param="batches")
     if not 0 <= asked.pull_s < math.inf:
         raise BadRequest(f"a pull cannot take {asked.pull_s!r} s", param="pull_s")
-    if not math.isfinite(asked.source_free_at_s):
-        raise BadRequest(f"the source cannot be free at {asked.source_free_at_s!r}", param="source_free_at_s")
-    times = list(assignment.layers_ready_at_s)
-    num_ready = len(ready_at_s)
+    if not math.isfinite(asked.source_free_s):
+        raise BadRequest(f"the source cannot be free in {asked.source_free_s!r} s", param="source_free_s")
+    times = list(assignment.layers_ready_s)
+    num_ready = len(ready_s)
     if not times or not asked.batches or num_ready > len(times):
         return None
-    late_s = ready_at_s[-1] - times[num_ready - 1] if num_ready else 0.0
+    late_s = ready_s[-1] - times[num_ready - 1] if num_ready else 0.0
     if num_ready < len(times):
         late_s = max(late_s, now_s - times[num_ready])
-    times[-1] = max(times[-1], assignment.loaded_at_s)
+    times[-1] = max(times[-1], assignment.loaded_s)
     num_ready = min(num_ready, len(times) - 1)
     times[num_ready:] = [at_s + late_s for at_s in times[num_ready:]]
     times[:num_ready] = [now_s] * num_ready
@@ -64,7 +65,7 @@ def split_request(
     return SplitRequest(
         tuple([Job(batch.batch_id, batch.layer_s) for batch in asked.batches[:MAX_BATCHES]]),
         tuple(loaded_at),
-        max(0.0, asked.source_free_at_s - now_s),
+        max(0.0, asked.source_free_s),
         asked.pull_s,
     )
 

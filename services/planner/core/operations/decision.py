@@ -33,7 +33,8 @@ class ScaleRequest:
 
     model: str
     desired: int
-    triggered_at_s: float
+    triggered_s: float
+    """Monotonic."""
     reason: str
     live: LiveChoice = "auto"
     role: Role = "colocated"
@@ -56,7 +57,7 @@ class ScaleRequest:
         longest. A tenth of an instance more or less is none: the load is not known to that."""
         missed = round(standing.weight * self.deficit, 1) if standing.has_instances else 0.0
         kept = self.by_hand or standing.below_least
-        since_s = standing.waits_since_s, self.triggered_at_s
+        since_s = standing.waits_since_s, self.triggered_s
         return not kept, standing.has_instances, -missed, *since_s, self.model, self.role
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import isfinite, isnan
 
 import msgspec
@@ -34,13 +34,13 @@ def _is_sound(plan: ScalePlan) -> bool:
     _, dot, number = plan.plan_id.partition(".")
     hops = [hop for chain in plan.chains for hop in chain.hops]
     targets = {target for hop in hops for target in hop.targets}
-    times = (plan.triggered_at_s, plan.planned_at_s, *(hop.predicted_finish_s for hop in hops))
+    times = (plan.triggered_at_s, plan.triggered_ago_s, *(hop.predicted_finish_s for hop in hops))
     return (
         (not dot or (number.isascii() and number.isdecimal() and len(number) <= MAX_PART_DIGITS))
         and targets <= {member.worker_id for member in plan.members}
         and {stripe.target for hop in hops for stripe in hop.stripes} <= targets
         and all(map(isfinite, times))
-        and not (isnan(plan.expires_at_s) or isnan(plan.give_up_at_s))
+        and not (isnan(plan.valid_s) or isnan(plan.give_up_s))
     )
 
 
@@ -52,9 +52,9 @@ def without_chains_from(events: Iterable[TargetPlan]) -> dict[str, TargetPlan]:
     """Drains and revivals, or mutations, by id, oldest first, as far as they were published and make sense."""
     parts: dict[str, list[TargetPlan]] = {}
     for event in events:
-        if not isfinite(event.triggered_at_s):
+        if not (isfinite(event.triggered_at_s) and isfinite(event.triggered_ago_s)):
             continue
-        if isinstance(event, MutatePlan) and not (isfinite(event.planned_at_s) and isfinite(event.expires_at_s)):
+        if isinstance(event, MutatePlan) and not isfinite(event.valid_s):
             continue
         parts.setdefault(base_id(event.plan_id), []).append(event)
     return {
@@ -71,10 +71,11 @@ def operations_under_way(
     mutations: Iterable[MutatePlan],
     assignments: Iterable[ZigzagAssignment],
     ended: Collection[str],
+    stored_s: Mapping[str, float],
     now_s: float,
 ) -> list[Operation]:
     """Operations of plans that have no record yet. ``drains``, ``mutations``: oldest first. ``ended``: plan ids of
-    records."""
+    records. ``stored_s``: when the stream took each plan (monotonic)."""
     newest: dict[str, ZigzagAssignment] = {}
     for assignment in assignments:
         known = newest.get(assignment.pair_id)
@@ -86,14 +87,14 @@ def operations_under_way(
             named = {target.worker_id for target in plan.targets}
             of_plan = (a for a in newest.values() if base_id(a.plan_id) == plan.plan_id)
             pairs = [a for a in of_plan if a.target.worker_id in named]
-            operation = Operation.of_plan(plan, pairs, recalled=True)
-            operation.planned(plan.planned_at_s)
+            operation = Operation.of_plan(plan, stored_s[plan.plan_id], pairs, recalled=True)
+            operation.planned(stored_s[plan.plan_id])
             found.append(operation)
     for mutation in mutations:
         # Not told again: what came of it shows soon, or nothing does, and then it is decided anew.
         if mutation.plan_id not in ended:
-            operation = Operation.of_mutation(mutation, recalled=True)
-            operation.planned(mutation.planned_at_s)
+            operation = Operation.of_mutation(mutation, stored_s[mutation.plan_id], recalled=True)
+            operation.planned(stored_s[mutation.plan_id])
             found.append(operation)
     draining: list[Operation] = []
     for drain in drains:
@@ -107,8 +108,10 @@ def operations_under_way(
             continue
         direction: Direction = "out" if drain.revive else "in"
         end_by_s = now_s if drain.revive else float("inf")
-        operation = Operation.of_drain(drain, direction, end_by_s, heed_by_s=now_s + HEED_S, recalled=True)
-        operation.planned(drain.triggered_at_s or now_s)
+        planned_s = stored_s[drain.plan_id]
+        heed_by_s = now_s + HEED_S
+        operation = Operation.of_drain(drain, direction, planned_s, end_by_s, heed_by_s=heed_by_s, recalled=True)
+        operation.planned(planned_s)
         found.append(operation)
         if not drain.revive:
             draining.append(operation)

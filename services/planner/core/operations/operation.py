@@ -46,18 +46,20 @@ def give_up_s(num_bytes: int, floor_gbps: float, predicted_s: Iterable[float]) -
 
 @dataclass(eq=False, kw_only=True)
 class Operation:
-    """One scale operation. ``apply`` takes events in any order; times are unix seconds."""
+    """One scale operation. ``apply`` takes events in any order. Times are by this planner's monotonic clock."""
 
     plan_id: str
     model: str
     direction: Direction
     desired: int
     reason: str
-    triggered_at_s: float
+    triggered_s: float
     targets: InitVar[tuple[tuple[str, str], ...]]
     """(worker_id, instance_id) each."""
     assignments: InitVar[Iterable[ZigzagAssignment]] = ()
     """Which targets scale live, and with which instances."""
+    triggered_at_s: float = 0.0
+    """Unix time, for people."""
     role: Role = "colocated"
     explain: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -76,7 +78,9 @@ class Operation:
     """The targets drain and shall serve again."""
     advice: bool = False
     """It was not carried out."""
-    mutated_at_s: float = 0.0
+    made_s: float = 0.0
+    """When the plan was made: what it expects of loads is in seconds from then."""
+    mutated_s: float = 0.0
     """When it was decided that the targets get another role."""
     recalled: bool = False
     """It was begun under an earlier planner, and its end may have gone unseen."""
@@ -89,21 +93,26 @@ class Operation:
         self._failure = ""
 
     @classmethod
-    def of_plan(cls, plan: ScalePlan, pairs: Iterable[ZigzagAssignment] = (), *, recalled: bool = False) -> Operation:
-        """The operation that a plan belongs to. Reports and the registry tell what its targets have done since."""
+    def of_plan(
+        cls, plan: ScalePlan, planned_s: float, pairs: Iterable[ZigzagAssignment] = (), *, recalled: bool = False
+    ) -> Operation:
+        """The operation that a plan of ``planned_s`` belongs to. Reports and the registry tell what its targets have
+        done since."""
         return cls(
             plan_id=plan.plan_id,
             model=plan.model.name,
             direction="out",
             desired=plan.desired,
             reason=plan.reason,
+            triggered_s=planned_s - plan.triggered_ago_s,
             triggered_at_s=plan.triggered_at_s,
             targets=targets_of(plan),
             explain=plan.explain,
             left_out=plan.left_out,
             trace_id=plan.trace_id,
-            accept_by_s=plan.expires_at_s,
-            deadline_s=plan.give_up_at_s or float("inf"),
+            made_s=planned_s,
+            accept_by_s=planned_s + plan.valid_s,
+            deadline_s=planned_s + (plan.give_up_s or float("inf")),
             links=links_of(plan.chains),
             gbps=gbps_of(plan.chains, plan.model.weights_bytes),
             predicted_s=predicted_s_of(plan.chains),
@@ -114,10 +123,17 @@ class Operation:
 
     @classmethod
     def of_drain(
-        cls, plan: DrainPlan, direction: Direction, end_by_s: float, *, heed_by_s: float = 0.0, recalled: bool = False
+        cls,
+        plan: DrainPlan,
+        direction: Direction,
+        planned_s: float,
+        end_by_s: float,
+        *,
+        heed_by_s: float | None = None,
+        recalled: bool = False,
     ) -> Operation:
         """The operation that a drain, or a revival (``direction`` "out"), is of. ``heed_by_s``: until when a target
-        that is to drain may still serve; the drain itself ends when its requests do. 0: as long as it may take."""
+        that is to drain may still serve; the drain itself ends when its requests do. None: as long as it may take."""
         targets = tuple((t.worker_id, t.instance_id) for t in plan.targets)
         return cls(
             plan_id=plan.plan_id,
@@ -125,11 +141,12 @@ class Operation:
             direction=direction,
             desired=plan.desired,
             reason=plan.reason,
+            triggered_s=planned_s - plan.triggered_ago_s,
             triggered_at_s=plan.triggered_at_s,
             targets=targets,
             explain=(("revive: " if plan.revive else "drain: ") + ", ".join(w for w, _ in targets),),
             trace_id=plan.trace_id,
-            accept_by_s=heed_by_s or end_by_s,
+            accept_by_s=end_by_s if heed_by_s is None else heed_by_s,
             deadline_s=end_by_s,
             role=plan.role,
             revives=plan.revive,
@@ -137,22 +154,23 @@ class Operation:
         )
 
     @classmethod
-    def of_mutation(cls, plan: MutatePlan, *, recalled: bool = False) -> Operation:
-        """The operation of a plan that gives its targets another role."""
+    def of_mutation(cls, plan: MutatePlan, planned_s: float, *, recalled: bool = False) -> Operation:
+        """The operation of a plan of ``planned_s`` that gives its targets another role."""
         operation = cls(
             plan_id=plan.plan_id,
             model=plan.model,
             direction="mutate",
             desired=plan.desired,
             reason=plan.reason,
+            triggered_s=planned_s - plan.triggered_ago_s,
             triggered_at_s=plan.triggered_at_s,
             targets=tuple((t.worker_id, t.instance_id) for t in plan.targets),
             explain=plan.explain,
             left_out=plan.left_out,
             trace_id=plan.trace_id,
-            deadline_s=plan.expires_at_s + MUTATE_REPORT_S,
+            deadline_s=planned_s + plan.valid_s + MUTATE_REPORT_S,
             role=plan.role,
-            mutated_at_s=plan.planned_at_s,
+            mutated_s=planned_s,
             recalled=recalled,
         )
         for target in plan.targets:
@@ -195,8 +213,7 @@ class Operation:
         return {link: gbps for link, gbps in self.gbps.items() if self._loads(link[1])}
 
     def served_since(self, worker_id: str) -> tuple[float, float] | None:
-        """When a target began to serve, and how many seconds it took to load; None while it does not. The first is by
-        the planner's clock: those of workers may differ from it."""
+        """When a target began to serve, and how many seconds it took to load; None while it does not."""
         target = self._targets.get(worker_id)
         if target is None or target.serving_s is None or self._planned_s is None:
             return None
@@ -223,12 +240,12 @@ class Operation:
         latest_s = max(DEADLINE_FINISHES * predicted_s, predicted_s + LOST_WORD_S) if predicted_s else float("inf")
         return self._loads(worker_id) and now_s <= (self._planned_s or now_s) + latest_s
 
-    def layers_ready_at_s(self, worker_id: str) -> tuple[float, ...]:
-        """When a target had each layer, up to the first layer that it has not reported."""
+    def layers_ready_s(self, worker_id: str) -> tuple[float, ...]:
+        """How long after the plan a target had each layer, up to the first layer that it has not reported."""
         target = self._targets.get(worker_id)
         times: list[float] = []
         while target is not None and (at_s := target.layers_s.get(len(times))) is not None:
-            times.append(at_s)
+            times.append(at_s - self.made_s)
         return tuple(times)
 
     def _loads(self, worker_id: str) -> bool:
@@ -252,17 +269,17 @@ class Operation:
         if target is not None and not target.failure:
             target.failure = why
 
-    def apply(self, event: ScaleProgress) -> None:
-        """Take one progress event; unknown workers are ignored (sources report too)."""
+    def apply(self, event: ScaleProgress, now_s: float) -> None:
+        """Take one progress event that came now; unknown workers are ignored (sources report too)."""
         target = self._targets.get(event.worker_id)
         if target is not None and target.instance_id == event.instance_id:
-            target.apply(event)
+            target.apply(event, now_s)
 
-    def apply_live(self, report: LiveReport) -> None:
-        """Take the report of a pair; one of an unknown pair is ignored."""
+    def apply_live(self, report: LiveReport, now_s: float) -> None:
+        """Take the report of a pair, which came now; one of an unknown pair is ignored."""
         pair = self.pairs.get(report.pair_id)
         if pair is not None:
-            pair.apply(report)
+            pair.apply(report, now_s)
 
     def check(self, workers: Mapping[str, WorkerRecord], now_s: float) -> None:
         """Fail the open targets that will not end by themselves, given all living workers by id, and stop waiting for
@@ -357,17 +374,17 @@ class Operation:
             trigger_to_spare_ms=self._last_ms([t.spare_s for t in targets]),
             bytes=sum(t.received_bytes for t in targets),
             gbps=min((g for g in (t.gbps for t in targets) if g is not None), default=0.0),
-            targets=tuple(t.record(self.triggered_at_s) for t in targets),
+            targets=tuple(t.record(self.triggered_s) for t in targets),
             explain=self.explain,
             left_out=self.left_out,
             trace_id=self.trace_id,
             advice=self.advice,
-            live=tuple(pair.record(self.triggered_at_s, details=details) for pair in self.pairs.values()),
+            live=tuple(pair.record(self.triggered_s, details=details) for pair in self.pairs.values()),
             trigger_to_working_ms=self._ms(min((t.working_s for t in targets if t.working_s), default=None)),
         )
 
     def _ms(self, at_s: float | None) -> float | None:
-        return since_ms(self.triggered_at_s, at_s)
+        return since_ms(self.triggered_s, at_s)
 
     def _last_ms(self, times: list[float | None]) -> float | None:
         known = [t for t in times if t is not None]

@@ -37,7 +37,7 @@ class Operations:
         self._open: dict[str, Operation] = {}
         """Those that had not ended at the last look."""
         self._settling: dict[str, float] = {}
-        """Those whose transfers may just have ended, and since when (unix time) it is known that they have."""
+        """Those whose transfers may just have ended, and since when it is known that they have."""
         self._past: OrderedDict[str, ScaleRecord] = OrderedDict()
         """Records of operations that ended under an earlier planner."""
         self._told: set[str] = set()
@@ -150,7 +150,6 @@ class Operations:
         """Weights on their way by the plans that are known."""
         since_s = now_s - SETTLING_S
         running, settled = self.running(), []
-        self._settling = {plan_id: min(ended_s, now_s) for plan_id, ended_s in self._settling.items()}
         for plan_id, ended_s in list(self._settling.items()):
             operation = self._by_id[plan_id]
             if ended_s >= since_s or operation.settled_links(since_s):
@@ -190,7 +189,7 @@ class Operations:
         return self._once(f"drain until {until_s}", lambda: self._instances_to_drain(until_s))
 
     def _instances_to_drain(self, until_s: float) -> frozenset[str]:
-        draining = [o for o in self.running() if o.direction == "in" and o.triggered_at_s <= until_s]
+        draining = [o for o in self.running() if o.direction == "in" and o.triggered_s <= until_s]
         return frozenset([i for o in draining for _, i in o.open_targets])
 
     def roles_given(self, model: str, now_s: float, within_s: float) -> frozenset[Role]:
@@ -199,19 +198,19 @@ class Operations:
             operation.role
             for worker_id, operation in self._mutations.values()
             if operation.model == model
-            and now_s - operation.mutated_at_s <= within_s
+            and now_s - operation.mutated_s <= within_s
             and not operation.has_failed(worker_id)
         ]
         return frozenset(given)
 
     def mutated(self, now_s: float, within_s: float) -> dict[str, Role]:
         """The roles that instances were given within so many seconds, by instance id; not where that failed."""
-        while self._mutations and now_s - next(iter(self._mutations.values()))[1].mutated_at_s > MAX_MUTATED_S:
+        while self._mutations and now_s - next(iter(self._mutations.values()))[1].mutated_s > MAX_MUTATED_S:
             self._mutations.popitem(last=False)
         return {
             instance_id: operation.role
             for instance_id, (worker_id, operation) in self._mutations.items()
-            if now_s - operation.mutated_at_s <= within_s and not operation.has_failed(worker_id)
+            if now_s - operation.mutated_s <= within_s and not operation.has_failed(worker_id)
         }
 
 

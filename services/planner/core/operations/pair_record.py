@@ -20,7 +20,7 @@ Outcome = Literal["running", "dissolved", "failed", "unknown"]
 
 
 class LivePair:
-    """One pair. Times are Unix times."""
+    """One pair. Times are by the planner's monotonic clock."""
 
     def __init__(self, assignment: ZigzagAssignment) -> None:
         self.assignment = assignment
@@ -28,6 +28,7 @@ class LivePair:
         self.outcome: Outcome = "running"
         self._reason = ""
         self._report: LiveReport | None = None
+        self._reported_s = 0.0
         self._target_ended_s: float | None = None
 
     @property
@@ -50,9 +51,11 @@ class LivePair:
         self.assignment = msgspec.structs.replace(self.assignment, revision=revision, gates=gates)
         return self.assignment
 
-    def apply(self, report: LiveReport) -> None:
-        """The source reports. Its report replaces any earlier conclusion; repeating it changes nothing."""
-        self.outcome, self._reason, self._report = report.outcome, report.reason, report
+    def apply(self, report: LiveReport, now_s: float) -> None:
+        """The source's report came now. It replaces any earlier conclusion; repeating it changes nothing."""
+        self.outcome, self._reason = report.outcome, report.reason
+        if report != self._report:
+            self._report, self._reported_s = report, now_s
 
     def fail(self, why: str) -> None:
         """The pair never begins: neither member was told."""
@@ -66,13 +69,12 @@ class LivePair:
             self.outcome, self._reason = "unknown", source_gone
         if not self.running or not target_ended:
             return
-        # By this process's clock alone: workers' clocks may differ.
         if self._target_ended_s is None:
             self._target_ended_s = now_s
         if now_s - self._target_ended_s >= LIVE_REPORT_WAIT_S:
             self.outcome, self._reason = "unknown", "the source did not report"
 
-    def record(self, triggered_at_s: float, *, details: bool = True) -> LiveRecord:
+    def record(self, triggered_s: float, *, details: bool = True) -> LiveRecord:
         """The record as of now. ``details``: with its batches and timelines."""
         pair = self.assignment
         record = LiveRecord(
@@ -88,21 +90,21 @@ class LivePair:
         if report is None:
             return record
 
-        def ms(at_s: float) -> float:
-            return round((at_s - triggered_at_s) * 1000, 3)
+        def ms(ago_s: float) -> float:
+            return round((self._reported_s - ago_s - triggered_s) * 1000, 3)
 
-        cooperative = report.first_cooperative_token_at_s
+        cooperative = report.first_cooperative_token_ago_s
         record = msgspec.structs.replace(
             record,
-            started_ms=ms(report.started_at_s),
-            ended_ms=ms(report.ended_at_s),
+            started_ms=ms(report.started_ago_s),
+            ended_ms=ms(0.0),
             first_cooperative_token_ms=None if cooperative is None else ms(cooperative),
         )
         if not details:
             return record
         runs = (report.source_runs, report.target_runs, report.tokens)
         bucket_s = next((r.bucket_s for r in runs if r is not None and r.bucket_s > 0), _DEFAULT_BUCKET_S)
-        source, target, tokens = (timeline(r, report.started_at_s, bucket_s) for r in runs)
+        source, target, tokens = (timeline(r, report.started_ago_s, bucket_s) for r in runs)
         return msgspec.structs.replace(
             record,
             batches=tuple(
@@ -112,7 +114,7 @@ class LivePair:
                     num_tokens=b.num_tokens,
                     target_layers=b.target_layers,
                     source_layers=b.source_layers,
-                    first_token_ms=ms(b.first_token_at_s),
+                    first_token_ms=ms(b.first_token_ago_s),
                 )
                 for b in report.batches
             ),
@@ -123,8 +125,8 @@ class LivePair:
         )
 
 
-def timeline(runs: LayerRuns | None, start_at_s: float, bucket_s: float) -> tuple[int, ...]:
-    """``runs`` as counts per ``bucket_s`` from ``start_at_s`` on; what was before counts in the first bucket.
+def timeline(runs: LayerRuns | None, started_ago_s: float, bucket_s: float) -> tuple[int, ...]:
+    """``runs`` as counts per ``bucket_s`` from ``started_ago_s`` on; what was before counts in the first bucket.
 
     Each of its buckets goes whole to the one whose start is nearest: members begin theirs at different times.
     """
@@ -132,7 +134,7 @@ def timeline(runs: LayerRuns | None, start_at_s: float, bucket_s: float) -> tupl
         return ()
     counts: list[int] = []
     for i, count in enumerate(runs.counts):
-        index = max(0, round((runs.start_at_s + i * runs.bucket_s - start_at_s) / bucket_s))
+        index = max(0, round((started_ago_s - runs.started_ago_s + i * runs.bucket_s) / bucket_s))
         if index >= MAX_BUCKETS:
             break
         counts += [0] * (index + 1 - len(counts))

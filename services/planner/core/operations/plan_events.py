@@ -31,6 +31,7 @@ class PlanHeader(TypedDict, total=False):
     desired: int
     reason: Required[str]
     triggered_at_s: Required[float]
+    triggered_ago_s: float
     trace_id: str
 
 
@@ -41,8 +42,8 @@ def scale_plan(
     cluster: Cluster,
     grant: LeaseGrant,
     *,
-    planned_at_s: float,
-    give_up_at_s: float,
+    valid_s: float,
+    give_up_s: float,
     **header: Unpack[PlanHeader],
 ) -> ScalePlan:
     """The plan as an event. Each target works under the epoch of its lease; its instance is named after the plan."""
@@ -54,9 +55,8 @@ def scale_plan(
         fallbacks=planned.fallbacks,
         keep_on_host=bool(planned.keepers),
         keepers=planned.keepers,
-        planned_at_s=planned_at_s,
-        expires_at_s=grant.expires_at_s,
-        give_up_at_s=give_up_at_s,
+        valid_s=valid_s,
+        give_up_s=give_up_s,
         explain=planned.explain,
         left_out=planned.left_out,
         **header,
@@ -112,8 +112,8 @@ def mutate_plan(
     model: str,
     records: Sequence[WorkerRecord],
     *,
-    planned_at_s: float,
-    expires_at_s: float,
+    planned_s: float,
+    valid_s: float,
     explain: tuple[str, ...] = (),
     left_out: tuple[str, ...] = (),
     **header: Unpack[PlanHeader],
@@ -128,8 +128,8 @@ def mutate_plan(
         plan_id=plan_id,
         model=model,
         targets=targets,
-        planned_at_s=planned_at_s,
-        expires_at_s=expires_at_s,
+        planned_s=planned_s,
+        valid_s=valid_s,
         explain=explain,
         left_out=left_out,
         **header,

@@ -14,11 +14,14 @@ Direction = Literal["out", "in", "mutate", "none"]
 
 @dataclass(slots=True)
 class Target:
-    """Follows the events of one instance, in any order. Times are unix seconds."""
+    """Follows the events of one instance, in any order. Times are by the planner's monotonic clock. A worker tells how
+    long after its first report something was: the report that was fastest on its way tells best when that was."""
 
     worker_id: str
     instance_id: str
     direction: Direction
+    _began_s: float = float("inf")
+    """When its first report was sent, at the latest."""
     accepted_s: float | None = None
     first_byte_s: float | None = None
     layers_s: dict[int, float] = field(default_factory=dict)
@@ -49,37 +52,39 @@ class Target:
             return None
         return self.received_bytes * 8 / (self.loaded_s - self.accepted_s) / 1e9
 
-    def apply(self, event: ScaleProgress) -> None:
-        """Take one of its progress events."""
+    def apply(self, event: ScaleProgress, now_s: float) -> None:
+        """Take one of its progress events, which came now."""
+        self._began_s = min(self._began_s, now_s - event.after_s)
+        at_s = self._began_s + event.after_s
         self.received_bytes = max(self.received_bytes, event.received_bytes)
         match event.event:
             case "accepted":
-                self.accepted_s = self.accepted_s or event.at_s
+                self.accepted_s = self.accepted_s or at_s
             case "first_byte":
-                self.first_byte_s = self.first_byte_s or event.at_s
+                self.first_byte_s = self.first_byte_s or at_s
             case "layer_ready":
-                self.layers_s.setdefault(event.layer, event.at_s)
+                self.layers_s.setdefault(event.layer, at_s)
             case "live":
-                self.live_s = self.live_s or event.at_s
+                self.live_s = self.live_s or at_s
             case "loaded":
                 # The registry may have told before, later than it was.
-                self.loaded_s = min(self.loaded_s or event.at_s, event.at_s)
+                self.loaded_s = min(self.loaded_s or at_s, at_s)
             case "serving":
-                self.serving_s = min(self.serving_s or event.at_s, event.at_s)
+                self.serving_s = min(self.serving_s or at_s, at_s)
             case "spare":
-                self.spare_s = self.spare_s or event.at_s
+                self.spare_s = self.spare_s or at_s
                 if self.direction == "out" and self.serving_s is None:
                     self.failure = self.failure or event.detail or "the worker went back to spare"
             case "working":
-                self.working_s = self.working_s or event.at_s
+                self.working_s = self.working_s or at_s
             case "failed":
                 self.failure = self.failure or event.detail or "failed"
 
-    def record(self, triggered_at_s: float) -> TargetRecord:
+    def record(self, triggered_s: float) -> TargetRecord:
         """The record as of now, in milliseconds since the trigger."""
 
         def ms(at_s: float | None) -> float | None:
-            return since_ms(triggered_at_s, at_s)
+            return since_ms(triggered_s, at_s)
 
         return TargetRecord(
             worker_id=self.worker_id,
@@ -97,5 +102,5 @@ class Target:
         )
 
 
-def since_ms(triggered_at_s: float, at_s: float | None) -> float | None:
-    return None if at_s is None else round((at_s - triggered_at_s) * 1000, 3)
+def since_ms(triggered_s: float, at_s: float | None) -> float | None:
+    return None if at_s is None else round((at_s - triggered_s) * 1000, 3)

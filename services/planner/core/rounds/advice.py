@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
-from services.planner.core.rounds.moment import Situation
+from services.planner.core.rounds.moment import Moment, Situation
 from shared.messages.common import Role
 from shared.messages.operations import Advice
 from shared.messages.registry import ModelRecord
@@ -64,10 +64,11 @@ class Adviser:
         if wanted == least:
             self._given.pop(about, None)
             return request
-        self._advise(request, now, wanted, at.moment.monotonic_s)
+        self._advise(request, now, wanted, at.moment)
         return dataclasses.replace(request, desired=least)
 
-    def _advise(self, request: ScaleRequest, now: int, wanted: int, now_s: float) -> None:
+    def _advise(self, request: ScaleRequest, now: int, wanted: int, moment: Moment) -> None:
+        now_s = moment.monotonic_s
         about = (request.model, request.role)
         before = self._given.get(about)
         current = before is not None and now_s - before.said_s <= CURRENT_S
@@ -77,16 +78,17 @@ class Adviser:
         self._given[about] = _Given(now, wanted, request.reason[:MAX_WHY_CHARS], since_s, now_s)
         if before is None or not current or (before.now, before.wanted) != (now, wanted):
             # Once for each number, not each time that the monitor repeats it.
-            self._record(request, now, wanted)
+            self._record(request, now, wanted, moment)
 
-    def _record(self, request: ScaleRequest, now: int, wanted: int) -> None:
+    def _record(self, request: ScaleRequest, now: int, wanted: int, moment: Moment) -> None:
         operation = Operation(
             plan_id=self._new_id("advice"),
             model=request.model,
             direction="out" if wanted > now else "in",
             desired=wanted,
             reason=f"{request.reason}; not carried out, as the model is only to be advised on: {now} stay",
-            triggered_at_s=request.triggered_at_s,
+            triggered_s=request.triggered_s,
+            triggered_at_s=moment.unix_of(request.triggered_s),
             targets=(),
             role=request.role,
             advice=True,

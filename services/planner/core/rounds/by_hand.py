@@ -10,7 +10,7 @@ from shared.registry_view import RegistryView, bounded
 
 
 def asked_by_hand(asked: StartScale, view: RegistryView, now_s: float) -> ScaleRequest:
-    """``now_s``: the unix time at which it was asked. The registry is to keep the number as the role's floor before a
+    """``now_s``: when it was asked (monotonic). The registry is to keep the number as the role's floor before a
     round decides: the old floor may be above it, and load is not to undo it. Raises ``ModelNotFound``, ``Conflict`` if
     it is too many."""
     role, wanted, model = asked.role, instances_of(asked.instances, asked.role), view.models.get(asked.model)

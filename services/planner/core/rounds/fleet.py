@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from services.planner.core.fleet.allocation import QUANTUM_S, Holding, Room, Taking, Want, allocate
 from services.planner.core.operations.decision import ScaleRequest, Standing, staying
 from services.planner.core.operations.operations import Operations
@@ -75,12 +77,16 @@ class Fleet:
             self._said[about] = now_s, demand
         if before is None or now_s - before_s > SAID_S:
             return demand.idle > 0
-        return demand.idle > before.idle or (demand.idle > 0 and demand.idle_since_s > before.idle_since_s)
+        again = (demand.idle_for_s or 0.0) < (before.idle_for_s or 0.0)
+        return demand.idle > before.idle or (demand.idle > 0 and again)
 
     def said(self, model: str, role: Role, now_s: float) -> Demand | None:
         """What the monitor says now of instances that a model could do without; None: it does not speak of any."""
         said_s, said = self._said.get((model, role), (0.0, None))
-        return said if now_s - said_s <= SAID_S else None
+        if said is None or now_s - said_s > SAID_S:
+            return None
+        idle_for_s = (said.idle_for_s or 0.0) + now_s - said_s
+        return msgspec.structs.replace(said, idle_for_s=idle_for_s)
 
     def forget(self, now_s: float) -> None:
         """Forget what the monitor no longer says, of models that were removed, too."""
@@ -178,7 +184,7 @@ class Fleet:
         self._wait(wants, at.moment.monotonic_s)
         if not wants:
             return []
-        view, now_s = at.view, at.moment.unix_s
+        view, now_s = at.view, at.moment.monotonic_s
         leaving = self._operations.instances_to_drain()
         late = self._operations.instances_to_drain(now_s - QUANTUM_S)
         promised = {i: self._promised[i] for i in self.promised(at.moment.monotonic_s)}
@@ -260,26 +266,26 @@ class Fleet:
         if said is not None:
             # Of what was observed some may still load, and replaces nothing that is needed.
             needed = max(0, said.observed - said.idle)
-            idle, idle_since_s = max(0, min(said.idle, spendable, up - needed)), said.idle_since_s
+            idle = max(0, min(said.idle, spendable, up - needed))
+            idle_since_s = at.moment.monotonic_s - (said.idle_for_s or 0.0)
         return Holding(
             model.name,
             role,
             idle,
             idle_since_s,
             spendable,
-            min(self._slice_ends_s(record, instance, at.moment.unix_s) for record, instance in serving),
+            min(self._slice_ends_s(record, instance) for record, instance in serving),
             [
                 Room(record.worker.worker_id, record.worker.arena_bytes)
                 for record, _ in sorted(serving, key=lambda one: staying(one[0], (), self._at_work))
             ],
         )
 
-    def _slice_ends_s(self, record: WorkerRecord, instance: InstanceInfo, unix_s: float) -> float:
-        """What began before this planner remembers, or its clock was set, has served for long."""
+    def _slice_ends_s(self, record: WorkerRecord, instance: InstanceInfo) -> float:
+        """What began before this planner remembers has served for long."""
         operation = self._operations.get(instance.plan_id)
         since = operation.served_since(record.worker.worker_id) if operation is not None else None
-        # Nothing served in the future: the clock was set.
-        return since[0] + QUANTUM_S + since[1] if since is not None and since[0] <= unix_s else 0.0
+        return since[0] + QUANTUM_S + since[1] if since is not None else 0.0
 
 
 def _roles(name: str, at: Situation) -> Counter[Role]:

@@ -141,7 +141,7 @@ class Migrations:
             worker_id=found.source.worker_id,
             instance_id=found.source.instance_id,
             destinations=found.destinations,
-            expires_at_s=moment.unix_s + REST_S,
+            valid_s=REST_S,
             reason=found.why,
             term=term,
             for_head=True,

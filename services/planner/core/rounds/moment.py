@@ -10,11 +10,15 @@ from shared.registry_view import RegistryView
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One moment by both clocks: messages and operations have unix times, what is remembered here and is to last for a
-    while goes by the clock that nobody sets. In a simulation they are the same."""
+    """One moment by both clocks: everything goes by the one that nobody sets, and people are told Unix times. In a
+    simulation they are the same."""
 
     unix_s: float
     monotonic_s: float
+
+    def unix_of(self, monotonic_s: float) -> float:
+        """The Unix time of another moment."""
+        return self.unix_s - (self.monotonic_s - monotonic_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class Mutations:
         """A worker says that its instance has the role, and the pool knows."""
         self._refusals.served(worker_id, operation.model)
         if not operation.recalled:
-            took_s = max(0.0, moment.unix_s - operation.mutated_at_s)
+            took_s = max(0.0, moment.monotonic_s - operation.mutated_s)
             before_s = self._took_s or MUTATION_S
             self._took_s = before_s + _SMOOTHING * (took_s - before_s)
 
@@ -77,7 +77,7 @@ class Mutations:
 
     def seen(self, view: RegistryView, moment: Moment) -> RegistryView:
         """The registry with the roles that instances were given and that it may not show yet."""
-        return with_roles(view, self._operations.mutated(moment.unix_s, SHOWN_S))
+        return with_roles(view, self._operations.mutated(moment.monotonic_s, SHOWN_S))
 
     def from_surplus(
         self,
@@ -180,7 +180,7 @@ class Mutations:
         """Roles that instances of the model have only just been given, and that give none for the load's sake."""
         if request.by_hand:
             return frozenset()
-        return self._operations.roles_given(model.name, at.moment.unix_s, kept_s(self._pairs.load_s(model.name)))
+        return self._operations.roles_given(model.name, at.moment.monotonic_s, kept_s(self._pairs.load_s(model.name)))
 
     def _movable(self, records: Sequence[WorkerRecord], kept: Collection[str], moment: Moment) -> list[WorkerRecord]:
         return [
@@ -205,7 +205,7 @@ class Mutations:
         if surplus_of(there, least, needed):
             why = f"{max(least, min(needed))} of {there} {role} instances are needed"
         if said is not None and said.idle and role not in self._lately_given(request, model, asked.at):
-            idle_s = max(0.0, asked.at.moment.unix_s - said.idle_since_s)
+            idle_s = said.idle_for_s or 0.0
             spare = said.spare
             if request.by_hand or len(asked.by_role.get(request.role, ())) < asked.least(request.role):
                 spare = said.idle

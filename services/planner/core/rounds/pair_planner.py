@@ -8,6 +8,7 @@ from typing import Protocol
 from services.planner.core.live.load import LoadView
 from services.planner.core.live.pairs import Selection, SourceCandidate, select_pairs, zigzag_assignments
 from services.planner.core.multicast.chains import WorkerChains
+from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LivePair
 from services.planner.core.rounds.settings import LiveSettings
@@ -122,9 +123,9 @@ class PairPlanner:
             startup_s=self._startup_s,
         )
 
-    def first_layer(self, pair: LivePair, at_s: float) -> None:
+    def first_layer(self, pair: LivePair, operation: Operation, worker_id: str) -> None:
         """A pair's target has its first layer. The next plan expects the same delay before the first byte."""
-        expected = pair.assignment.layers_ready_at_s
-        if expected:
-            late_s = at_s - expected[0]
+        expected, ready_s = pair.assignment.layers_ready_s, operation.layers_ready_s(worker_id)
+        if expected and ready_s:
+            late_s = ready_s[0] - expected[0]
             self._startup_s = min(MAX_STARTUP_S, max(0.0, self._startup_s + _SMOOTHING * late_s))

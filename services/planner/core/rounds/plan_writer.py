@@ -58,7 +58,7 @@ class PlanWriter:
 
     def begin(self, step: Step, grant: LeaseGrant | None, term: int, moment: Moment, trace_id: str = "") -> Begun:
         """Record the step's operation, now: the next round has to know of it. ``grant``: of a step that leases."""
-        begun = self._begin(step, grant, moment, _header(step, term, trace_id))
+        begun = self._begin(step, grant, moment, _header(step, term, moment, trace_id))
         # Known before it is published: a target's first report may overtake the server's reply.
         self._operations.add(begun.operation)
         return begun
@@ -71,7 +71,7 @@ class PlanWriter:
         return self._load(step, step.load, grant, moment, header)
 
     def _load(self, step: Step, load: Load, grant: LeaseGrant, moment: Moment, header: PlanHeader) -> Begun:
-        model, chains, now_s = step.model, load.chains, moment.unix_s
+        model, chains, ttl_s = step.model, load.chains, self._settings.lease_ttl_s
         limit_s = give_up_s(model.weights_bytes, self._settings.load_floor_gbps, chains.predicted_s.values())
         plan = scale_plan(
             step.plan_id,
@@ -79,38 +79,39 @@ class PlanWriter:
             chains,
             load.cluster,
             grant,
-            planned_at_s=now_s,
-            give_up_at_s=now_s + self._settings.lease_ttl_s + limit_s,
+            valid_s=ttl_s,
+            give_up_s=ttl_s + limit_s,
             **header,
         )
         pairs = self._pairs.assignments(plan, chains, load.selection, step.workers)
-        operation = Operation.of_plan(plan, pairs)
+        operation = Operation.of_plan(plan, moment.monotonic_s, pairs)
         revivals = (self._revival(step, f"{step.plan_id}-revive", header),) if step.decision.revive else ()
         return Begun(operation, (*revivals, plan), chains.targets)
 
     def _drain_or_revive(self, step: Step, moment: Moment, header: PlanHeader) -> Begun:
         # A drain ends when its requests do. A revival that came too late must not be waited for.
-        heed_by_s = moment.unix_s + self._settings.lease_ttl_s
+        now_s = moment.monotonic_s
+        heed_by_s = now_s + self._settings.lease_ttl_s
         if step.decision.drain:
             at_once = step.request.for_another
             targets = self._migrations.drains(step.model, step.decision.drain, step.workers, at_once=at_once)
             plan = drain_plan(step.plan_id, step.model.name, targets, revive=False, **header)
-            return Begun(Operation.of_drain(plan, "in", float("inf"), heed_by_s=heed_by_s), (plan,))
+            return Begun(Operation.of_drain(plan, "in", now_s, float("inf"), heed_by_s=heed_by_s), (plan,))
         plan = self._revival(step, step.plan_id, header)
-        return Begun(Operation.of_drain(plan, "out", heed_by_s), (plan,))
+        return Begun(Operation.of_drain(plan, "out", now_s, heed_by_s), (plan,))
 
     def _mutate(self, step: Step, moment: Moment, header: PlanHeader) -> Begun:
         plan = mutate_plan(
             step.plan_id,
             step.model.name,
             step.mutate,
-            planned_at_s=moment.unix_s,
-            expires_at_s=moment.unix_s + MUTATE_BY_S,
+            planned_s=moment.monotonic_s,
+            valid_s=MUTATE_BY_S,
             explain=step.explain,
             left_out=step.left_out,
             **header,
         )
-        return Begun(Operation.of_mutation(plan), (plan,))
+        return Begun(Operation.of_mutation(plan, moment.monotonic_s), (plan,))
 
     def _revival(self, step: Step, plan_id: str, header: PlanHeader) -> DrainPlan:
         targets = drain_targets(step.decision.revive)
@@ -118,7 +119,7 @@ class PlanWriter:
         self._operations.overrule_drains(((t.worker_id, t.instance_id) for t in plan.targets), plan.plan_id)
         return plan
 
-    def nothing_to_do(self, request: ScaleRequest) -> Operation:
+    def nothing_to_do(self, request: ScaleRequest, moment: Moment) -> Operation:
         """The record of a request that was fulfilled already; the operation that is about to, if one is: load may have
         asked for the same a moment before."""
         under_way = self._operations.under_way(request.model, request.role)
@@ -130,7 +131,8 @@ class PlanWriter:
             direction="none",
             desired=request.desired,
             reason=f"{request.reason}; nothing to do",
-            triggered_at_s=request.triggered_at_s,
+            triggered_s=request.triggered_s,
+            triggered_at_s=moment.unix_of(request.triggered_s),
             targets=(),
             role=request.role,
         )
@@ -138,13 +140,14 @@ class PlanWriter:
         return operation
 
 
-def _header(step: Step, term: int, trace_id: str) -> PlanHeader:
+def _header(step: Step, term: int, moment: Moment, trace_id: str) -> PlanHeader:
     """For its plans."""
     return {
         "role": step.request.role,
         "term": term,
         "desired": step.decision.desired,
         "reason": step.request.reason,
-        "triggered_at_s": step.request.triggered_at_s,
+        "triggered_at_s": moment.unix_of(step.request.triggered_s),
+        "triggered_ago_s": moment.monotonic_s - step.request.triggered_s,
         "trace_id": trace_id,
     }

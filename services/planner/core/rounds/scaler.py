@@ -48,7 +48,7 @@ class Scaler:
 
     def situation(self, view: RegistryView, moment: Moment) -> Situation:
         """What a round's plans are made from."""
-        transfers = self._operations.transfers(moment.unix_s) if self._settings.knows_flows else None
+        transfers = self._operations.transfers(moment.monotonic_s) if self._settings.knows_flows else None
         clusters = Clusters(
             view.workers,
             transfers=transfers,
@@ -142,7 +142,7 @@ class Scaler:
         mutation = self._change_roles(request, at, records, explain)
         gone = names([record.worker.worker_id for record in records])
         why = f"in place of {gone}, which decode from now on: {request.reason}"
-        made_up = ScaleRequest(request.model, num_prefill, request.triggered_at_s, why, request.live, "prefill")
+        made_up = ScaleRequest(request.model, num_prefill, request.triggered_s, why, request.live, "prefill")
         load = self.plan(made_up, at)
         if load is None:
             at.clusters.give_roles(request.model, {r.instance.instance_id: "prefill" for r in records if r.instance})
@@ -185,7 +185,7 @@ class Scaler:
             return Step(request, plan_id, model, decision, workers)
         cluster = at.clusters.of(
             model,
-            remaining_s=self._operations.remaining_s(at.moment.unix_s),
+            remaining_s=self._operations.remaining_s(at.moment.monotonic_s),
             avoided=self._refusals.avoided(model.name, at.moment.monotonic_s),
             at_least=decision.load if request.by_hand else 0,
         )
@@ -242,7 +242,7 @@ class Scaler:
         workers = [w for w in view.workers if w.instance is not None and w.instance.model == going.model.name]
         names = ", ".join(record.worker.worker_id for record in going.leave)
         why = f"{names} drained by hand; {instances_of(going.stay, going.role)} of {going.model.name} serve on"
-        request = ScaleRequest(going.model.name, going.stay, moment.unix_s, why, role=going.role)
+        request = ScaleRequest(going.model.name, going.stay, moment.monotonic_s, why, role=going.role)
         decision = Decision(going.stay, going.stay, 0, (), going.leave)
         return Step(request, self._new_id("plan"), going.model, decision, workers)
 

@@ -14,7 +14,7 @@ from shared.messages.live import PlanSplit, ZigzagAssignment
 
 
 class Splits:
-    """Times are unix times: pairs' layers and batches have them."""
+    """Times are monotonic."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -28,8 +28,10 @@ class Splits:
         if not pair.running:
             raise Conflict(f"pair {asked.pair_id} is {pair.outcome}; its batches stay as they are")
         operation = self._operations.get(pair.assignment.plan_id)
-        ready_at_s = operation.layers_ready_at_s(pair.assignment.target.worker_id) if operation is not None else ()
-        request = split_request(asked, pair.assignment, now_s, ready_at_s=ready_at_s)
+        if operation is None:
+            return pair, None
+        ready_s = operation.layers_ready_s(pair.assignment.target.worker_id)
+        request = split_request(asked, pair.assignment, now_s - operation.made_s, ready_s=ready_s)
         # The baselines use no gates.
         return pair, request if pair.assignment.policy == "zigzag" else None
 

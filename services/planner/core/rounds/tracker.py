@@ -30,11 +30,11 @@ class Tracker:
         operation = self._operations.get(event.plan_id)
         if operation is None:
             return None
-        operation.apply(event)
+        operation.apply(event, moment.monotonic_s)
         if event.event == "layer_ready" and event.layer == 0:
             for pair in operation.pairs.values():
                 if pair.assignment.target.worker_id == event.worker_id:
-                    self._pairs.first_layer(pair, event.at_s)
+                    self._pairs.first_layer(pair, operation, event.worker_id)
         if event.event == "serving" and operation.direction == "mutate":
             self._mutations.done(operation, event.worker_id, moment)
         elif event.event == "serving":
@@ -43,11 +43,11 @@ class Tracker:
             self._failed(operation, event.worker_id, event.detail, moment)
         return operation
 
-    def on_live_report(self, report: LiveReport) -> Operation | None:
+    def on_live_report(self, report: LiveReport, moment: Moment) -> Operation | None:
         """The source of a pair tells what it did. Its operation, if that is known."""
         operation = self._operations.get(report.plan_id)
         if operation is not None:
-            operation.apply_live(report)
+            operation.apply_live(report, moment.monotonic_s)
         return operation
 
     def check(self, view: RegistryView, moment: Moment) -> None:
@@ -56,7 +56,7 @@ class Tracker:
         workers = {w.worker.worker_id: w for w in view.workers}
         for operation in self._operations.running():
             before = {worker_id for worker_id, _ in operation.open_targets}
-            operation.check(workers, moment.unix_s)
+            operation.check(workers, moment.monotonic_s)
             for worker_id, why in operation.failures.items():
                 if worker_id in before:
                     self._failed(operation, worker_id, why, moment)

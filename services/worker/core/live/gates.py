@@ -19,12 +19,12 @@ class Gates:
     def __init__(self, assignment: ZigzagAssignment) -> None:
         self._gates: dict[str, int] = {}
         self._in_force = False
-        planned = assignment.layers_ready_at_s
+        planned = assignment.layers_ready_s
         self._lateness: Lateness | None = None
         if len(planned) > 1:
             each_s = (planned[-1] - planned[0]) / (len(planned) - 1)
             # The last layer counts as there when everything is.
-            planned = (*planned[:-1], max(planned[-1], assignment.loaded_at_s))
+            planned = (*planned[:-1], max(planned[-1], assignment.loaded_s))
             self._lateness = Lateness(planned, LATE_LAYERS * each_s)
 
     def set(self, queue: Queue, gates: Iterable[Gate]) -> None:
@@ -42,9 +42,10 @@ class Gates:
         if self._in_force and batch_id in self._gates and queue.batch(batch_id).state not in ENDED:
             queue.set_gate(batch_id, self._gates[batch_id])
 
-    def lapse_if_late(self, queue: Queue, now_s: float) -> bool:
-        """Drop all gates if the next layer should have been here long ago. Whether they were dropped now."""
-        if not self._in_force or self._lateness is None or not self._lateness.late(queue.layers_ready, now_s):
+    def lapse_if_late(self, queue: Queue, since_plan_s: float) -> bool:
+        """Drop all gates if the next layer should have been here long ago, so long after the plan. Whether they were
+        dropped now."""
+        if not self._in_force or self._lateness is None or not self._lateness.late(queue.layers_ready, since_plan_s):
             return False
         queue.lapse()
         self._in_force = False

@@ -85,8 +85,8 @@ class PairLife:
 
 def why_no_source(
     assignment: ZigzagAssignment,
-    now_s: float,
     *,
+    left_s: float,
     instance_id: str,
     state: InstanceState,
     role: Role,
@@ -95,10 +95,10 @@ def why_no_source(
 ) -> str:
     """Why the worker that an assignment names as its source makes no pair; empty if it does.
 
-    ``now_s``: Unix time. ``instance_id``, ``state``, ``role``: of its instance; an empty id: it has none.
-    ``as_source``, ``as_target``: the pairs that it is in already.
+    ``left_s``: for how long it is valid. ``instance_id``, ``state``, ``role``: of its instance; an empty id: it has
+    none. ``as_source``, ``as_target``: the pairs that it is in already.
     """
-    if now_s > assignment.expires_at_s:
+    if left_s < 0:
         return "it came too late"
     if instance_id != assignment.source.instance_id:
         return "its source is not here any more"

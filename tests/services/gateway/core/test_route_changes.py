@@ -181,7 +181,7 @@ steps = st.lists(
 
 
 def registry_view(registry: Registry) -> RegistryView:
-    page = page_of(registry, "", "")
+    page = page_of(registry, "", "", 0.0)
     assert page is not None
     return view(
         *page.workers,

@@ -33,7 +33,7 @@ def registry() -> RegistryView:
         loading,
         msgspec.structs.replace(spare, host_copies=(stray,)),
         models=(M, model("unused")),
-        floors=(Floor(model="m", instances=2, until_s=9.0, role="decode"),),
+        floors=(Floor(model="m", instances=2, left_s=9.0, role="decode"),),
         unplaced=(Unplaced(model="unused", model_hash=model("unused").model_hash, reason="no room"),),
     )
 

@@ -12,9 +12,9 @@ M = model("m")
 
 def test_roles_of_instances_and_the_floors_of_each_role_are_shown() -> None:
     floors = (
-        Floor(model="m", instances=2, until_s=9.0, role="prefill"),
-        Floor(model="m", instances=1, until_s=9.0, role="decode"),
-        Floor(model="m", instances=3, until_s=9.0),
+        Floor(model="m", instances=2, left_s=9.0, role="prefill"),
+        Floor(model="m", instances=1, left_s=9.0, role="decode"),
+        Floor(model="m", instances=3, left_s=9.0),
     )
     workers = (worker_record("w0", M, "serving", role="prefill"), worker_record("w1", M, "serving"))
     found = status_of(view(*workers, models=(M,), floors=floors))

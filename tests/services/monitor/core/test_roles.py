@@ -62,7 +62,7 @@ def test_a_number_that_is_not_the_loads_says_whose_it_is() -> None:
     assert "min_" not in why()
     assert "hand" not in why()
     assert why(min_instances=4).endswith("; min_instances is 4")
-    assert why(Floor(model="m", instances=5, until_s=9.0)).endswith("; 5 asked for by hand")
+    assert why(Floor(model="m", instances=5, left_s=9.0)).endswith("; 5 asked for by hand")
     assert why(max_instances=2).endswith("; 3 would be needed, and max_instances is 2")
 
 
@@ -70,7 +70,7 @@ def test_what_nobody_asked_for_goes_where_the_load_decides_and_stays_where_it_do
     both: dict[Role, There] = {"prefill": There(1, 1), "decode": There(2, 2)}
     assert numbers(found("", both)) == (0, 1, 2)
     assert numbers(found("colocated", both, at_s=2.1)) == (0, 0, 0)
-    floor = Floor(model="m", instances=1, until_s=9.0, role="decode")
+    floor = Floor(model="m", instances=1, left_s=9.0, role="decode")
     assert numbers(found("colocated", both | {"decode": There(2, 2, floor)}, at_s=2.1)) == (0, 0, 1)
     assert numbers(found("", both | {"decode": There(2, 2, floor)})) == (0, 1, 1)
 

@@ -166,12 +166,3 @@ def test_a_shorter_window_than_what_keeping_is_worth_stays() -> None:
     rig.show(*models)
     ask(rig, "m2")
     assert gone(rig.run(1.5)) == {("m0", 0), ("m1", 0)}
-
-
-def test_a_clock_that_is_set_back_makes_nothing_idle_in_the_future() -> None:
-    models, workers = sharing(2)
-    rig = Rig(KEEPS, workers)
-    rig.show(*models)
-    rig.run(1.5)
-    (wish,) = rig.watch.evaluate(2.6, unix_s=1000.0, connected_since_s=0.0, leads=True)
-    assert (wish.idle, wish.idle_since_s) == (2, 1000.0)

@@ -35,6 +35,8 @@ class Rig:
     """Prompt tokens that a gateway holds, if one reports."""
     now_s: float = 0.0
     said: list[Wish] = field(default_factory=list)
+    triggered_s: list[float] = field(default_factory=list)
+    """When what was said was first wanted."""
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.policy, repeat_s=REPEAT_S)
@@ -43,7 +45,7 @@ class Rig:
         if serving is not None:
             self.workers = tuple(worker_record(f"w{i}", records[0], "serving") for i in range(serving))
         floors = {
-            about: Floor(model=about[0], role=about[1], instances=instances, until_s=math.inf)
+            about: Floor(model=about[0], role=about[1], instances=instances, left_s=math.inf)
             for about, instances in self.floors.items()
         }
         self._view = RegistryView({record.name: record for record in records}, self.workers, floors)
@@ -59,10 +61,11 @@ class Rig:
         return self.watch.on_queue(message, self.now_s)
 
     def evaluate(self) -> list[Wish]:
-        wishes = self.watch.evaluate(self.now_s, unix_s=UNIX_S + self.now_s, connected_since_s=0.0, leads=self.leads)
+        wishes = self.watch.evaluate(self.now_s, connected_since_s=0.0, leads=self.leads)
         for wish in wishes:
             self.watch.published(wish)
         self.said += wishes
+        self.triggered_s += [round(self.now_s - wish.triggered_ago_s, 6) for wish in wishes]
         return wishes
 
     def run(self, for_s: float) -> list[Wish]:

@@ -57,7 +57,7 @@ class Driven:
         *,
         role: Role = "colocated",
         idle: int = 0,
-        idle_since_s: float = 0.0,
+        idle_for_s: float | None = None,
     ) -> None:
         message = Demand(
             publisher="monitor",
@@ -67,10 +67,10 @@ class Driven:
             role=role,
             desired=desired,
             observed=observed,
-            triggered_at_s=self.now_s,
+            triggered_ago_s=0.0,
             reason="load",
             idle=idle,
-            idle_since_s=idle_since_s,
+            idle_for_s=idle_for_s,
             term=1,
             spare=idle,
             urgent=desired,
@@ -115,13 +115,13 @@ class Driven:
             for w in self.workers
         )
         epochs = tuple((worker_id, 1) for worker_id in lease.worker_ids)
-        grant = LeaseGrant(plan_id=lease.plan_id, epochs=epochs, expires_at_s=self.now_s + lease.ttl_s)
+        grant = LeaseGrant(plan_id=lease.plan_id, epochs=epochs)
         return LeaseVerdict(plan_id=lease.plan_id, grant=grant)
 
     def report(
         self, plan_id: str, event: ProgressEvent, worker_id: str, instance_id: str, moment: Moment | None = None
     ) -> None:
         message = ScaleProgress(
-            plan_id=plan_id, worker_id=worker_id, instance_id=instance_id, event=event, at_s=self.now_s
+            plan_id=plan_id, worker_id=worker_id, instance_id=instance_id, event=event, after_s=self.now_s
         )
         self.planner.tracker.on_progress(message, moment or self.moment)

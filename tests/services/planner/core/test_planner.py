@@ -45,7 +45,7 @@ def test_from_a_demand_to_an_instance_that_serves() -> None:
     (plan,) = made.plans
     assert isinstance(plan, ScalePlan)
     (target,) = plan.targets
-    assert (plan.plan_id, target.instance_id, plan.planned_at_s) == ("plan-1", f"1-{target.worker_id}", 100.0)
+    assert (plan.plan_id, target.instance_id, plan.triggered_at_s) == ("plan-1", f"1-{target.worker_id}", 100.0)
     made.demand("m", 1)
     made.round()
     assert (made.plans, len(made.settled), made.due_in_s) == ([plan], 1, INF), "it is on its way"
@@ -78,7 +78,7 @@ def test_who_finds_no_worker_is_refused_and_tried_again_when_one_may_be_spare_fo
 def test_who_asked_by_hand_waits_for_room_that_others_make_and_not_for_ever() -> None:
     busy, waits = model("busy", min_instances=0), model("waits", min_instances=0)
     made = Driven([busy, waits], [worker_record("w0", busy, "serving")])
-    made.demand("busy", 1, 1, idle=1, idle_since_s=90.0)
+    made.demand("busy", 1, 1, idle=1, idle_for_s=10.0)
     asked = made.ask("waits", 1)
     made.round()
     (drain,) = made.plans
@@ -212,17 +212,28 @@ def test_requests_move_where_one_has_lacked_kv_for_a_while_and_then_rest() -> No
     assert say() == []
 
 
-def _busy_seconds() -> list[AnyPlan]:
+class Shifted(Driven):
+    """A planner whose host's time of day is off."""
+
+    shift_s = 0.0
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(self.now_s + self.shift_s, self.now_s)
+
+
+def _busy_seconds(shift_s: float = 0.0) -> list[AnyPlan]:
     """Roles change, models take each other's workers, instances go and come."""
     pd = model("pd", min_instances=0, serving="disaggregated")
     others = [model(name, min_instances=0) for name in "abcdef"]
     roles = ["prefill", "prefill", "prefill", "decode"]
     workers = [worker_record(f"p{i}", pd, "serving", role=role) for i, role in enumerate(roles)]  # type: ignore[arg-type]
-    made = Driven([pd, *others], [*workers, *spare(4)])
+    made = Shifted([pd, *others], [*workers, *spare(4)])
+    made.shift_s = shift_s
     for second in range(20):
         made.now_s += 1.0
         name = "abcdef"[second % 6]
-        made.demand(name, second % 4, 1, idle=second % 2, idle_since_s=made.now_s - 9.0 if second % 2 else 0.0)
+        made.demand(name, second % 4, 1, idle=second % 2, idle_for_s=9.0 if second % 2 else None)
         made.demand("pd", 1 + second % 3, 3, role="prefill")
         made.demand("pd", 2 + second % 2, 1, role="decode")
         while made.due_in_s < 0.5:
@@ -231,13 +242,21 @@ def _busy_seconds() -> list[AnyPlan]:
     return made.plans
 
 
+@pytest.mark.parametrize("shift_s", [-30.0, 30.0])
+def test_the_same_is_decided_whatever_the_time_of_day_is_at_the_planner(shift_s: float) -> None:
+    def decided(shift_s: float) -> list[bytes]:
+        return [encode(msgspec.structs.replace(plan, triggered_at_s=0.0)) for plan in _busy_seconds(shift_s)]
+
+    assert decided(shift_s) == decided(0.0)
+
+
 def test_the_same_is_decided_each_time() -> None:
     first = _busy_seconds()
     assert {type(plan) for plan in first} == {ScalePlan, DrainPlan, MutatePlan}
     assert [encode(plan) for plan in first] == [encode(plan) for plan in _busy_seconds()]
 
 
-def test_messages_have_unix_times_and_what_is_remembered_goes_by_the_other_clock() -> None:
+def test_people_are_told_unix_times_and_all_that_is_decided_goes_by_the_other_clock() -> None:
     made = Driven([model("m", min_instances=0)], spare(1))
     made.demand("m", 1)
     rounds, later = made.planner.rounds, Moment(unix_s=5e9, monotonic_s=made.now_s)
@@ -247,7 +266,7 @@ def test_messages_have_unix_times_and_what_is_remembered_goes_by_the_other_clock
     granted, _ = rounds.granted(begun, [made.verdict(lease)], later)
     (plan,) = made.planner.writer.begin(granted[0].step, granted[0].grant, 1, later).plans
     assert isinstance(plan, ScalePlan)
-    assert plan.planned_at_s == 5e9
+    assert (plan.triggered_at_s, plan.triggered_ago_s) == (5e9, 0.0)
     # The clock is set back: a worker that fails is still left alone for a second.
     made.now_s += 10.0
     early = Moment(unix_s=0.0, monotonic_s=made.now_s)
@@ -289,7 +308,7 @@ def test_an_instance_that_still_loads_makes_no_room_in_place_of_one_that_is_need
     workers = [needed, loads, worker_record("w2", b, "serving")]
     driven = Driven([a, b], workers)
     for _ in range(3):
-        driven.demand("a", 2, 2, idle=1, idle_since_s=99.0)
+        driven.demand("a", 2, 2, idle=1, idle_for_s=driven.now_s - 99.0)
         driven.demand("b", 2, 1)
         driven.round()
         driven.now_s += 0.5
@@ -305,25 +324,19 @@ def test_nor_does_it_let_one_that_is_needed_have_another_role() -> None:
         worker_record("w3", pd, "loading", role="decode", epoch=3),
     ]
     driven = Driven([pd], workers)
-    driven.demand("pd", 3, 3, role="decode", idle=1, idle_since_s=40.0)
+    driven.demand("pd", 3, 3, role="decode", idle=1, idle_for_s=60.0)
     driven.demand("pd", 2, 1, role="prefill")
     driven.round()
     assert driven.plans == []
     driven.workers = (*workers[:3], worker_record("w3", pd, "serving", role="decode", epoch=3))
-    driven.demand("pd", 3, 3, role="decode", idle=1, idle_since_s=40.0)
+    driven.demand("pd", 3, 3, role="decode", idle=1, idle_for_s=60.0)
     driven.demand("pd", 2, 1, role="prefill")
     driven.round()
     assert [type(plan).__name__ for plan in driven.plans] == ["MutatePlan"]
 
 
-def test_a_clock_that_is_set_back_does_not_make_a_slice_last() -> None:
-    class Shifted(Driven):
-        shift_s = 0.0
-
-        @property
-        def moment(self) -> Moment:
-            return Moment(self.now_s + self.shift_s, self.now_s)
-
+@pytest.mark.parametrize("shift_s", [-50.0, 50.0])
+def test_a_clock_that_is_set_does_not_change_how_long_a_slice_lasts(shift_s: float) -> None:
     a, b = model("a", min_instances=0), model("b", min_instances=0)
     made = Shifted([a, b], spare(1))
     made.demand("a", 1)
@@ -338,7 +351,7 @@ def test_a_clock_that_is_set_back_does_not_make_a_slice_last() -> None:
     assert record.instance is not None
     instance = msgspec.structs.replace(record.instance, plan_id=plan.plan_id, instance_id=target.instance_id)
     made.workers = (msgspec.structs.replace(record, instance=instance),)
-    made.now_s, made.shift_s = made.now_s + 5.0, -50.0
+    made.now_s, made.shift_s = made.now_s + 5.0, shift_s
     made.demand("b", 1)
     made.round()
     assert [type(plan) for plan in made.plans[1:]] == [DrainPlan]

@@ -107,15 +107,15 @@ def test_a_lease_or_floor_in_place_of_another_ends_when_the_new_one_does() -> No
     registry.take(heartbeat("w0"), 0.0, 2.0)
     registry.lease(Lease("w0", "first", "m", "colocated", 1, 5.0))
     registry.lease(Lease("w0", "second", "m", "colocated", 2, 9.0))
-    registry.models.set_floor(Floor(model="m", instances=1, until_s=5.0))
-    registry.models.set_floor(Floor(model="m", instances=2, until_s=9.0))
+    registry.models.set_floor(Floor(model="m", instances=1, left_s=5.0), 0.0)
+    registry.models.set_floor(Floor(model="m", instances=2, left_s=9.0), 0.0)
     registry.end_leases(6.0)
     registry.models.end_floors(6.0)
     assert [lease.plan_id for lease in tuple(registry.leases.values())] == ["second"]
-    assert [floor.instances for floor in registry.models.floors()] == [2]
+    assert [floor.instances for floor in registry.models.floors(6.0)] == [2]
     registry.end_leases(9.0)
     registry.models.end_floors(9.0)
-    assert (tuple(registry.leases.values()), registry.models.floors()) == ((), ())
+    assert (tuple(registry.leases.values()), registry.models.floors(6.0)) == ((), ())
 
 
 def test_what_is_said_of_models_without_a_copy_is_forgotten_once_it_is_not_said_again() -> None:
@@ -127,7 +127,7 @@ def test_what_is_said_of_models_without_a_copy_is_forgotten_once_it_is_not_said_
     version = registry.version.number
 
     def told() -> tuple[Unplaced, ...]:
-        page = page_of(registry, "", "")
+        page = page_of(registry, "", "", 0.0)
         assert page is not None
         return page.unplaced
 

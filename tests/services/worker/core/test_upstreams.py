@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from services.worker.core.upstreams import Part, part_of
@@ -33,9 +31,8 @@ def plan(*chains: tuple[Hop, ...], fallbacks: tuple[Copy, ...] = ()) -> ScalePla
         ),
         chains=tuple(Chain(hops=hops, chunk_bytes=1 << 20) for hops in chains),
         fallbacks=fallbacks,
-        triggered_at_s=time.time(),
-        planned_at_s=time.time(),
-        expires_at_s=time.time() + 60,
+        triggered_at_s=0.0,
+        valid_s=60.0,
         term=1,
     )
 

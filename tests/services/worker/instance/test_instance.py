@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,9 @@ async def test_a_plan_that_comes_while_an_instance_is_built_finds_it_loading(
     monkeypatch.setattr("services.worker.instance.factory.MockEngine", slowly)
     first, second = alone.plan(epoch=10), alone.plan(epoch=11)
     scaling = alone.worker.service.parts.scaling
-    accepting = [asyncio.create_task(scaling.on_scale_plan(first))]
+    accepting = [asyncio.create_task(scaling.on_scale_plan(first, time.monotonic()))]
     await eventually(built.is_set)
-    accepting.append(asyncio.create_task(scaling.on_scale_plan(second)))
+    accepting.append(asyncio.create_task(scaling.on_scale_plan(second, time.monotonic())))
     go_on.set()
     await asyncio.gather(*accepting)
     # As if the first had been built at once: the newer lease takes its place.

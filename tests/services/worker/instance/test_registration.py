@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from services.worker import service
 from services.worker.instance import registration
+from services.worker.instance.registration import ClockSkew
 from shared.errors import Unavailable
 from shared.messages.registry import HeartbeatAck
 from tests.services.waiting import eventually
@@ -119,3 +122,38 @@ async def test_a_worker_can_leave_without_a_registry(monkeypatch: pytest.MonkeyP
         await alone.pool.bus.close()
         await alone.worker.stop()
         assert not alone.pool.heartbeats[-1].leaving
+
+
+# --- clocks ----------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_differs_is_told_once_and_again_when_it_has_changed(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = CollectorRegistry()
+    skew = ClockSkew(1.0, metrics)
+    for _ in range(3):
+        skew.measured(1030.0, 1030.2, 1000.1)
+    assert skew.told_s == 30.0
+    assert [record.getMessage() for record in caplog.records] == [
+        "the clock of this host is 30.0 s ahead of the pool's: set it"
+    ]
+    assert metrics.get_sample_value("blitz_worker_clock_ahead_seconds") == pytest.approx(30.0)
+    skew.measured(995.0, 995.0, 1000.0)
+    assert skew.told_s == -5.0
+    assert "5.0 s behind" in caplog.records[-1].getMessage()
+    skew.measured(1000.0, 1000.0, 1000.0)
+    assert skew.told_s == 0.0
+
+
+def test_an_answer_that_took_long_says_nothing_of_clocks() -> None:
+    skew = ClockSkew(1.0)
+    skew.measured(1000.0, 1010.0, 1000.0)
+    assert skew.told_s == 0.0
+
+
+@pytest.mark.parametrize("shift_s", [-30.0, 30.0])
+async def test_a_workers_reports_say_how_far_its_clock_is_off(
+    alone: LoneWorker, shift_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time
+    alone.pool.ack = HeartbeatAck(lease_s=0.3, unix_s=real() + shift_s)
+    await eventually(lambda: alone.pool.heartbeats[-1].clock_ahead_s * shift_s < 0)

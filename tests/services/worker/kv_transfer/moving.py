@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 
 from services.worker.engine.mock.settings import MockTiming
@@ -83,7 +82,7 @@ class Moving:
             worker_id=self.here.worker_id,
             instance_id=instance_id or self.here.serving.instance_id,
             destinations=(self.destination(to, kv_tokens),),
-            expires_at_s=time.time() + expires_in_s,
+            valid_s=expires_in_s,
             for_head=for_head,
             term=self.term,
         )

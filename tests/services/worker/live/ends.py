@@ -332,7 +332,7 @@ class SourceEnd:
         self.work = SourceStepper(
             self.member.loop,
             decode_interval_s=1.0,
-            start_at_s=0.0,
+            start_s=0.0,
             on_done=lambda pulled: self.done.append(pulled.batch.batch_id),
             on_free=lambda: loop.call_soon_threadsafe(self.puller.free.set),
             has_room=self.handed.has_room,

@@ -138,7 +138,7 @@ def assignment(**changes: object) -> ZigzagAssignment:
         "model": "m",
         "source": member("w0", 1),
         "target": member("w1", 2),
-        "expires_at_s": 2e9,
+        "valid_s": 2e9,
         "term": 1,
     }
     return ZigzagAssignment(**(fields | changes))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -285,7 +286,7 @@ async def test_the_end_is_told_if_it_can_be(line: Line) -> None:
 
 async def test_an_offer_is_repeated_until_the_target_has_its_plan(line: Line) -> None:
     offer = LiveOffer(assignment=assignment())
-    offering = asyncio.create_task(line.link(silence_s=NEVER_S).offer(offer.assignment))
+    offering = asyncio.create_task(line.link(silence_s=NEVER_S).offer(offer.assignment, math.inf))
     await asyncio.sleep(SHORT_S)
     line.answers = [NotFound("no plan yet"), never()]
     await line.respond("offer")
@@ -297,7 +298,7 @@ async def test_a_target_that_needs_no_pair_declines(line: Line) -> None:
     await line.respond("offer")
     line.answers = [Conflict("it serves")]
     with pytest.raises(LinkLost, match="declined: it serves"):
-        await line.link().offer(assignment())
+        await line.link().offer(assignment(), math.inf)
     assert len(line.asked) == 1
 
 
@@ -307,12 +308,23 @@ async def test_an_offer_is_not_repeated_after_it_expired(line: Line, there: bool
         await line.respond("offer")
         line.answers = [NotFound("no plan yet") for _ in range(10_000)]
     with pytest.raises(LinkLost, match="did not accept in time"):
-        await line.link().offer(assignment(expires_at_s=time.time() + SHORT_S))
+        await line.link().offer(assignment(), time.monotonic() + SHORT_S)
+
+
+@pytest.mark.parametrize("shift_s", [-30.0, 30.0])
+async def test_how_long_an_offer_is_repeated_does_not_depend_on_the_time_of_day(
+    line: Line, shift_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await line.respond("offer")
+    line.answers = [NotFound("no plan yet") for _ in range(5)]
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + shift_s)
+    await line.link().offer(assignment(), time.monotonic() + 25.0)
 
 
 async def test_an_offer_ends_with_the_pair(line: Line) -> None:
     pair = line.link()
-    offering = asyncio.create_task(pair.offer(assignment()))
+    offering = asyncio.create_task(pair.offer(assignment(), math.inf))
     await asyncio.sleep(SHORT_S)
     pair.lose("the source leaves")
     with pytest.raises(LinkLost):

@@ -127,10 +127,10 @@ async def test_an_instance_that_still_finishes_kept_batches_is_no_source(redis_u
             pair_id="other",
             source=msgspec.structs.replace(old.target, epoch=0),
             target=msgspec.structs.replace(old.source, epoch=1),
-            expires_at_s=time.time() + 60,
+            valid_s=60.0,
         )
         assert pairing.target is target
-        await pairing.on_assignment(other)
+        await pairing.on_assignment(other, time.monotonic())
         assert pairing.source is None
         await eventually(lambda: any(r.pair_id == "other" and r.outcome == "failed" for r in cluster.live_reports))
         await burst.ends()

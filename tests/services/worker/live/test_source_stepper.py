@@ -37,7 +37,7 @@ class Source:
         self.work = SourceStepper(
             self.loop,
             decode_interval_s=decode_interval_s,
-            start_at_s=0.0,
+            start_s=0.0,
             on_done=self.done.append,
             on_free=self._free,
         )
@@ -232,7 +232,7 @@ def test_its_own_unfinished_prefill_keeps_it_from_pulling() -> None:
     loop = make_loop(clock, prefill_chunk_tokens=2)
     free: list[bool] = []
     work = SourceStepper(
-        loop, decode_interval_s=1.0, start_at_s=0.0, on_done=lambda _: None, on_free=lambda: free.append(True)
+        loop, decode_interval_s=1.0, start_s=0.0, on_done=lambda _: None, on_free=lambda: free.append(True)
     )
     loop.add(request("own", 6))
     loop.step()

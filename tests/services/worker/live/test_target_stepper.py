@@ -39,7 +39,7 @@ class Target:
             self.loop,
             self.work,
             decode_interval_s=1e9,
-            start_at_s=0.0,
+            start_s=0.0,
             on_layer=self._layer,
             on_finished=self.finished.append,
             on_broken=self.broken.append,

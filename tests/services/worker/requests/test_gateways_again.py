@@ -32,10 +32,13 @@ async def queued(alone: LoneWorker) -> int:
     return (await alone.stats()).load.queued_requests
 
 
-async def test_its_heartbeat_ends_the_requests_of_the_process_before_and_no_others(alone: LoneWorker) -> None:
+@pytest.mark.parametrize(("first", "second"), [("1", "2"), ("2", "1")])
+async def test_its_heartbeat_ends_the_requests_of_the_process_before_and_no_others(
+    alone: LoneWorker, first: str, second: str
+) -> None:
     earlier, later, other = (
-        await gateway(alone, "1"),
-        await gateway(alone, "2"),
+        await gateway(alone, first),
+        await gateway(alone, second),
         FakeGateway(alone.broker, "other", model_hash=alone.model.model_hash),
     )
     await other.start()
@@ -59,12 +62,14 @@ async def test_its_heartbeat_ends_the_requests_of_the_process_before_and_no_othe
     assert not [key for key in later.parts if key[0] == "orphan"]
 
 
-async def test_its_first_request_says_so_before_its_first_heartbeat(alone: LoneWorker) -> None:
+async def test_its_requests_before_its_first_heartbeat_stay_when_that_comes(alone: LoneWorker) -> None:
     earlier, later = await gateway(alone, "1"), await gateway(alone, "2")
     instance_id = await alone.serve()
     await alone.pause()
     await earlier.submit("w0", instance_id, "orphan")
     await later.submit("w0", instance_id, "new")
+    assert await queued(alone) == 2
+    await later.beat(LEASE_S)
     await eventually(lambda: alone.worker.serving.num_requests == 1)
     alone.resume()
     await later.end_of("new")

@@ -45,7 +45,7 @@ def test_the_last_one_that_a_minimum_or_a_floor_keeps_waits_for_another() -> Non
     assert going(view([last], model)) == []
     assert going(view([last, loading], model)) == []
     assert going(view([last, serving("w1", model)], model)) == ["w0"]
-    floor = Floor(model="m", instances=2, until_s=float("inf"))
+    floor = Floor(model="m", instances=2, left_s=float("inf"))
     assert going(view([last, serving("w1", model)], model, floor)) == []
 
 

@@ -9,7 +9,7 @@ from shared.messages.plans import ChainMember
 
 
 def assignment(source: str = "w0", target: str = "w1", **changes: object) -> ZigzagAssignment:
-    """Of plan-p, whose trigger was at 1000 s or so."""
+    """Of plan-p."""
     made = ZigzagAssignment(
         pair_id=f"plan-p-{target}",
         plan_id="plan-p",
@@ -17,9 +17,9 @@ def assignment(source: str = "w0", target: str = "w1", **changes: object) -> Zig
         source=_member(source, 0),
         target=_member(target, 7),
         why="because",
-        layers_ready_at_s=(1001.0, 1002.0, 1003.0),
-        loaded_at_s=1003.0,
-        expires_at_s=1060.0,
+        layers_ready_s=(1.0, 2.0, 3.0),
+        loaded_s=3.0,
+        valid_s=60.0,
         term=1,
     )
     return msgspec.structs.replace(made, **changes)
@@ -36,7 +36,7 @@ def _member(worker_id: str, epoch: int) -> ChainMember:
 
 
 def report(pair: ZigzagAssignment, **changes: object) -> LiveReport:
-    """The source's report on a pair that worked from 1000.1 s to 1000.9 s."""
+    """The source's report on a pair that worked for 0.8 s."""
     made = LiveReport(
         pair_id=pair.pair_id,
         plan_id=pair.plan_id,
@@ -45,7 +45,6 @@ def report(pair: ZigzagAssignment, **changes: object) -> LiveReport:
         policy=pair.policy,
         outcome="dissolved",
         reason="loaded",
-        started_at_s=1000.1,
-        ended_at_s=1000.9,
+        started_ago_s=0.8,
     )
     return msgspec.structs.replace(made, **changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.planner.core.live.pairs import Pair, layers_ready_at_s, zigzag_assignments
+from services.planner.core.live.pairs import Pair, layers_ready_s, zigzag_assignments
 from services.planner.core.multicast.chains import WorkerChains, plan_worker_chains
 from services.planner.core.multicast.cluster import Cluster
 from services.planner.core.operations.plan_events import scale_plan
@@ -21,7 +21,7 @@ SOURCE = record("w0", "serving")
 def planned(model: ModelRecord = MODEL) -> tuple[ScalePlan, WorkerChains, Cluster]:
     found = cluster(SOURCE, record("w1"), record("w2"))
     chains = plan_worker_chains(found, 2, MODEL_BYTES)
-    grant = LeaseGrant(plan_id="plan-p", epochs=(("w1", 7), ("w2", 8)), expires_at_s=110.0)
+    grant = LeaseGrant(plan_id="plan-p", epochs=(("w1", 7), ("w2", 8)))
     plan = scale_plan(
         "plan-p",
         model,
@@ -29,8 +29,8 @@ def planned(model: ModelRecord = MODEL) -> tuple[ScalePlan, WorkerChains, Cluste
         found,
         grant,
         triggered_at_s=99.0,
-        planned_at_s=100.0,
-        give_up_at_s=160.0,
+        valid_s=15.0,
+        give_up_s=60.0,
         reason="",
         role="colocated",
         term=1,
@@ -58,9 +58,9 @@ def test_an_assignment_names_both_members_and_their_plan() -> None:
     assert (made.target.worker_id, made.target.instance_id, made.target.epoch) == ("w2", "p-w2", 8)
     assert (made.policy, made.why, made.slo_tbt_s) == ("best_effort", "because", 0.2)
     assert (made.revision, made.gates) == (0, ())
-    assert made.expires_at_s == 160.0
-    assert made.loaded_at_s == 110.0
-    assert len(made.layers_ready_at_s) == MODEL.spec.num_layers
+    assert made.valid_s == 60.0
+    assert made.loaded_s == 10.0
+    assert len(made.layers_ready_s) == MODEL.spec.num_layers
 
 
 def test_a_models_own_objective_counts() -> None:
@@ -79,12 +79,12 @@ def test_a_models_own_objective_counts() -> None:
 
 def test_without_a_prediction_there_are_no_times() -> None:
     (made,) = assignments(w2=0.0)
-    assert (made.layers_ready_at_s, made.loaded_at_s) == ((), 0.0)
+    assert (made.layers_ready_s, made.loaded_s) == ((), 0.0)
 
 
 def test_layers_come_at_an_even_pace_before_embedding_and_head() -> None:
     layout = layout_of(spec())
-    times = layers_ready_at_s(layout, 100.0, 10.0)
+    times = layers_ready_s(layout, 100.0, 10.0)
     assert len(times) == layout.num_layers
     steps = [later - earlier for earlier, later in zip((100.0, *times), times, strict=False)]
     assert steps == pytest.approx([steps[0]] * len(steps))

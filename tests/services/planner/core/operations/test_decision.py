@@ -20,7 +20,7 @@ def test_missing_instances_are_loaded() -> None:
 def test_all_roles_together_have_the_most() -> None:
     workers = [worker_record(f"w{i}", M, "serving", role=role) for i, role in enumerate(("prefill", "decode"))]
     assert decide(M, workers, 9, None, role="decode").load == 2
-    assert decide(M, workers, 9, Floor(model="m", instances=4, until_s=1.0, role="decode"), role="decode").load == 2
+    assert decide(M, workers, 9, Floor(model="m", instances=4, left_s=1.0, role="decode"), role="decode").load == 2
     # The limit is lower than it was: nothing goes for it that is asked to stay.
     low = msgspec.structs.replace(M, max_instances=2)
     workers.append(worker_record("w2", M, "serving", role="decode"))
@@ -116,7 +116,7 @@ def test_only_instances_of_the_role_are_revived_and_drained(role: Role) -> None:
     others = [r for r in ROLES if r != role]
     workers = [worker_record(f"w{i}", M, "serving", epoch=i, role=role) for i in (1, 2)]
     workers += [worker_record(f"x{r}", M, "serving", epoch=9, role=r) for r in others]
-    floor = Floor(model="m", instances=1, until_s=1.0, role=role)
+    floor = Floor(model="m", instances=1, left_s=1.0, role=role)
     assert [w.worker.worker_id for w in decide(M, workers, 0, floor, role=role).drain] == ["w2"]
     workers += [worker_record(f"a{r}", M, "draining", role=r) for r in others]
     workers += [worker_record("w3", M, "draining", role=role)]

@@ -26,7 +26,7 @@ def operation(plan_id: str) -> Watched:
         direction="out",
         desired=1,
         reason="load",
-        triggered_at_s=100.0,
+        triggered_s=100.0,
         targets=((f"w-{plan_id}", f"i-{plan_id}"),),
         links=(("source", f"w-{plan_id}"),),
         predicted_s={f"w-{plan_id}": 1.0},
@@ -42,8 +42,9 @@ def ends(ended: Operation, at_s: float, *kinds: str) -> None:
                 worker_id=f"w-{plan_id}",
                 instance_id=f"i-{plan_id}",
                 event=kind,  # type: ignore[arg-type]
-                at_s=at_s,
-            )
+                after_s=at_s,
+            ),
+            at_s,
         )
 
 

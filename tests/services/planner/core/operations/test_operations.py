@@ -30,33 +30,37 @@ def operation(direction: Direction = "out", plan_id: str = "p") -> Operation:
         direction=direction,
         desired=3,
         reason="load",
-        triggered_at_s=100.0,
+        triggered_s=100.0,
         targets=(("w1", "i1"), ("w2", "i2")),
     )
 
 
-def event(worker_id: str, kind: str, at_s: float, **fields: object) -> ScaleProgress:
-    return ScaleProgress(
-        plan_id="p",
+def event(
+    worker_id: str, kind: str, at_s: float, plan_id: str = "p", way_s: float = 0.0, **fields: object
+) -> tuple[ScaleProgress, float]:
+    """A report of then, and when it comes; the worker's first one was sent at 100."""
+    made = ScaleProgress(
+        plan_id=plan_id,
         worker_id=worker_id,
         instance_id=f"i{worker_id[1]}",
         event=kind,  # type: ignore[arg-type]
-        at_s=at_s,
+        after_s=at_s - 100.0,
         **fields,  # type: ignore[arg-type]
     )
+    return made, at_s + way_s
 
 
 def test_the_record_counts_from_the_trigger_and_waits_for_the_last_target() -> None:
     op = operation()
     op.planned(100.005)
     for worker_id, delay in (("w1", 0.0), ("w2", 0.1)):
-        op.apply(event(worker_id, "accepted", 100.01 + delay))
-        op.apply(event(worker_id, "first_byte", 100.01 + delay))
-        op.apply(event(worker_id, "layer_ready", 100.2 + delay, layer=0, received_bytes=50))
-        op.apply(event(worker_id, "layer_ready", 100.3 + delay, layer=1, received_bytes=90))
-        op.apply(event(worker_id, "loaded", 101.01 + delay, received_bytes=125_000_000))
+        op.apply(*event(worker_id, "accepted", 100.01 + delay))
+        op.apply(*event(worker_id, "first_byte", 100.01 + delay))
+        op.apply(*event(worker_id, "layer_ready", 100.2 + delay, layer=0, received_bytes=50))
+        op.apply(*event(worker_id, "layer_ready", 100.3 + delay, layer=1, received_bytes=90))
+        op.apply(*event(worker_id, "loaded", 101.01 + delay, received_bytes=125_000_000))
         assert op.record().status == "running"
-        op.apply(event(worker_id, "serving", 101.1 + delay))
+        op.apply(*event(worker_id, "serving", 101.1 + delay))
     record = op.record()
     assert record.status == "done"
     assert record.trigger_to_plan_ms == 5.0
@@ -68,21 +72,29 @@ def test_the_record_counts_from_the_trigger_and_waits_for_the_last_target() -> N
     assert abs(record.gbps - 1.0) < 1e-6
 
 
-@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
-def test_since_when_a_target_serves_does_not_depend_on_its_workers_clock(ahead_s: float) -> None:
+def test_since_when_a_target_serves_is_known_from_what_it_took_by_its_own_clock() -> None:
     op = operation()
     op.planned(100.0)
-    op.apply(event("w1", "accepted", 100.0 + ahead_s))
+    op.apply(*event("w1", "accepted", 100.0))
     assert op.served_since("w1") is None
-    op.apply(event("w1", "serving", 101.5 + ahead_s))
+    op.apply(*event("w1", "serving", 101.5, way_s=0.25))
     assert op.served_since("w1") == (101.5, 1.5)
+
+
+def test_the_report_that_was_fastest_on_its_way_tells_when_the_later_ones_were_sent() -> None:
+    op = operation()
+    op.apply(*event("w1", "accepted", 100.0, way_s=0.3))
+    op.apply(*event("w1", "first_byte", 100.1, way_s=0.1))
+    op.apply(*event("w1", "loaded", 101.0, way_s=5.0))
+    [target, _] = op.record().targets
+    assert (target.first_byte_ms, target.loaded_ms) == pytest.approx((200.0, 1100.0))
 
 
 def test_a_failed_target_fails_the_operation_once_the_others_ended() -> None:
     op = operation()
-    op.apply(event("w1", "failed", 101.0, detail="disk is gone"))
+    op.apply(*event("w1", "failed", 101.0, detail="disk is gone"))
     assert not op.finished
-    op.apply(event("w2", "serving", 101.0))
+    op.apply(*event("w2", "serving", 101.0))
     record = op.record()
     assert record.status == "failed"
     assert record.targets[0].failure == "disk is gone"
@@ -90,24 +102,26 @@ def test_a_failed_target_fails_the_operation_once_the_others_ended() -> None:
 
 def test_scaling_in_ends_when_every_target_is_spare() -> None:
     op = operation("in")
-    op.apply(event("w1", "spare", 101.0))
+    op.apply(*event("w1", "spare", 101.0))
     assert not op.finished
-    op.apply(event("w2", "spare", 102.0))
+    op.apply(*event("w2", "spare", 102.0))
     assert op.record().status == "done"
     assert op.record().trigger_to_spare_ms == 2000.0
 
 
 def test_a_target_that_returns_to_spare_without_serving_failed() -> None:
     op = operation()
-    op.apply(event("w1", "spare", 101.0))
-    op.apply(event("w2", "serving", 101.0))
+    op.apply(*event("w1", "spare", 101.0))
+    op.apply(*event("w2", "serving", 101.0))
     assert op.record().status == "failed"
 
 
 def test_events_of_strangers_and_of_older_instances_are_ignored() -> None:
     op = operation()
-    op.apply(event("w9", "serving", 101.0))
-    op.apply(ScaleProgress(plan_id="p", worker_id="w1", instance_id="older", event="failed", at_s=1.0, detail="x"))
+    op.apply(*event("w9", "serving", 101.0))
+    op.apply(
+        ScaleProgress(plan_id="p", worker_id="w1", instance_id="older", event="failed", after_s=1.0, detail="x"), 101.0
+    )
     assert op.open_targets == (("w1", "i1"), ("w2", "i2"))
 
 
@@ -117,7 +131,7 @@ def test_finished_operations_are_forgotten_first() -> None:
     operations.add(running)
     done = operation("in", plan_id="b")
     for worker_id in ("w1", "w2"):
-        done.apply(event(worker_id, "spare", 101.0))
+        done.apply(*event(worker_id, "spare", 101.0))
     operations.add(done)
     operations.add(operation(plan_id="c"))
     assert operations.get("b") is None
@@ -134,7 +148,7 @@ def test_what_runs_is_not_forgotten_however_much_there_is() -> None:
     assert len(operations.running()) == 5
     for one in draining[:4]:
         for worker_id in ("w1", "w2"):
-            one.apply(event(worker_id, "spare", 101.0))
+            one.apply(*event(worker_id, "spare", 101.0))
     assert operations.running() == draining[4:]
     operations.add(operation(plan_id="last"))
     assert [o.plan_id for o in operations.newest(9)] == ["last", "p4"], "and no more is kept once they have ended"
@@ -161,7 +175,7 @@ def test_a_target_that_died_and_was_back_before_it_was_missed_has_failed() -> No
     assert record.instance is not None
     own = msgspec.structs.replace(record.instance, instance_id="i1")
     spare = worker_record("w1")
-    op.apply(event("w1", "accepted", 100.5))
+    op.apply(*event("w1", "accepted", 100.5))
     for known in (worker_record("w1", lease_plan_id="p"), msgspec.structs.replace(record, instance=own)):
         op.check({"w1": known}, 101.0)
         assert op.record().targets[0].failure == ""
@@ -176,7 +190,7 @@ def test_targets_that_died_or_never_took_the_plan_fail() -> None:
         direction="out",
         desired=3,
         reason="load",
-        triggered_at_s=100.0,
+        triggered_s=100.0,
         targets=(("w1", "i-w1"), ("w2", "i-w2"), ("w3", "i-w3")),
         accept_by_s=110.0,
         deadline_s=120.0,
@@ -205,7 +219,7 @@ def loads(plan_id: str = "p", **fields: object) -> Operation:
         direction="out",
         desired=3,
         reason="load",
-        triggered_at_s=100.0,
+        triggered_s=100.0,
         targets=(("w1", "i1"), ("w2", "i2")),
         links=(("w0", "w1"), ("w1", "w2")),
         predicted_s={"w1": 2.0, "w2": 5.0},
@@ -221,11 +235,11 @@ def test_a_transfer_goes_on_until_its_target_has_loaded() -> None:
     operations.add(op)
     operations.add(operation("in", plan_id="b"))
     assert operations.transfers(102.0).running == (("w0", "w1"), ("w1", "w2"))
-    op.apply(event("w1", "loaded", 103.0))
+    op.apply(*event("w1", "loaded", 103.0))
     assert operations.transfers(103.5).running == (("w1", "w2"),)
     assert operations.transfers(103.5).settling == (("w0", "w1"),)
     assert operations.transfers(103.5 + SETTLING_S).settling == ()
-    op.apply(event("w2", "failed", 104.0, detail="disk is gone"))
+    op.apply(*event("w2", "failed", 104.0, detail="disk is gone"))
     assert operations.transfers(104.0).running == ()
 
 
@@ -243,7 +257,7 @@ def test_the_time_that_a_target_still_needs_is_what_was_predicted_for_it() -> No
     op = loads()
     operations.add(op)
     assert operations.remaining_s(102.0) == {("w1", "i1"): 1.0, ("w2", "i2"): 4.0}
-    op.apply(event("w1", "loaded", 103.0))
+    op.apply(*event("w1", "loaded", 103.0))
     assert operations.remaining_s(103.0) == {("w2", "i2"): 3.0}
     assert operations.remaining_s(200.0) == {("w2", "i2"): 0.0}
 
@@ -276,7 +290,7 @@ def test_the_registry_tells_what_lost_reports_did_not(state: InstanceState) -> N
     assert [w for w, _ in op.open_targets] == ["w2"]
     assert not op.running_links() or all(target == "w2" for _, target in op.running_links())
     # A report that comes late after all tells when it really was.
-    op.apply(event("w1", "serving", 103.0))
+    op.apply(*event("w1", "serving", 103.0))
     assert op.record().targets[0].serving_ms == pytest.approx(3000.0)
 
 
@@ -284,7 +298,7 @@ def test_a_revived_instance_that_still_drains_is_not_revived_yet() -> None:
     plan = DrainPlan(
         plan_id="p", model="m", targets=(DrainTarget(worker_id="w1", instance_id="i-w1"),), revive=True, term=1
     )
-    op = Operation.of_drain(plan, "out", 110.0)
+    op = Operation.of_drain(plan, "out", 100.0, 110.0)
     op.check({"w1": worker_record("w1", model("m"), "draining")}, 105.0)
     assert not op.finished
     op.check({"w1": worker_record("w1", model("m"), "serving")}, 106.0)
@@ -294,7 +308,7 @@ def test_a_revived_instance_that_still_drains_is_not_revived_yet() -> None:
 def test_a_drain_that_was_never_heard_of_is_over_and_one_that_was_takes_its_time() -> None:
     targets = tuple(DrainTarget(worker_id=w, instance_id=f"i-{w}") for w in ("w1", "w2"))
     plan = DrainPlan(plan_id="p", model="m", targets=targets, revive=False, term=1)
-    op = Operation.of_drain(plan, "in", float("inf"), heed_by_s=115.0)
+    op = Operation.of_drain(plan, "in", 100.0, float("inf"), heed_by_s=115.0)
     workers = {
         "w1": worker_record("w1", model("m"), "draining"),
         "w2": worker_record("w2", model("m"), "serving"),
@@ -321,7 +335,7 @@ def test_the_death_of_a_worker_in_the_middle_of_a_plan_fails_its_target_alone() 
         op.check(workers, now_s)
     assert [t.failure for t in op.record().targets] == ["the worker died", ""]
     assert not op.finished
-    op.apply(event("w2", "serving", 105.0))
+    op.apply(*event("w2", "serving", 105.0))
     assert op.record().status == "failed"
     assert op.record().targets[1].serving_ms == 5000.0
 
@@ -338,7 +352,7 @@ def with_pairs(*targets: str) -> Operation:
         direction="out",
         desired=3,
         reason="load",
-        triggered_at_s=1000.0,
+        triggered_s=1000.0,
         targets=(("w1", "i1"), ("w2", "i2")),
         assignments=[assignment(source, target) for source, target in zip(sources, targets, strict=False)],
     )
@@ -357,7 +371,7 @@ def all_there() -> dict[str, WorkerRecord]:
 
 def both_serve(op: Operation) -> None:
     for worker_id in ("w1", "w2"):
-        op.apply(msgspec.structs.replace(event(worker_id, "serving", 1002.0), plan_id="plan-p"))
+        op.apply(*event(worker_id, "serving", 1002.0, plan_id="plan-p"))
 
 
 def test_an_operation_ends_when_its_pairs_have_reported_too() -> None:
@@ -365,16 +379,16 @@ def test_an_operation_ends_when_its_pairs_have_reported_too() -> None:
     both_serve(op)
     assert op.open_targets == ()
     assert (op.finished, op.record().status) == (False, "running")
-    op.apply_live(report(assignment("w0", "w1")))
+    op.apply_live(report(assignment("w0", "w1")), 1000.9)
     assert not op.finished
-    op.apply_live(report(assignment("w8", "w2")))
+    op.apply_live(report(assignment("w8", "w2")), 1000.9)
     assert (op.finished, op.record().status) == (True, "done")
     assert [(pair.source, pair.outcome) for pair in op.record().live] == [("w0", "dissolved"), ("w8", "dissolved")]
 
 
 def test_a_pair_that_reports_first_does_not_end_the_operation() -> None:
     op = with_pairs("w1")
-    op.apply_live(report(assignment("w0", "w1")))
+    op.apply_live(report(assignment("w0", "w1")), 1000.9)
     assert not op.finished
     both_serve(op)
     assert op.finished
@@ -383,7 +397,7 @@ def test_a_pair_that_reports_first_does_not_end_the_operation() -> None:
 def test_a_failed_pair_does_not_fail_the_operation() -> None:
     op = with_pairs("w1")
     both_serve(op)
-    op.apply_live(report(assignment("w0", "w1"), outcome="failed", reason="the source was told to drain"))
+    op.apply_live(report(assignment("w0", "w1"), outcome="failed", reason="the source was told to drain"), 1000.9)
     record = op.record()
     assert (record.status, record.live[0].outcome) == ("done", "failed")
 
@@ -401,7 +415,7 @@ def test_a_pair_that_does_not_report_is_not_waited_for_for_ever() -> None:
 
 def test_a_pair_whose_target_failed_is_waited_for_from_then_on() -> None:
     op = with_pairs("w1")
-    op.apply(msgspec.structs.replace(event("w2", "serving", 1001.0), plan_id="plan-p"))
+    op.apply(*event("w2", "serving", 1001.0, plan_id="plan-p"))
     op.check(all_there(), 1001.0 + 10 * LIVE_REPORT_WAIT_S)
     assert op.pairs["plan-p-w1"].running, "its target loads"
     op.fail_target("w1", "the worker died")
@@ -429,7 +443,7 @@ def test_a_pair_whose_sources_worker_died_is_over_and_leaves_its_instances_free(
     assert (pair.outcome, "died" in pair.reason) == ("unknown", True)
     assert operations.instances_in_pairs() == set()
     assert op.open_targets == (("w1", "i1"), ("w2", "i2")), "the targets load on"
-    op.apply_live(report(assignment("w0", "w1"), outcome="failed", reason="late, and better"))
+    op.apply_live(report(assignment("w0", "w1"), outcome="failed", reason="late, and better"), 1000.9)
     assert op.record().live[0].reason == "late, and better"
 
 
@@ -452,16 +466,16 @@ def test_a_plan_that_was_not_published_has_no_pairs_left() -> None:
 
 def test_reports_on_strange_pairs_are_ignored() -> None:
     op = with_pairs("w1")
-    op.apply_live(report(assignment("w0", "w9")))
+    op.apply_live(report(assignment("w0", "w9")), 1000.9)
     assert [pair.outcome for pair in op.record().live] == ["running"]
 
 
 @pytest.mark.parametrize("kind", ["loaded", "serving", "failed", "spare"])
 def test_a_target_loads_until_it_says_otherwise(kind: str) -> None:
     op = loads()
-    op.apply(event("w1", "layer_ready", 101.0, layer=0))
+    op.apply(*event("w1", "layer_ready", 101.0, layer=0))
     assert [op.still_loads(w, 102.0) for w in ("w1", "w2")] == [True, True]
-    op.apply(event("w1", kind, 102.0))
+    op.apply(*event("w1", kind, 102.0))
     assert [op.still_loads(w, 102.5) for w in ("w1", "w2")] == [False, True]
 
 
@@ -476,23 +490,24 @@ def test_a_target_that_is_late_by_far_has_loaded_without_a_word() -> None:
 def test_a_target_says_when_it_went_live() -> None:
     op = with_pairs("w1")
     for at_s in (1000.25, 1000.75):
-        op.apply(msgspec.structs.replace(event("w1", "live", at_s), plan_id="plan-p"))
+        op.apply(*event("w1", "live", at_s, plan_id="plan-p"))
     assert [t.live_ms for t in op.record().targets] == [250.0, None]
     assert op.record().status == "running"
 
 
 def test_the_layers_that_a_target_has_are_known_up_to_the_first_gap() -> None:
     op = operation()
+    op.made_s = 100.0
     for layer in (1, 0, 3):
-        op.apply(event("w1", "layer_ready", 101.0 + layer, layer=layer))
-    assert op.layers_ready_at_s("w1") == (101.0, 102.0)
-    assert op.layers_ready_at_s("w2") == op.layers_ready_at_s("w9") == ()
+        op.apply(*event("w1", "layer_ready", 101.0 + layer, layer=layer))
+    assert op.layers_ready_s("w1") == (1.0, 2.0)
+    assert op.layers_ready_s("w2") == op.layers_ready_s("w9") == ()
 
 
 def test_a_short_record_has_its_pairs_without_their_timelines() -> None:
     op = with_pairs("w1")
-    runs = LayerRuns(start_at_s=1000.1, bucket_s=0.05, counts=(1,))
-    op.apply_live(report(assignment("w0", "w1"), source_runs=runs))
+    runs = LayerRuns(started_ago_s=0.8, bucket_s=0.05, counts=(1,))
+    op.apply_live(report(assignment("w0", "w1"), source_runs=runs), 1000.9)
     assert op.record().live[0].source_layers == (1,)
     assert op.record(details=False).live[0].source_layers == ()
 
@@ -506,7 +521,7 @@ def test_the_members_of_running_pairs_are_known() -> None:
     found = operations.pair("plan-p-w2")
     assert found is op.pairs["plan-p-w2"]
     assert operations.pair("nobody") is None
-    op.apply_live(report(assignment("w0", "w1")))
+    op.apply_live(report(assignment("w0", "w1")), 1000.9)
     assert operations.instances_in_pairs() == {"i8", "i2"}
     op.fail("no publisher")
     assert operations.instances_in_pairs() == set()
@@ -518,7 +533,7 @@ def test_what_was_told_to_drain_is_known_until_it_has_or_is_revived() -> None:
     operations.add(drains)
     operations.add(operation("out", plan_id="b"))
     assert operations.instances_to_drain() == {"i1", "i2"}
-    drains.apply(event("w1", "spare", 101.0))
+    drains.apply(*event("w1", "spare", 101.0))
     assert operations.instances_to_drain() == {"i2"}
     operations.overrule_drains([("w2", "i2")], "c")
     assert operations.instances_to_drain() == set()

@@ -18,7 +18,7 @@ def test_a_pair_runs_until_it_is_reported_on() -> None:
     assert (record.outcome, record.started_ms, record.source, record.target) == ("running", None, "w0", "w1")
     assert (record.policy, record.why) == ("zigzag", "because")
     assert [pair.running] == [True]
-    pair.apply(report(pair.assignment))
+    pair.apply(report(pair.assignment), 1000.9)
     record = pair.record(TRIGGERED_S)
     assert [pair.running] == [False]
     assert (record.outcome, record.reason, record.started_ms, record.ended_ms) == ("dissolved", "loaded", 100.0, 900.0)
@@ -28,17 +28,18 @@ def test_a_pair_runs_until_it_is_reported_on() -> None:
 def test_the_record_has_what_the_source_reports() -> None:
     pair = LivePair(assignment())
     batch = LiveBatch(
-        batch_id="b0", num_requests=2, num_tokens=99, target_layers=3, source_layers=4, first_token_at_s=1000.5
+        batch_id="b0", num_requests=2, num_tokens=99, target_layers=3, source_layers=4, first_token_ago_s=0.4
     )
     pair.apply(
         report(
             pair.assignment,
-            first_cooperative_token_at_s=1000.5,
+            first_cooperative_token_ago_s=0.4,
             batches=(batch,),
-            source_runs=LayerRuns(start_at_s=1000.1, bucket_s=0.1, counts=(1, 2)),
-            target_runs=LayerRuns(start_at_s=1000.3, bucket_s=0.1, counts=(5,)),
-            tokens=LayerRuns(start_at_s=1000.0, bucket_s=0.1, counts=(7, 1)),
-        )
+            source_runs=LayerRuns(started_ago_s=0.8, bucket_s=0.1, counts=(1, 2)),
+            target_runs=LayerRuns(started_ago_s=0.6, bucket_s=0.1, counts=(5,)),
+            tokens=LayerRuns(started_ago_s=0.9, bucket_s=0.1, counts=(7, 1)),
+        ),
+        1000.9,
     )
     record = pair.record(TRIGGERED_S)
     assert record.first_cooperative_token_ms == 500.0
@@ -74,7 +75,7 @@ def test_a_pair_without_its_source_is_over_at_once(target_ended: bool) -> None:
     assert (pair.outcome, pair.record(TRIGGERED_S).reason) == ("unknown", "the source's worker died")
     pair.check(True, 101.0 + LIVE_REPORT_WAIT_S)
     assert pair.record(TRIGGERED_S).reason == "the source's worker died"
-    pair.apply(report(pair.assignment))
+    pair.apply(report(pair.assignment), 1000.9)
     pair.check(True, 102.0 + LIVE_REPORT_WAIT_S, source_gone="the source's worker died")
     assert pair.outcome == "dissolved"
 
@@ -83,7 +84,7 @@ def test_a_report_that_comes_late_after_all_counts() -> None:
     pair = LivePair(assignment())
     pair.check(True, 0.0)
     pair.check(True, LIVE_REPORT_WAIT_S)
-    pair.apply(report(pair.assignment, outcome="failed", reason="the target died"))
+    pair.apply(report(pair.assignment, outcome="failed", reason="the target died"), 1000.9)
     assert (pair.outcome, pair.record(TRIGGERED_S).reason) == ("failed", "the target died")
     pair.check(True, 9 * LIVE_REPORT_WAIT_S)
     assert pair.outcome == "failed"
@@ -94,7 +95,7 @@ def test_a_pair_that_was_never_told_has_failed() -> None:
     pair.fail("no bus")
     assert (pair.outcome, pair.record(TRIGGERED_S).reason) == ("failed", "no bus")
     reported = LivePair(assignment())
-    reported.apply(report(reported.assignment))
+    reported.apply(report(reported.assignment), 1000.9)
     reported.fail("no bus")
     assert reported.outcome == "dissolved"
 
@@ -117,13 +118,13 @@ def test_every_revision_has_a_number_and_keeps_the_rest() -> None:
     ("runs", "expected"),
     [
         (None, ()),
-        (LayerRuns(start_at_s=0.0, bucket_s=0.0, counts=(1,)), ()),
-        (LayerRuns(start_at_s=10.04, bucket_s=0.1, counts=(1, 2, 3)), (1, 2, 3)),
-        (LayerRuns(start_at_s=10.06, bucket_s=0.1, counts=(1, 2)), (0, 1, 2)),
-        (LayerRuns(start_at_s=9.8, bucket_s=0.1, counts=(1, 2, 3, 4)), (6, 4)),
-        (LayerRuns(start_at_s=10.0, bucket_s=0.2, counts=(1, 2)), (1, 0, 2)),
-        (LayerRuns(start_at_s=10.01, bucket_s=0.05, counts=(1, 1, 1, 1, 1)), (1, 2, 2)),
-        (LayerRuns(start_at_s=1e9, bucket_s=0.1, counts=(1,)), ()),
+        (LayerRuns(started_ago_s=10.0, bucket_s=0.0, counts=(1,)), ()),
+        (LayerRuns(started_ago_s=9.96, bucket_s=0.1, counts=(1, 2, 3)), (1, 2, 3)),
+        (LayerRuns(started_ago_s=9.94, bucket_s=0.1, counts=(1, 2)), (0, 1, 2)),
+        (LayerRuns(started_ago_s=10.2, bucket_s=0.1, counts=(1, 2, 3, 4)), (6, 4)),
+        (LayerRuns(started_ago_s=10.0, bucket_s=0.2, counts=(1, 2)), (1, 0, 2)),
+        (LayerRuns(started_ago_s=9.99, bucket_s=0.05, counts=(1, 1, 1, 1, 1)), (1, 2, 2)),
+        (LayerRuns(started_ago_s=10.0, bucket_s=1e9, counts=(1, 2)), (1,)),
     ],
 )
 def test_timelines_begin_with_the_pair(runs: LayerRuns | None, expected: tuple[int, ...]) -> None:

@@ -30,7 +30,7 @@ from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, c
 def event(found: Cluster, n: int, strategy: Strategy = "chain", role: Role = "colocated") -> ScalePlan:
     planned = plan_by(strategy, found, n, MODEL_BYTES)
     epochs = tuple((name, 100 + i) for i, name in enumerate(planned.targets))
-    grant = LeaseGrant(plan_id="plan-p", epochs=epochs, expires_at_s=9.0)
+    grant = LeaseGrant(plan_id="plan-p", epochs=epochs)
     return scale_plan(
         "plan-p",
         MODEL,
@@ -38,8 +38,8 @@ def event(found: Cluster, n: int, strategy: Strategy = "chain", role: Role = "co
         found,
         grant,
         triggered_at_s=1.0,
-        planned_at_s=2.0,
-        give_up_at_s=9.0,
+        valid_s=2.0,
+        give_up_s=9.0,
         reason="load",
         role=role,
         term=1,
@@ -195,9 +195,9 @@ def test_drains_of_many_go_out_in_bounded_parts() -> None:
         {"plan_id": "plan-1.b"},
         {"plan_id": "plan-1." + "9" * 5000},
         {"members": ()},
-        {"planned_at_s": math.nan},
+        {"valid_s": math.nan},
         {"triggered_at_s": math.inf},
-        {"give_up_at_s": math.nan},
+        {"give_up_s": math.nan},
         {"chains": (Chain(hops=(Hop(targets=("nobody",), stripes=()),), chunk_bytes=1),)},
         {
             "chains": (

@@ -33,7 +33,7 @@ def paired() -> tuple[Driven, LivePair]:
 
 def asks(pair: LivePair) -> PlanSplit:
     batches = tuple(SplitBatch(batch_id=f"b{i}", layer_s=layer_s) for i, layer_s in enumerate(UNEQUAL))
-    return PlanSplit(pair_id=pair.pair_id, batches=batches, source_free_at_s=0.0, pull_s=0.0)
+    return PlanSplit(pair_id=pair.pair_id, batches=batches, source_free_s=0.0, pull_s=0.0)
 
 
 @pytest.mark.parametrize(("elapsed_s", "told"), [(0.005, True), (100.0, False)])

@@ -13,7 +13,7 @@ PLANNED_S = (100.0, 102.0, 104.0, 106.0)
 
 
 def gates(**changes: object) -> Gates:
-    return Gates(assignment(**({"layers_ready_at_s": PLANNED_S} | changes)))
+    return Gates(assignment(**({"layers_ready_s": PLANNED_S} | changes)))
 
 
 def gate(batch_id: str, num_layers: int) -> Gate:
@@ -136,7 +136,7 @@ def test_once_everything_is_loaded_nothing_is_late() -> None:
 
 @pytest.mark.parametrize("planned", [(), (100.0,)])
 def test_without_planned_times_nothing_is_late(planned: tuple[float, ...]) -> None:
-    kept, queue = gates(layers_ready_at_s=planned), queue_of("a")
+    kept, queue = gates(layers_ready_s=planned), queue_of("a")
     kept.set(queue, [gate("a", 2)])
     assert not kept.lapse_if_late(queue, 1e9)
     assert in_force(queue) == {"a": 2}

@@ -78,7 +78,7 @@ def test_an_illegal_move_is_a_conflict_to_other_processes() -> None:
     ("changes", "reason"),
     [
         ({}, ""),
-        ({"now_s": 3e9}, "it came too late"),
+        ({"left_s": -0.1}, "it came too late"),
         ({"instance_id": ""}, "its source is not here any more"),
         ({"instance_id": "another"}, "its source is not here any more"),
         ({"state": "draining"}, "its source is draining"),
@@ -89,7 +89,7 @@ def test_an_illegal_move_is_a_conflict_to_other_processes() -> None:
     ],
 )
 def test_why_a_pair_is_not_made(changes: dict[str, Any], reason: str) -> None:
-    facts: dict[str, Any] = {"now_s": 1.0, "instance_id": "instance-of-w0", "state": "serving", "role": "colocated"}
+    facts: dict[str, Any] = {"left_s": 1.0, "instance_id": "instance-of-w0", "state": "serving", "role": "colocated"}
     assert why_no_source(assignment(), **(facts | changes)) == reason
 
 

@@ -9,32 +9,39 @@ ALWAYS_S = 1e9
 """Our own connection has been up for so long."""
 
 
-def test_a_later_process_of_an_id_replaces_the_earlier_ones_by_heartbeat_or_by_request() -> None:
-    for speak in (
-        lambda g: g.beat("gw", "3", 5.0, 1.0),
-        lambda g: g.spoke("gw", "3", 1.0),
-    ):
-        gateways = Gateways()
-        assert gateways.spoke("gw", "1", 0.0) is None
-        gateways.spoke("other", "1", 0.0)
-        gone = speak(gateways)
-        assert gone == Gone("gw", "3", earlier=True)
-        assert speak(gateways) is None, "they are gone once"
-        assert [gone.had("gw", i) for i in ("1", "2", "3", "4")] == [True, True, False, False]
-        assert not gone.had("other", "1")
-
-
-def test_what_a_dead_process_sent_and_came_late_ends_with_the_next_heartbeat() -> None:
+@pytest.mark.parametrize(("old", "new"), [("1", "2"), ("2", "1")])
+def test_whoever_begins_to_beat_replaces_the_others_of_its_id_whatever_their_names_are(old: str, new: str) -> None:
     gateways = Gateways()
-    gateways.beat("gw", "2", 5.0, 0.0)
-    assert gateways.spoke("gw", "1", 0.1) is None, "nothing is refused, clocks may disagree"
-    assert gateways.beat("gw", "2", 5.0, 1.0) == Gone("gw", "2", earlier=True)
+    gateways.beat("gw", old, 5.0, 0.0)
+    gateways.spoke("other", old, 0.0)
+    gone = gateways.beat("gw", new, 5.0, 1.0)
+    assert gone == Gone("gw", new, others=True)
+    assert gateways.beat("gw", new, 5.0, 1.0) is None, "they are gone once"
+    assert [gone.had("gw", i) for i in (old, "3", new)] == [True, True, False]
+    assert not gone.had("other", old)
+
+
+@pytest.mark.parametrize(("old", "new"), [("1", "2"), ("2", "1")])
+def test_what_a_dead_process_sent_and_came_late_ends_with_the_next_heartbeat(old: str, new: str) -> None:
+    gateways = Gateways()
+    gateways.beat("gw", new, 5.0, 0.0)
+    gateways.spoke("gw", old, 0.1)
+    assert gateways.beat("gw", new, 5.0, 1.0) == Gone("gw", new, others=True)
+
+
+@pytest.mark.parametrize(("old", "new"), [("1", "2"), ("2", "1")])
+def test_a_process_that_was_left_is_not_gone_back_to(old: str, new: str) -> None:
+    gateways = Gateways()
+    gateways.beat("gw", old, 5.0, 0.0)
+    gateways.beat("gw", new, 5.0, 1.0)
+    assert gateways.beat("gw", old, 5.0, 2.0) is None
+    assert gateways.beat("gw", new, 5.0, 3.0) == Gone("gw", new, others=True)
 
 
 def test_a_process_is_not_kept_alive_by_another_one_of_its_id() -> None:
     gateways = Gateways()
     gateways.beat("gw", "5", 2.0, 0.0)
-    assert gateways.beat("gw", "4", 2.0, 1.5) is None, "its clock is behind"
+    gateways.spoke("gw", "4", 1.5)
     assert gateways.silent(2.5, ALWAYS_S) == [(Gone("gw", "5"), 2.0)]
     assert gateways.silent(2.5, ALWAYS_S) == []
 
