@@ -57,6 +57,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "report_interval_s": 0.05,
         "load_by_host": False,
         "stall_s": 3.0,
+        "clock_skew_s": 1.0,
         "drain_timeout_s": 10.0,
         "profiles": None,
         "mock": MockTiming(),

@@ -137,8 +137,8 @@ def test_a_core_that_decides_by_more_than_it_was_told_is_found(tmp_path: Path, m
     difference = play(file).difference
     assert difference is not None
     assert "evaluate" in difference.call
-    assert "triggered_ago_s=0.0" in str(difference.recorded)
-    assert "7.0" in str(difference.played)
+    assert "0.0, 0, None" in str(difference.recorded)
+    assert "7.0, 0, None" in str(difference.played)
 
 
 def test_what_a_shell_does_behind_the_back_of_a_core_is_found(tmp_path: Path) -> None:
