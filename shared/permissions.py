@@ -89,6 +89,7 @@ TABLE: tuple[Row, ...] = (
     _row(subjects.worker_pair_ended, _WORKER, _WORKER),
     # Who holds an id: whoever starts asks, and the pool asks the one that it knows.
     _row(subjects.gateway_holder, _GATEWAY, _GATEWAY),
+    _row(subjects.gateway_holder, _GATEWAY, _GATEWAY, with_optional=True),
     _row(subjects.worker_holder, _WORKER, _WORKER),
     _row(subjects.worker_holder, _POOL, _WORKER, with_optional=True),
     # Host copies.

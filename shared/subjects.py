@@ -61,9 +61,10 @@ def gateway_heartbeat() -> str:
     return f"{PREFIX}.gateway.heartbeat"
 
 
-def gateway_holder(gateway_id: str) -> str:
-    """GetHolder -> Holder, RPC to whoever holds a gateway's id."""
-    return f"{PREFIX}.gateway.{_token(gateway_id)}.holder"
+def gateway_holder(gateway_id: str, incarnation: str = "") -> str:
+    """GetHolder -> Holder, RPC to whoever holds a gateway's id, or to that incarnation of it alone."""
+    subject = f"{PREFIX}.gateway.{_token(gateway_id)}.holder"
+    return f"{subject}.{_token(incarnation)}" if incarnation else subject
 
 
 def worker_holder(worker_id: str, incarnation: str = "") -> str:

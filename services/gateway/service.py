@@ -47,7 +47,6 @@ SNAPSHOT_TIMEOUT_S = 2.0
 CLOSE_CONNECTIONS_S = 1.0
 """Time for clients to read the end of their answers."""
 CLOSE_PART_S = 0.5
-ASK_HOLDER_TIMES = 12
 WHOLE_RESPONSES = 4
 """An answer that is sent whole may occupy this share of the memory of all."""
 
@@ -158,7 +157,8 @@ class Gateway:
         subscriptions: list[Subscription] = []
         try:
             self._held_since_s = time.monotonic()
-            subscriptions += await hold(bus, self._incarnation, subjects.gateway_holder(gateway_id))
+            holders = subjects.gateway_holder(gateway_id), subjects.gateway_holder(gateway_id, self._incarnation)
+            subscriptions += await hold(bus, self._incarnation, *holders)
             subscriptions.append(await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway))
             subscriptions.append(await bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.dispatcher.on_batch))
             subscriptions.append(await bus.subscribe(subjects.route_changes(), RegistryChanges, self._on_route_changes))
@@ -239,17 +239,13 @@ class Gateway:
                 log.warning("another gateway has the id %s; it will end (said once)", self.config.gateway_id)
 
     async def _holder(self, incarnation: str) -> Holder | None:
-        """That other process, if it answers for this id."""
-        subject = subjects.gateway_holder(self.config.gateway_id)
-        for _ in range(ASK_HOLDER_TIMES):  # this process answers, too: either of the two may get the question
-            try:
-                holder = await self.bus.request(subject, GetHolder(), Holder, timeout_s=ASK_TIMEOUT_S)
-            except BlitzError as error:
-                log.debug("no answer about who holds the id of this gateway: %s", error)
-                continue
-            if holder.incarnation == incarnation:
-                return holder
-        return None
+        """That other process, if it lives."""
+        try:
+            subject = subjects.gateway_holder(self.config.gateway_id, incarnation)
+            return await self.bus.request(subject, GetHolder(), Holder, timeout_s=ASK_TIMEOUT_S)
+        except (BlitzError, ValueError) as error:  # or a name that no process can have
+            log.debug("no answer about who holds the id of this gateway: %s", error)
+            return None
 
     def _apply(self, changes: RouteChanges) -> None:
         if changes.models or changes.removed:

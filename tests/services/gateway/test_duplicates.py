@@ -61,7 +61,7 @@ async def heard(broker: MemoryBroker, incarnation: str, *, held_s: float | None 
         async def answer(_: GetHolder) -> Holder:
             return Holder(incarnation=incarnation, host="elsewhere", pid=1, held_s=held_s)
 
-        await other.respond(subjects.gateway_holder("gw-a"), GetHolder, answer)
+        await other.respond(subjects.gateway_holder("gw-a", incarnation), GetHolder, answer)
     for gateway_id in ("gw-b", "gw-a"):
         heartbeat = GatewayHeartbeat(gateway_id=gateway_id, lease_s=5.0, incarnation=incarnation)
         await other.publish(subjects.gateway_heartbeat(), heartbeat)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import nats
 import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js import api
 
 from shared import subjects
 from shared.bus import nats_stream
 from shared.bus.nats import NatsBus
-from shared.bus.nats_stream import StreamLimits
+from shared.bus.nats_stream import StreamClock, StreamLimits
 from shared.errors import Unavailable
 from shared.messages.generation import Cancel
 from tests.servers import Server, nats_server
@@ -100,3 +103,24 @@ async def test_records_are_kept_on_as_many_servers_as_plans_and_bounded_by_numbe
     async with await nats.connect(server.url) as client:
         config = (await client.jetstream().stream_info(subjects.RECORD_STREAM)).config
     assert (config.num_replicas, config.max_msgs, config.max_age) == (1, 500, 0)
+
+
+@pytest.mark.parametrize("server_ahead_s", [-30.0, 0.0, 30.0])
+def test_when_an_event_was_stored_does_not_depend_on_what_the_servers_clock_shows(server_ahead_s: float) -> None:
+    server_s, clock = 1_800_000_000.0 + server_ahead_s, StreamClock()
+    clock.set(datetime.fromtimestamp(server_s, UTC), 100.0)
+    assert clock.stored_s(stored(server_s + 3.0), 105.0) == pytest.approx(103.0)
+    assert clock.age_s(stored(server_s - 20.0), 105.0) == pytest.approx(25.0)
+
+
+def test_an_event_of_the_future_was_stored_just_now() -> None:
+    clock = StreamClock()
+    clock.set(datetime.fromtimestamp(1_800_000_000.0, UTC), 100.0)
+    assert clock.age_s(stored(1_800_000_030.0), 100.0) == pytest.approx(-30.0)
+    assert clock.stored_s(stored(1_800_000_030.0), 100.0) == 100.0
+
+
+def stored(at_s: float) -> Msg:
+    """An event that the stream's server stamped then."""
+    reply = f"$JS.ACK.stream.consumer.1.1.1.{int(at_s * 1e9)}.0"
+    return Msg(_client=Client(), subject="s", reply=reply)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from types import SimpleNamespace
 from typing import TypeVar, cast
@@ -61,6 +62,7 @@ class Member:
         self.record = SimpleNamespace(name="m", model_hash="h")
         self.copy = SimpleNamespace(layers_ready=0, complete=False)
         self.state = "serving"
+        self.ordered_s = time.monotonic()
         loop = make_loop(**scheduler)
         self.scheduler = loop.scheduler.config
         self.outputs: list[StreamPart] = []
