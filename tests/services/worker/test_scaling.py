@@ -42,13 +42,6 @@ async def test_a_plan_is_reported_step_by_step_and_its_instance_registered(alone
     assert instance.layers_ready == alone.model.spec.num_layers
 
 
-async def test_an_expired_plan_is_ignored(alone: LoneWorker) -> None:
-    expired = alone.plan(epoch=10, expires_in_s=-1.0)
-    await alone.publish(expired)
-    await alone.serve(epoch=11)
-    assert alone.events(expired.plan_id) == []
-
-
 @pytest.mark.parametrize("epoch", [9, 10])
 async def test_a_plan_of_an_older_lease_is_ignored_even_by_a_spare_worker(alone: LoneWorker, epoch: int) -> None:
     instance_id = await alone.serve(epoch=10)
