@@ -155,5 +155,5 @@ async def test_a_workers_reports_say_how_far_its_clock_is_off(
     alone: LoneWorker, shift_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = time.time
-    alone.pool.ack = HeartbeatAck(lease_s=0.3, unix_s=real() + shift_s)
+    alone.pool.ack = HeartbeatAck(lease_s=0.3, planner_term=1, unix_s=real() + shift_s)
     await eventually(lambda: alone.pool.heartbeats[-1].clock_ahead_s * shift_s < 0)
