@@ -25,6 +25,7 @@ from shared.errors import NoResponder, TransportError
 from shared.layout import CHECK_BYTES, ArenaLayout, layout_of
 from shared.messages.feeds import Feed
 from shared.transport.base import TensorTransport
+from shared.unit_digests import DIGEST_DIGITS
 from tests.loop_watch import MAX_CALLBACK_S, LoopWatch
 from tests.records import spec
 
@@ -53,7 +54,7 @@ class NoMemory:
 def copy() -> WeightCopy:
     layout = layout_of(LARGE)
     assert layout.num_bytes > 141e9
-    return WeightCopy(layout, cast(Any, NoMemory(layout)))
+    return WeightCopy(layout, cast(Any, NoMemory(layout)), "0" * DIGEST_DIGITS * len(layout.units))
 
 
 class Gone:
@@ -78,6 +79,7 @@ async def test_a_load_of_a_large_model_begins_and_changes_its_upstream(
         fill = Fill(
             copy,
             "",
+            (),
             cast(TensorTransport, None),
             cast(FeedClient, Gone()),
             1,

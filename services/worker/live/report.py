@@ -50,7 +50,7 @@ class PairRecord:
         self._target_runs: tuple[LayerRuns, float] | None = None
         self._assignment = assignment
         self._batches: list[tuple[LiveBatch, float]] = []
-        self._first_cooperative_s: float | None = None
+        self.first_cooperative_s: float | None = None
 
     def target_ran(self, runs: LayerRuns) -> None:
         """The target has just told."""
@@ -59,8 +59,8 @@ class PairRecord:
     def done(self, batch: PromptBatch, *, first_layer: int, num_layers: int, at_s: float) -> None:
         """A batch is done at the source, which ran it from ``first_layer`` of ``num_layers`` on, or it is the target's
         (then these are equal, and ``at_s`` is when the source heard of it)."""
-        if 0 < first_layer < num_layers and self._first_cooperative_s is None:
-            self._first_cooperative_s = at_s
+        if 0 < first_layer < num_layers and self.first_cooperative_s is None:
+            self.first_cooperative_s = at_s
         done = LiveBatch(
             batch_id=batch.batch_id,
             num_requests=len(batch.sequences),
@@ -79,7 +79,7 @@ class PairRecord:
     def report(self, state: PairState, failure: str, layers: Timeline, tokens: Timeline) -> LiveReport:
         """As a message, at the end of the pair. ``layers``: that the source ran; ``tokens``: that it put out."""
         now_s, replace = time.monotonic(), msgspec.structs.replace
-        first_s, target_runs = self._first_cooperative_s, None
+        first_s, target_runs = self.first_cooperative_s, None
         if self._target_runs is not None:
             runs, heard_s = self._target_runs
             target_runs = replace(runs, started_ago_s=runs.started_ago_s + now_s - heard_s)

@@ -182,6 +182,7 @@ async def test_a_worker_that_was_started_again_had_died_if_its_instance_is_gone(
     (request,) = stack.gateway.dispatcher.requests.all()
     holder.tasks.clear()  # it answers, and knows nothing of what it had
     if not is_known:
+        await stack.pool.publish()
         stack.workers.remove(holder)
         await stack.pool.publish()
     for worker in stack.workers:

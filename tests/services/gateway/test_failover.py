@@ -303,7 +303,7 @@ async def test_a_bus_outage_is_not_taken_for_a_death(make_stack: StackFactory) -
 
 
 async def test_malformed_messages_change_nothing(stack: Stack) -> None:
-    for subject in (subjects.tokens("gw-test"), subjects.routes(), subjects.load(), subjects.host_load()):
+    for subject in (subjects.tokens("gw-test"), subjects.route_changes(), subjects.load(), subjects.host_load()):
         stack.broker.publish_raw(subject, b"\xc1 not msgpack")
         stack.broker.publish_raw(subject, b"\x81\xa4kind\xa9tokens.v9")
     stack.workers[0].script = say(TEXT)

@@ -36,6 +36,8 @@ from tests.services.fake_pool import FakePool
 from tests.services.waiting import TIMEOUT_S, eventually
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
+LEASE_TTL_S = 5.0
+
 
 class Rig:
     """A planner between a registry double and a client."""
@@ -82,7 +84,7 @@ class Rig:
         self.planner = PlannerService(
             self.bus,
             PlanSettings(
-                lease_ttl_s=5.0,
+                lease_ttl_s=LEASE_TTL_S,
                 strategy=self.strategy,
                 knows_flows=self.knows_flows,
                 mutation=self.mutation,

@@ -19,7 +19,7 @@ from shared.messages.plans import Copy, DrainPlan, ScalePlan
 from shared.messages.registry import Floor, HostCopy, WorkerRecord
 from tests.records import worker_record
 from tests.services.fake_pool import FAR_FUTURE_S
-from tests.services.planner.rig import Rig, running
+from tests.services.planner.rig import LEASE_TTL_S, Rig, running
 from tests.services.waiting import TIMEOUT_S, eventually
 
 
@@ -97,7 +97,7 @@ async def test_the_plan_carries_leases_epochs_and_expiry(rig: Rig) -> None:
     epochs = [m.epoch for m in plan.targets]
     assert len(set(epochs)) == 2
     assert plan.fallbacks == (Copy(worker_id="w0", kind="gpu"),)
-    assert plan.valid_s == rig.config.lease_ttl_s
+    assert plan.valid_s == LEASE_TTL_S
     assert record.explain == plan.explain != ()
     assert (record.status, record.direction, record.desired) == ("running", "out", 3)
 

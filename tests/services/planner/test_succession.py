@@ -36,7 +36,7 @@ class Worker:
         bus = rig.broker.bus(worker_id)
         self.orders = Orders(bus, worker_id, self._scale, self._drain, self._zigzag, self._mutate, self._migrate)
 
-    async def _scale(self, plan: ScalePlan) -> None:
+    async def _scale(self, plan: ScalePlan, *_: float) -> None:
         self.scales.append(plan)
 
     async def _drain(self, plan: DrainPlan) -> None:
@@ -44,7 +44,7 @@ class Worker:
 
     async def _zigzag(self, assignment: ZigzagAssignment) -> None: ...
 
-    async def _mutate(self, plan: MutatePlan) -> None:
+    async def _mutate(self, plan: MutatePlan, *_: float) -> None:
         self.mutations.append(plan)
 
     async def _migrate(self, plan: MigratePlan) -> None: ...

@@ -305,8 +305,9 @@ async def test_a_chat_template_that_changed_since_the_model_was_registered_is_no
     make_stack: StackFactory, tmp_path: Path
 ) -> None:
     folder = write_checkpoint(tmp_path / "changed")
-    stack = await make_stack(record=model_record(folder))
+    record = model_record(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
+    stack = await make_stack(record=record)
     response = await stack.http.post(CHAT, json={"model": "tiny", "messages": MESSAGES})
     message = check(response, 422, "invalid_request_error", "checkpoint_changed")
     assert "chat_template.jinja" in message

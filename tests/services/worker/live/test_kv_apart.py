@@ -96,7 +96,7 @@ async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(r
         burst.target.transport.tamper = wire.tamper
         source = await burst.live_source()
         await eventually(lambda: wire.lost)
-        await eventually(lambda: source.record.first_cooperative_at_s is not None)
+        await eventually(lambda: source.record.first_cooperative_s is not None)
         wire.holds = False
         await burst.ends()
         assert await _split(cluster, burst) > 0
@@ -110,7 +110,7 @@ async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> No
         await burst.start(delay_s=0.2)
         burst.target.transport.tamper = wire.tamper
         source = await burst.live_source()
-        await eventually(lambda: source.record.first_cooperative_at_s is not None)
+        await eventually(lambda: source.record.first_cooperative_s is not None)
         assert not source.target_loaded
         await burst.target.kill()
         await burst.ends()

@@ -59,11 +59,11 @@ def test_without_a_split_batch_there_is_no_cooperative_token() -> None:
 
 
 def test_a_full_report_is_smaller_than_a_message_may_be() -> None:
-    record = PairRecord(assignment(), 10.0)
+    record = PairRecord(assignment())
     layers, tokens = timelines()
     for timeline in (layers, tokens):
         timeline.add(1e9, 1 << 20)
-    record.target_runs = layers.runs()
+    record.target_ran(layers.runs())
     while not record.is_full:
         done(record, "a-plan-of-some-length/instance/123456", 3, START_S)
     assert len(encode(record.report(PairState.DISSOLVED, "why", layers, tokens))) < 1 << 19
