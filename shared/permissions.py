@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shared import subjects
+from shared.subjects import Process
 
 Kind = Literal["gateway", "monitor", "planner", "pool", "worker"]
 User = Literal["gateway", "monitor", "planner", "pool", "worker", "operator"]
@@ -23,6 +24,7 @@ USERS: tuple[User, ...] = get_args(User)
 
 INBOX = "_INBOX"
 _STANDS_FOR_ANY = "any-0f6c1d"
+_ANY_PROCESS = Process(_STANDS_FOR_ANY, _STANDS_FOR_ANY)
 _JS = "$JS.API"
 
 
@@ -55,7 +57,11 @@ def _row(
 ) -> Row:
     """``with_optional``: the longer form of a subject that has two."""
     parameters = inspect.signature(build).parameters.values()
-    names = [_STANDS_FOR_ANY for p in parameters if with_optional or p.default is p.empty]
+    names = [
+        _ANY_PROCESS if p.annotation == Process.__name__ else _STANDS_FOR_ANY
+        for p in parameters
+        if with_optional or p.default is p.empty
+    ]
     subject = build(operation) if operation else build(*names)
     return Row(build, subject.replace(_STANDS_FOR_ANY, "*"), senders, receivers, stream)
 

@@ -39,6 +39,7 @@ def route_of(worker: WorkerRecord | WorkerHeartbeat, model: ModelRecord | None) 
     return Route(
         instance_id=instance.instance_id,
         worker_id=worker.worker.worker_id,
+        incarnation=worker.worker.incarnation,
         state=worker.state,
         role=instance.role,
         max_running_requests=instance.max_running_requests,

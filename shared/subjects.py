@@ -1,8 +1,14 @@
-"""Every NATS subject, built here and nowhere else."""
+"""Every NATS subject, built here and nowhere else.
+
+The subjects of one process have its incarnation in them. It comes with the decision to speak to it (a route, a plan, an
+upstream, a pair, a reservation) and is not looked up when something is sent: by then the id may be another's. Only
+``holder`` goes without: it asks who has an id.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from shared.errors import BadName
 
@@ -22,15 +28,34 @@ MAX_NAME = 255
 _TOKEN = re.compile(r"[A-Za-z0-9_\-]+")
 
 
+class Process(NamedTuple):
+    """One process: its id, and which of its starts. What is meant for one start never reaches the next."""
+
+    id: str
+    incarnation: str
+
+    def __str__(self) -> str:
+        return self.id
+
+
 def is_name(value: str) -> bool:
-    """Whether a process can be spoken to by that id: whether it can be part of a subject."""
+    """Whether it can be part of a subject, as an id and an incarnation must."""
     return len(value) <= MAX_NAME and _TOKEN.fullmatch(value) is not None
+
+
+def is_process(process: Process) -> bool:
+    """Whether a process can be spoken to under that name."""
+    return is_name(process.id) and is_name(process.incarnation)
 
 
 def _token(value: str) -> str:
     if not _TOKEN.fullmatch(value):
         raise BadName(f"{value[:80]!r} cannot be part of a subject: use letters, digits, '-' and '_'")
     return value
+
+
+def _process(process: Process) -> str:
+    return f"{_token(process.id)}.{_token(process.incarnation)}"
 
 
 def _operation(name: str, known: tuple[str, ...]) -> str:
@@ -51,9 +76,9 @@ def departures() -> str:
     return f"{PREFIX}.departures"
 
 
-def tokens(gateway_id: str) -> str:
+def tokens(gateway: Process) -> str:
     """TokenBatch, worker to one gateway process."""
-    return f"{PREFIX}.gateway.{_token(gateway_id)}.tokens"
+    return f"{PREFIX}.gateway.{_process(gateway)}.tokens"
 
 
 def gateway_heartbeat() -> str:
@@ -63,101 +88,103 @@ def gateway_heartbeat() -> str:
 
 def gateway_holder(gateway_id: str, incarnation: str = "") -> str:
     """GetHolder -> Holder, RPC to whoever holds a gateway's id, or to that incarnation of it alone."""
-    subject = f"{PREFIX}.gateway.{_token(gateway_id)}.holder"
-    return f"{subject}.{_token(incarnation)}" if incarnation else subject
+    return _holder("gateway", gateway_id, incarnation)
 
 
 def worker_holder(worker_id: str, incarnation: str = "") -> str:
     """GetHolder -> Holder, RPC to whoever holds a worker's id, or to that incarnation of it alone."""
-    subject = f"{PREFIX}.worker.{_token(worker_id)}.holder"
-    return f"{subject}.{_token(incarnation)}" if incarnation else subject
+    return _holder("worker", worker_id, incarnation)
 
 
-def worker_submit(worker_id: str) -> str:
+def _holder(kind: str, name: str, incarnation: str) -> str:
+    return f"{PREFIX}.{kind}.{_process(Process(name, incarnation)) if incarnation else _token(name)}.holder"
+
+
+def worker_submit(worker: Process) -> str:
     """Submit -> Ack, RPC to one worker."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.submit"
+    return f"{PREFIX}.worker.{_process(worker)}.submit"
 
 
-def worker_cancel(worker_id: str) -> str:
+def worker_cancel(worker: Process) -> str:
     """Cancel, to one worker."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.cancel"
+    return f"{PREFIX}.worker.{_process(worker)}.cancel"
 
 
-def worker_ack(worker_id: str) -> str:
+def worker_ack(worker: Process) -> str:
     """AckTerminal, gateway to one worker."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.ack"
+    return f"{PREFIX}.worker.{_process(worker)}.ack"
 
 
-def worker_resend(worker_id: str) -> str:
+def worker_resend(worker: Process) -> str:
     """Resend -> Ack, RPC to one worker."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.resend"
+    return f"{PREFIX}.worker.{_process(worker)}.resend"
 
 
-def worker_fetch(worker_id: str) -> str:
+def worker_fetch(worker: Process) -> str:
     """FetchRange -> Ack, RPC from a receiver to the worker upstream of it."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.fetch"
+    return f"{PREFIX}.worker.{_process(worker)}.fetch"
 
 
-def worker_checksums(worker_id: str) -> str:
+def worker_checksums(worker: Process) -> str:
     """GetChecksums -> UnitChecksums, RPC from a receiver to the worker upstream of it."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.checksums"
+    return f"{PREFIX}.worker.{_process(worker)}.checksums"
 
 
-def worker_feed(worker_id: str) -> str:
+def worker_feed(worker: Process) -> str:
     """Feed -> Ack, RPC from a receiver to the worker whose copy it wants."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.feed"
+    return f"{PREFIX}.worker.{_process(worker)}.feed"
 
 
-def worker_feed_state(worker_id: str) -> str:
+def worker_feed_state(worker: Process) -> str:
     """GetFeedState -> FeedState, RPC from a receiver to its sender."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.feed_state"
+    return f"{PREFIX}.worker.{_process(worker)}.feed_state"
 
 
-def worker_stop_feed(worker_id: str) -> str:
+def worker_stop_feed(worker: Process) -> str:
     """StopFeed, from a receiver to its sender."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.stop_feed"
+    return f"{PREFIX}.worker.{_process(worker)}.stop_feed"
 
 
-def worker_feed_ended(worker_id: str) -> str:
+def worker_feed_ended(worker: Process) -> str:
     """FeedEnded, from a sender to its receiver."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.feed_ended"
+    return f"{PREFIX}.worker.{_process(worker)}.feed_ended"
 
 
-def worker_hold_copy(worker_id: str) -> str:
+def worker_hold_copy(worker: Process) -> str:
     """HoldCopy -> Ack, RPC from the pool to one worker."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.hold_copy"
+    return f"{PREFIX}.worker.{_process(worker)}.hold_copy"
 
 
-def worker_can_read(worker_id: str) -> str:
+def worker_can_read(worker: Process) -> str:
     """CanRead -> Ack, RPC from the pool to one worker."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.can_read"
+    return f"{PREFIX}.worker.{_process(worker)}.can_read"
 
 
-def worker_drop_copy(worker_id: str) -> str:
+def worker_drop_copy(worker: Process) -> str:
     """DropCopy -> Ack, RPC from the pool to one worker."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.drop_copy"
+    return f"{PREFIX}.worker.{_process(worker)}.drop_copy"
 
 
-def worker_traffic(worker_id: str) -> str:
+def worker_traffic(worker: Process) -> str:
     """GetTraffic -> WorkerTraffic, RPC from a gateway that is asked for it to one worker."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.traffic"
+    return f"{PREFIX}.worker.{_process(worker)}.traffic"
 
 
-def worker_live(worker_id: str, operation: str) -> str:
+def worker_live(worker: Process, operation: str) -> str:
     """RPC between the members of a pair (``shared.messages.live``): offer, hand_over, seal, pull, pull_kv, settle,
     dissolve to the target; taken to the source."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.live.{_token(operation)}"
+    return f"{PREFIX}.worker.{_process(worker)}.live.{_token(operation)}"
 
 
-def worker_decode(worker_id: str, operation: str) -> str:
+def worker_decode(worker: Process, operation: str) -> str:
     """RPC from a prefill instance's worker to a decode instance's (``shared.messages.disaggregated``): reserve, renew,
     begin, release."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.decode.{_token(operation)}"
+    return f"{PREFIX}.worker.{_process(worker)}.decode.{_token(operation)}"
 
 
-def worker_pair_ended(worker_id: str) -> str:
+def worker_pair_ended(worker: Process) -> str:
     """PairEnded, from one member of a pair to the other."""
-    return f"{PREFIX}.worker.{_token(worker_id)}.pair_ended"
+    return f"{PREFIX}.worker.{_process(worker)}.pair_ended"
 
 
 def load() -> str:
@@ -205,9 +232,9 @@ def plans() -> str:
     return f"{PREFIX}.plans.>"
 
 
-def worker_plans(worker_id: str) -> str:
+def worker_plans(worker: Process) -> str:
     """WorkerOrder events (JetStream): what one worker has to do."""
-    return f"{PREFIX}.plans.worker.{_token(worker_id)}"
+    return f"{PREFIX}.plans.worker.{_process(worker)}"
 
 
 def scale_plans() -> str:

@@ -12,6 +12,7 @@ from shared.model_spec import ModelSpec
 from shared.profile import DecodeFit, DecodePoint, LoadPoint, PrefillFit, PrefillPoint, Profile, program_version
 from shared.registry import RegistryView
 from shared.unit_digests import block_checksums, unit_digest
+from tests.processes import INCARNATION
 
 
 @cache
@@ -59,7 +60,7 @@ def worker(worker_id: str, **changes: object) -> WorkerInfo:
     """A worker of host ``host-a``."""
     fields: dict[str, object] = {
         "worker_id": worker_id,
-        "incarnation": f"{worker_id}-1",
+        "incarnation": INCARNATION,
         "host": "host-a",
         "device": "cpu",
         "engine": "mock",
@@ -128,7 +129,7 @@ def heartbeat(
 ) -> WorkerHeartbeat:
     """A worker's report."""
     return WorkerHeartbeat(
-        worker=worker(worker_id, incarnation=incarnation or f"{worker_id}-1"),
+        worker=worker(worker_id, incarnation=incarnation or INCARNATION),
         state=state,
         instance=instance(record, worker_id, state, epoch) if record is not None else None,
         sequence=sequence,

@@ -10,8 +10,9 @@ from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.load_feed import subscribe_load
-from shared.messages.generation import TokenBatch
-from shared.messages.load import LoadReport, QueueReport
+from shared.messages.generation import GatewayHeartbeat, TokenBatch
+from shared.messages.load import LoadReport
+from shared.subjects import Process
 
 IN_FLIGHT_S = 0.3
 """What a killed worker had said may still come for so long."""
@@ -53,23 +54,24 @@ class Observer:
         self._seats: dict[str, _Seats] = {}
         self._holders: dict[str, list[Holding]] = {}
         self._strikes: dict[str, Strike] = {}
-        self._gateways: set[str] = set()
+        self._gateways: set[Process] = set()
         self._tasks = OwnedTasks()
         self._loads: dict[str, tuple[float, LoadReport]] = {}
 
     async def listen(self, bus: Bus) -> None:
-        """Begin. Gateways are found by their reports."""
+        """Begin. Gateways are found by their heartbeats."""
 
-        async def subscribe(gateway_id: str) -> None:
-            await bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.on_tokens)
+        async def subscribe(gateway: Process) -> None:
+            await bus.subscribe(subjects.tokens(gateway), TokenBatch, self.on_tokens)
 
-        def on_queue(report: QueueReport) -> None:
-            if report.gateway_id not in self._gateways:
-                self._gateways.add(report.gateway_id)
-                self._tasks.start(subscribe(report.gateway_id))
+        def on_gateway(heartbeat: GatewayHeartbeat) -> None:
+            gateway = Process(heartbeat.gateway_id, heartbeat.incarnation)
+            if gateway not in self._gateways:
+                self._gateways.add(gateway)
+                self._tasks.start(subscribe(gateway))
 
         await subscribe_load(bus, self.on_load)
-        await bus.subscribe(subjects.queue(), QueueReport, on_queue)
+        await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, on_gateway)
 
     def struck(self, strike: Strike) -> None:
         """A worker is killed, told to end or stopped: from now on it has no free seat."""

@@ -14,6 +14,7 @@ from shared.messages.generation import Resend, StreamPart, Submit, TokenBatch
 from shared.messages.load import LoadReport
 from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.registry import InstanceInfo
+from shared.subjects import Process
 
 FIRST_TOKEN_S = 0.005
 OTHER_TOKENS_S = 0.01
@@ -66,12 +67,13 @@ class SimInstance:
             plan_id=self._plan.plan_id,
         )
 
-    def report(self, worker_id: str) -> LoadReport | None:
+    def report(self, worker: Process) -> LoadReport | None:
         """Its load now; None while it loads."""
         if self.state == "loading":
             return None
         return LoadReport(
-            worker_id=worker_id,
+            worker_id=worker.id,
+            incarnation=worker.incarnation,
             instance_id=self.instance_id,
             model=self.record.name,
             state=self.state,
@@ -102,7 +104,7 @@ class SimInstance:
         while self._running:
             await asyncio.sleep(OTHER_TOKENS_S)
 
-    def take(self, request: Submit, worker_id: str) -> None:
+    def take(self, request: Submit, worker: Process) -> None:
         """Begin to answer. Raises ``Conflict`` unless this very instance takes requests now."""
         if request.instance_id != self.instance_id or self.state != "serving":
             raise Conflict(f"instance {request.instance_id} takes no requests here")
@@ -112,25 +114,25 @@ class SimInstance:
             return
         self._streams[key] = request
         self._running.add(key)
-        self._tasks.start(self._answer(key, request, worker_id))
+        self._tasks.start(self._answer(key, request, worker))
 
-    async def _answer(self, key: Key, request: Submit, worker_id: str) -> None:
+    async def _answer(self, key: Key, request: Submit, worker: Process) -> None:
         begun_s = time.monotonic()
         try:
             self._prompt_tokens += len(request.prompt_token_ids)
             done, wanted = len(request.output_token_ids), request.sampling.max_tokens
             await asyncio.sleep(FIRST_TOKEN_S)
             first = min(1, wanted)
-            await self._send(request, worker_id, done, first, last=wanted <= 1)
+            await self._send(request, worker, done, first, last=wanted <= 1)
             if wanted > 1:
                 await asyncio.sleep(OTHER_TOKENS_S)
-                await self._send(request, worker_id, done + first, wanted - first, last=True)
+                await self._send(request, worker, done + first, wanted - first, last=True)
             self._output_tokens += wanted
         finally:
             self._busy_s += time.monotonic() - begun_s
             self._running.discard(key)
 
-    async def send_again(self, resend: Resend, worker_id: str) -> None:
+    async def send_again(self, resend: Resend, worker: Process) -> None:
         """Everything from an offset, once it was sent. Raises ``NotFound``."""
         key = (resend.request_id, resend.attempt)
         request = self._streams.get(key)
@@ -138,9 +140,9 @@ class SimInstance:
             raise NotFound(f"request {resend.request_id} is not here")
         if key not in self._running:
             end = len(request.output_token_ids) + request.sampling.max_tokens
-            await self._send(request, worker_id, resend.offset, max(0, end - resend.offset), last=True)
+            await self._send(request, worker, resend.offset, max(0, end - resend.offset), last=True)
 
-    async def _send(self, request: Submit, worker_id: str, offset: int, count: int, *, last: bool) -> None:
+    async def _send(self, request: Submit, worker: Process, offset: int, count: int, *, last: bool) -> None:
         if (request.request_id, request.attempt) not in self._streams:
             return  # cancelled
         part = StreamPart(
@@ -151,8 +153,10 @@ class SimInstance:
             finish_reason="length" if last else None,
             queued_s=0.0 if offset == len(request.output_token_ids) else None,
         )
-        batch = TokenBatch(worker_id=worker_id, instance_id=self.instance_id, parts=(part,))
-        await self._bus.publish(subjects.tokens(request.gateway_id), batch)
+        batch = TokenBatch(
+            worker_id=worker.id, incarnation=worker.incarnation, instance_id=self.instance_id, parts=(part,)
+        )
+        await self._bus.publish(subjects.tokens(request.gateway), batch)
 
     def forget(self, request_id: str, attempt: int) -> None:
         """The gateway has its end, or wants no more of it."""

@@ -49,7 +49,7 @@ class SimWorker:
         self.gateways_heard = 0
         self._orders = Orders(
             bus,
-            info.worker_id,
+            info.process,
             self._on_scale,
             self._on_drain,
             self._on_zigzag,
@@ -66,18 +66,18 @@ class SimWorker:
 
     async def start(self) -> None:
         """Listen as a worker does, and register. Raises what the bus raises."""
-        worker_id = self.info.worker_id
-        holder = subjects.worker_holder(worker_id)
-        await refuse_if_held(self._bus, holder, f"worker id {worker_id!r}")
+        me = self.info.process
+        holder = subjects.worker_holder(me.id)
+        await refuse_if_held(self._bus, holder, f"worker id {me.id!r}")
         await self._orders.subscribe()
-        await hold(self._bus, self.info.incarnation, holder, subjects.worker_holder(worker_id, self.info.incarnation))
-        await self._bus.respond(subjects.worker_submit(worker_id), Submit, self._on_submit)
-        await self._bus.respond(subjects.worker_resend(worker_id), Resend, self._on_resend)
-        await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, self._on_hold)
-        await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, self._on_drop)
-        await self._bus.respond(subjects.worker_can_read(worker_id), CanRead, self._on_can_read)
-        await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, self._on_cancel)
-        await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, self._on_ack)
+        await hold(self._bus, self.info.incarnation, holder, subjects.worker_holder(*me))
+        await self._bus.respond(subjects.worker_submit(me), Submit, self._on_submit)
+        await self._bus.respond(subjects.worker_resend(me), Resend, self._on_resend)
+        await self._bus.respond(subjects.worker_hold_copy(me), HoldCopy, self._on_hold)
+        await self._bus.respond(subjects.worker_drop_copy(me), DropCopy, self._on_drop)
+        await self._bus.respond(subjects.worker_can_read(me), CanRead, self._on_can_read)
+        await self._bus.subscribe(subjects.worker_cancel(me), Cancel, self._on_cancel)
+        await self._bus.subscribe(subjects.worker_ack(me), AckTerminal, self._on_ack)
         await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway)
         self._tasks.start(
             self._registration.run(self._on_stop_instance, self._orders.planner_term, lambda _instance, _slo_s: None)
@@ -95,7 +95,7 @@ class SimWorker:
 
     def report(self) -> LoadReport | None:
         """What it says of its load now; None without an instance that computes."""
-        return self.instance.report(self.info.worker_id) if self.instance is not None else None
+        return self.instance.report(self.info.process) if self.instance is not None else None
 
     def _tell_changed(self) -> None:
         self._registration.changed()
@@ -250,13 +250,13 @@ class SimWorker:
     async def _on_submit(self, request: Submit) -> Ack:
         if self.instance is None:
             raise Conflict(f"worker {self.info.worker_id} has no instance that takes requests")
-        self.instance.take(request, self.info.worker_id)
+        self.instance.take(request, self.info.process)
         return Ack()
 
     async def _on_resend(self, request: Resend) -> Ack:
         if self.instance is None:
             raise NotFound(f"request {request.request_id} is not here")
-        await self.instance.send_again(request, self.info.worker_id)
+        await self.instance.send_again(request, self.info.process)
         return Ack()
 
     def _on_cancel(self, request: Cancel) -> None:

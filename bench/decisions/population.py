@@ -190,6 +190,7 @@ class Population:
         blocks = self.workers[worker_id].info.kv_bytes // (BLOCK_TOKENS * self._known.kv_bytes_per_token)
         return LoadReport(
             worker_id=worker_id,
+            incarnation=self.workers[worker_id].info.incarnation,
             instance_id=instance.instance_id,
             model=instance.model,
             state=instance.state,

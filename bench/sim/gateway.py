@@ -30,6 +30,7 @@ from shared.errors import BlitzError, DeadlineExceeded, Overloaded
 from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import Route
+from shared.subjects import Process
 
 PRUNE_EVERY_S = 0.125
 """As often as the real one does with its default settings."""
@@ -154,7 +155,7 @@ class SimGateway:
         if load.refusals or load.slots_taken or self.router.queued(report.model)[0]:
             self._clock.after(self._latencies.load_s, self._hear_load, report)
 
-    def on_tokens(self, keys: Sequence[Key], ends_s: Sequence[float], *, worker_id: str, instance_id: str) -> None:
+    def on_tokens(self, keys: Sequence[Key], ends_s: Sequence[float], *, worker: Process, instance_id: str) -> None:
         """Each of these attempts got one token at each of these times, in rising order and not after the present one.
 
         Tell it before anything else happens to any of them. Raises ``ValueError`` for an attempt that never was.
@@ -163,25 +164,25 @@ class SimGateway:
         times_s = array("d", [end_s + latency_s for end_s in ends_s])
         tokens = _TOKENS[: len(ends_s)] if len(ends_s) <= len(_TOKENS) else (0,) * len(ends_s)
         for key in keys:
-            it = self._current(key, worker_id)
+            it = self._current(key, worker)
             if it is None:
                 continue
             was, part = it.stream.phase, self._part(it.stream, tokens)
-            verdict = self._accept(it, part, worker_id, instance_id)
+            verdict = self._accept(it, part, worker, instance_id)
             if verdict is not Verdict.NEW or len(it.stream.output_token_ids) > it.request.output_tokens:
-                raise ValueError(f"{len(ends_s)} tokens of {key[0]} from {worker_id}: {verdict.value}, {it.stream}")
+                raise ValueError(f"{len(ends_s)} tokens of {key[0]} from {worker}: {verdict.value}, {it.stream}")
             if not it.times_s:
-                it.worker_id = worker_id
+                it.worker_id = worker.id
             it.times_s.extend(times_s)
             if was is Phase.SUBMITTED:
                 self._wait_no_more(it)
                 self._clock.after(latency_s, self._started, it, it.stream.attempt)
 
-    def on_taken_over(self, key: Key, *, worker_id: str, instance_id: str) -> None:
+    def on_taken_over(self, key: Key, *, worker: Process, instance_id: str) -> None:
         """Another instance has the request now, before it has a token to show for it."""
-        it = self._current(key, worker_id)
+        it = self._current(key, worker)
         if it is not None:
-            self._accept(it, self._part(it.stream, ()), worker_id, instance_id)
+            self._accept(it, self._part(it.stream, ()), worker, instance_id)
 
     def on_end(self, key: Key) -> None:
         """It has got all of its tokens. Raises ``ValueError`` if they were not told."""
@@ -202,7 +203,7 @@ class SimGateway:
     def on_worker_lost(self, worker_id: str) -> None:
         """A worker is gone, with all that it had."""
         for it in self._requests.values():
-            if it.stream.worker_id == worker_id:
+            if it.stream.worker is not None and it.stream.worker.id == worker_id:
                 error = failover.WorkerLost(f"worker {worker_id} is gone", reason="gone")
                 self._clock.after(self._latencies.tokens_s, self._attempt_failed, it, it.stream.attempt, error)
 
@@ -268,8 +269,12 @@ class SimGateway:
 
     def _submit(self, it: _Request, assignment: Assignment) -> None:
         stream, route, decode = it.stream, assignment.route, assignment.decode
-        decode_at = DecodePlace(worker_id=decode.worker_id, instance_id=decode.instance_id) if decode else None
-        stream.submitted_to(route.instance_id, route.worker_id, decode_at, may_wait=assignment.may_wait)
+        decode_at = (
+            DecodePlace(worker_id=decode.worker_id, incarnation=decode.incarnation, instance_id=decode.instance_id)
+            if decode is not None
+            else None
+        )
+        stream.submitted_to(route.instance_id, route.worker, decode_at, may_wait=assignment.may_wait)
         self._inflight[stream.model] = self._inflight.get(stream.model, 0) + 1
         it.patience = self._clock.after(self._settings.queue_timeout_s, self._waited, it)
         self._clock.after(self._latencies.submit_s, self._reach, it, stream.attempt, assignment)
@@ -292,7 +297,8 @@ class SimGateway:
 
     def _waited(self, it: _Request) -> None:
         """For as long as a request may wait at an instance."""
-        self._cancel(it.stream.worker_id, (it.stream.request_id, it.stream.attempt))
+        if it.stream.worker is not None:
+            self._cancel(it.stream.worker.id, (it.stream.request_id, it.stream.attempt))
         error = DeadlineExceeded(f"no token for {self._settings.queue_timeout_s:g} s")
         self._attempt_failed(it, it.stream.attempt, error)
 
@@ -303,7 +309,7 @@ class SimGateway:
 
     # --- attempts ----------------------------------------------------------------------------
 
-    def _current(self, key: Key, worker_id: str = "") -> _Request | None:
+    def _current(self, key: Key, worker: Process | None = None) -> _Request | None:
         """The request of an attempt under way. None for one that was given up: that worker, if there is one, is told to
         drop it. Raises ``ValueError`` for an attempt that never was."""
         request_id, attempt = key
@@ -312,8 +318,8 @@ class SimGateway:
             return it
         if attempt < 1 or (it is not None and attempt > it.stream.attempt):
             raise ValueError(f"there was no attempt {attempt} of {request_id}: {it and it.stream}")
-        if worker_id:
-            self._clock.after(self._latencies.submit_s, self._cancel, worker_id, key)
+        if worker is not None:
+            self._clock.after(self._latencies.submit_s, self._cancel, worker.id, key)
         return None
 
     def _is_at(self, it: _Request, attempt: int) -> bool:
@@ -329,10 +335,10 @@ class SimGateway:
             token_ids=tokens,
         )
 
-    def _accept(self, it: _Request, part: StreamPart, worker_id: str, instance_id: str) -> Verdict:
+    def _accept(self, it: _Request, part: StreamPart, worker: Process, instance_id: str) -> Verdict:
         stream = it.stream
         verdict, _ = stream.accept(part)
-        if stream.taken_over(part, verdict, instance_id=instance_id, worker_id=worker_id):
+        if stream.taken_over(part, verdict, instance_id=instance_id, worker=worker):
             self._clock.after(self._latencies.tokens_s, self._moved, it, stream.attempt, instance_id)
         return verdict
 

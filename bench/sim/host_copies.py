@@ -175,7 +175,7 @@ class HostCopies:
         )
 
     def _hold(self, step: Hold) -> None:
-        model, worker_id = step.record, step.worker_id
+        model, worker_id = step.record, step.worker.id
         if worker_id in self._down:
             return
         known = self._held.get(worker_id, {}).get(model.model_hash)
@@ -218,10 +218,10 @@ class HostCopies:
             self.on_change(worker_id)
 
     def _drop(self, step: Drop) -> None:
-        copy = self._held.get(step.worker_id, {}).pop(step.model_hash, None)
+        copy = self._held.get(step.worker.id, {}).pop(step.model_hash, None)
         if copy is not None:
             self.num_bytes -= copy.num_bytes
-            self.on_change(step.worker_id)
+            self.on_change(step.worker.id)
 
     def _set(self, worker_id: str, copy: HostCopy) -> None:
         held = self._held.setdefault(worker_id, {})

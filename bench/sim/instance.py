@@ -30,6 +30,7 @@ from shared.messages.destinations import Destination, SendBack
 from shared.messages.generation import DecodePlace, StreamPart
 from shared.messages.load import LoadReport
 from shared.messages.plans import MigratePlan
+from shared.subjects import Process
 
 
 class SimInstance:
@@ -41,7 +42,7 @@ class SimInstance:
         listener: Listener,
         *,
         instance_id: str,
-        worker_id: str,
+        worker: Process,
         model: str,
         role: Role,
         config: SchedulerConfig,
@@ -59,7 +60,8 @@ class SimInstance:
         that drains. ``on_ran``: told of prompts (``ran``)."""
         self._clock = clock
         self.instance_id = instance_id
-        self.worker_id = worker_id
+        self.worker = worker
+        self.worker_id = worker.id
         self.model = model
         self.role: Role = role
         self.compute = compute
@@ -76,7 +78,7 @@ class SimInstance:
         self._migrator = None
         if kv is not None and self._departures is not None:
             self._migrator = Migrator(clock, self, kv, self._departures)
-        self._told = Told(clock, listener, worker_id, instance_id)
+        self._told = Told(clock, listener, worker, instance_id)
         self.arrivals = Arrivals(clock, self, self._told)
         self._engine = SimEngine(clock, self.scheduler, compute, self)
         self._on_report, self._on_idle = on_report, on_idle
@@ -353,7 +355,7 @@ class SimInstance:
         return load_report(
             load,
             self.scheduler.budgets.speed.speed,
-            worker_id=self.worker_id,
+            worker=self.worker,
             instance_id=self.instance_id,
             model=self.model,
             state=self.state,

@@ -150,7 +150,7 @@ class Migrator:
         """It is on its way, if there is anyone to take it."""
         key = moving.sequence.key
         self._history.tried(key, self._clock.now_s)
-        place = DecodePlace(worker_id=taker.worker_id, instance_id=taker.instance_id)
+        place = DecodePlace(worker_id=taker.worker_id, incarnation=taker.incarnation, instance_id=taker.instance_id)
         decoder = self._paths.find(place)
         if decoder is None:
             takers.refused(taker, self._clock.now_s)

@@ -298,7 +298,7 @@ class Simulation:
             self._clock,
             self._gateway,
             instance_id=instance_id,
-            worker_id=worker.worker_id,
+            worker=worker.info.process,
             model=model.name,
             role=role,
             config=self._config,

@@ -8,6 +8,7 @@ from typing import Protocol
 from services.worker.core.scheduling.sequence import Sequence as Request
 from shared.errors import BlitzError
 from shared.messages.generation import DecodePlace, SamplingParams
+from shared.subjects import Process
 
 
 class Stream(Protocol):
@@ -32,10 +33,10 @@ Key = tuple[str, int]
 class Listener(Protocol):
     """Who is told of attempts (``bench.sim.gateway.SimGateway``); also of those that it has given up."""
 
-    def on_tokens(self, keys: Sequence[Key], ends_s: Sequence[float], *, worker_id: str, instance_id: str) -> None:
+    def on_tokens(self, keys: Sequence[Key], ends_s: Sequence[float], *, worker: Process, instance_id: str) -> None:
         """Each of these got a token at each of these times."""
 
-    def on_taken_over(self, key: Key, *, worker_id: str, instance_id: str) -> None:
+    def on_taken_over(self, key: Key, *, worker: Process, instance_id: str) -> None:
         """Another instance decodes it from here on."""
 
     def on_end(self, key: Key) -> None:

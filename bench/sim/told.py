@@ -8,15 +8,16 @@ from bench.sim.clock import Clock
 from bench.sim.streams import Key, Listener
 from services.worker.core.scheduling.sequence import Sequence as Request
 from shared.messages.generation import StreamPart
+from shared.subjects import Process
 
 
 class Told:
     """The attempts of one instance that it tells of, or will, in the order in which they came."""
 
-    def __init__(self, clock: Clock, listener: Listener, worker_id: str, instance_id: str) -> None:
+    def __init__(self, clock: Clock, listener: Listener, worker: Process, instance_id: str) -> None:
         self._clock = clock
         self._listener = listener
-        self._worker_id = worker_id
+        self._worker = worker
         self._instance_id = instance_id
         self._requests: dict[Key, Request] = {}
 
@@ -36,8 +37,7 @@ class Told:
     def take_over(self, sequence: Request) -> None:
         """It was another instance's, and that it is here now is told."""
         self.add(sequence)
-        here = {"worker_id": self._worker_id, "instance_id": self._instance_id}
-        self._listener.on_taken_over(sequence.key, **here)
+        self._listener.on_taken_over(sequence.key, worker=self._worker, instance_id=self._instance_id)
 
     def remove(self, sequence: Request) -> None:
         """It is another instance's, or nobody's."""
@@ -71,7 +71,7 @@ class Told:
 
     def _tokens(self, keys: Sequence[Key], ends_s: Sequence[float]) -> None:
         if keys:
-            self._listener.on_tokens(keys, ends_s, worker_id=self._worker_id, instance_id=self._instance_id)
+            self._listener.on_tokens(keys, ends_s, worker=self._worker, instance_id=self._instance_id)
 
     def ended(self, key: Key) -> None:
         """With all its tokens."""

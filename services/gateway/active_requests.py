@@ -13,6 +13,7 @@ from services.gateway.core.queue_reports import Arrivals
 from services.gateway.core.stream import Phase, StreamState
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, TokenLogprobs
+from shared.subjects import Process
 
 
 class Sink(Protocol):
@@ -93,9 +94,9 @@ class ActiveRequests:
         """A copy: safe to walk while requests end."""
         return list(self._by_id.values())
 
-    def at_worker(self, worker_id: str) -> list[ActiveRequest]:
+    def at_worker(self, worker: Process) -> list[ActiveRequest]:
         """The requests whose current attempt is at a worker."""
-        return [request for request in self._by_id.values() if request.stream.worker_id == worker_id]
+        return [request for request in self._by_id.values() if request.stream.worker == worker]
 
     def inflight_by_model(self) -> dict[str, int]:
         """Requests that are at instances."""

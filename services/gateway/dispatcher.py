@@ -38,6 +38,7 @@ from shared.errors import (
 )
 from shared.messages.generation import DecodePlace, FinishReason, StreamPart, TokenBatch
 from shared.messages.load import LoadReport, QueueReport
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -123,16 +124,16 @@ class Dispatcher:
 
     def on_batch(self, batch: TokenBatch) -> None:
         """One engine step's tokens. Of a worker that could not be answered nothing is taken."""
-        if not subjects.is_name(batch.worker_id):
+        if not subjects.is_process(batch.worker):
             return
         now_s = self._clock()
-        self.silence_watch.spoke(batch.worker_id, batch.instance_id)
+        self.silence_watch.spoke(batch.worker)
         for part in batch.parts:
             self._on_part(batch, part, now_s)
 
     def on_load(self, report: LoadReport) -> None:
         """Take an instance's load report: its worker is alive, and may have capacity again."""
-        self.silence_watch.alive(report.worker_id, report.instance_id)
+        self.silence_watch.alive(report.worker)
         self.router.reported(report, now_s=self._clock())
         if self.router.queued(report.model)[0]:
             self.pump(report.model)
@@ -146,7 +147,7 @@ class Dispatcher:
     def on_departure(self, departure: Departure) -> None:
         """A connection of some process has ended."""
         if departure.kind == "worker":
-            self.silence_watch.departed(departure.id, departure.reason)
+            self.silence_watch.departed(Process(departure.id, departure.incarnation), departure.reason)
 
     def routes_changed(self, changes: RouteChanges) -> None:
         """React to a new view: bind waiting requests, refuse those of weights that are gone, ask lost instances."""
@@ -245,30 +246,33 @@ class Dispatcher:
     def _submit(self, request: ActiveRequest, assignment: Assignment) -> None:
         """Begin the next attempt at its assigned instance."""
         stream, route, decode = request.stream, assignment.route, assignment.decode
-        decode_at = DecodePlace(worker_id=decode.worker_id, instance_id=decode.instance_id) if decode else None
+        decode_at = (
+            DecodePlace(worker_id=decode.worker_id, incarnation=decode.incarnation, instance_id=decode.instance_id)
+            if decode is not None
+            else None
+        )
         stream.submitted_to(
-            route.instance_id, route.worker_id, decode_at, may_wait=assignment.may_wait, now_s=self._clock()
+            route.instance_id, route.worker, decode_at, may_wait=assignment.may_wait, now_s=self._clock()
         )
         request.progressed(self._own_time.now_s)
         request.submitting = True
-        self.tasks.start(self._submitting(request, stream.attempt), request.context)
+        self.tasks.start(self._submitting(request, route.worker, stream.attempt), request.context)
 
-    async def _submitting(self, request: ActiveRequest, attempt: int) -> None:
+    async def _submitting(self, request: ActiveRequest, worker: Process, attempt: int) -> None:
         stream = request.stream
-        worker_id = stream.worker_id
         try:
-            await self.outbox.submit(stream, attempt)
+            await self.outbox.submit(stream, worker, attempt)
         except BlitzError as error:
             # Tokens, and another worker that took over, prove acceptance even when the answer was lost; a later
             # attempt is none of ours.
-            if stream.attempt == attempt and stream.phase is Phase.SUBMITTED and stream.worker_id == worker_id:
+            if stream.attempt == attempt and stream.phase is Phase.SUBMITTED and stream.worker == worker:
                 if isinstance(error, DeadlineExceeded):
                     await self.silence_watch.doubt(request, error)
                 else:
                     self._attempt_failed(request, error)
         else:
-            self.silence_watch.spoke(worker_id)
-            if stream.attempt == attempt and stream.worker_id == worker_id:
+            self.silence_watch.spoke(worker)
+            if stream.attempt == attempt and stream.worker == worker:
                 self.router.bookings.accepted(stream.request_id)
         finally:
             if stream.attempt == attempt:
@@ -285,7 +289,7 @@ class Dispatcher:
         if verdict is Verdict.FOREIGN:
             self._on_stray(batch, part)
             return
-        if stream.taken_over(part, verdict, instance_id=batch.instance_id, worker_id=batch.worker_id):
+        if stream.taken_over(part, verdict, instance_id=batch.instance_id, worker=batch.worker):
             self._moved(request)
         if verdict is Verdict.GAP:
             self.silence_watch.ask(request)
@@ -298,7 +302,7 @@ class Dispatcher:
             self.router.bookings.started(stream.request_id)
             self.pump(stream.model)
         if reason is not None:
-            self.outbox.acknowledge(batch.worker_id, part.request_id, part.attempt)
+            self.outbox.acknowledge(batch.worker, part.request_id, part.attempt)
         if reason in ("error", "cancelled"):
             error = part.error.as_error() if part.error is not None else Unavailable(f"the attempt ended: {reason}")
             if part.token_ids[skip:] and self._deliver(request, part, skip, None, now_s):
@@ -336,9 +340,9 @@ class Dispatcher:
     def _on_stray(self, batch: TokenBatch, part: StreamPart) -> None:
         # The worker must not keep tokens that no request needs: repeat a lost Cancel or AckTerminal.
         if part.finish_reason is not None:
-            self.outbox.acknowledge(batch.worker_id, part.request_id, part.attempt)
+            self.outbox.acknowledge(batch.worker, part.request_id, part.attempt)
         else:
-            self.outbox.cancel_stray(batch.worker_id, part.request_id, part.attempt)
+            self.outbox.cancel_stray(batch.worker, part.request_id, part.attempt)
 
     def _attempt_failed(self, request: ActiveRequest, error: BlitzError) -> None:
         """Continue elsewhere, or end."""
@@ -393,8 +397,8 @@ class Dispatcher:
 
     def _cancel_attempt(self, request: ActiveRequest) -> None:
         stream = request.stream
-        if stream.worker_id:
-            self.outbox.cancel(stream.worker_id, stream.request_id, stream.attempt)
+        if stream.worker is not None:
+            self.outbox.cancel(stream.worker, stream.request_id, stream.attempt)
 
     def _fail(self, request: ActiveRequest, error: BlitzError) -> None:
         self._end(request)

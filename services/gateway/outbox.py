@@ -13,6 +13,7 @@ from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.common import Ack
 from shared.messages.generation import AckTerminal, Cancel, StreamRef, Submit
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +29,12 @@ class Outbox:
         self._clock = clock
         self._config = config
         self._incarnation = incarnation
-        self._cancels: list[tuple[str, Cancel]] = []
-        self._acks: dict[str, list[StreamRef]] = {}
-        self._strays: dict[tuple[str, str, int], float] = {}
+        self._cancels: list[tuple[Process, Cancel]] = []
+        self._acks: dict[Process, list[StreamRef]] = {}
+        self._strays: dict[tuple[Process, str, int], float] = {}
         self._filled = asyncio.Event()
 
-    async def submit(self, stream: StreamState, attempt: int) -> None:
+    async def submit(self, stream: StreamState, worker: Process, attempt: int) -> None:
         """Ask the worker to which a stream was submitted to take it, in that attempt. Raises ``BlitzError``."""
         message = Submit(
             request_id=stream.request_id,
@@ -51,24 +52,24 @@ class Outbox:
             gateway_incarnation=self._incarnation,
             may_wait=stream.may_wait,
         )
-        subject = subjects.worker_submit(stream.worker_id)
+        subject = subjects.worker_submit(worker)
         await self._bus.request(subject, message, Ack, timeout_s=self._config.submit_timeout_s)
 
-    def cancel(self, worker_id: str, request_id: str, attempt: int) -> None:
+    def cancel(self, worker: Process, request_id: str, attempt: int) -> None:
         """Tell a worker to forget an attempt."""
-        self._strays[worker_id, request_id, attempt] = self._clock()
-        self._cancels.append((worker_id, Cancel(request_id=request_id, attempt=attempt)))
+        self._strays[worker, request_id, attempt] = self._clock()
+        self._cancels.append((worker, Cancel(request_id=request_id, attempt=attempt)))
         self._filled.set()
 
-    def cancel_stray(self, worker_id: str, request_id: str, attempt: int) -> None:
+    def cancel_stray(self, worker: Process, request_id: str, attempt: int) -> None:
         """The same for a stream that should no longer send, unless its worker was told just now."""
-        told_s = self._strays.get((worker_id, request_id, attempt))
+        told_s = self._strays.get((worker, request_id, attempt))
         if told_s is None or self._clock() - told_s >= STRAY_PAUSE_S:
-            self.cancel(worker_id, request_id, attempt)
+            self.cancel(worker, request_id, attempt)
 
-    def acknowledge(self, worker_id: str, request_id: str, attempt: int) -> None:
+    def acknowledge(self, worker: Process, request_id: str, attempt: int) -> None:
         """The terminal part has arrived; the worker may forget the tokens."""
-        self._acks.setdefault(worker_id, []).append(StreamRef(request_id=request_id, attempt=attempt))
+        self._acks.setdefault(worker, []).append(StreamRef(request_id=request_id, attempt=attempt))
         self._filled.set()
 
     def forget_strays(self, now_s: float) -> None:
@@ -87,10 +88,10 @@ class Outbox:
         cancels, self._cancels = self._cancels, []
         acks, self._acks = self._acks, {}
         try:
-            for worker_id, cancel in cancels:
-                await self._bus.publish(subjects.worker_cancel(worker_id), cancel)
-            for worker_id, streams in acks.items():
-                await self._bus.publish(subjects.worker_ack(worker_id), AckTerminal(streams=tuple(streams)))
+            for worker, cancel in cancels:
+                await self._bus.publish(subjects.worker_cancel(worker), cancel)
+            for worker, streams in acks.items():
+                await self._bus.publish(subjects.worker_ack(worker), AckTerminal(streams=tuple(streams)))
         except BlitzError as error:
             # Both are repeated when the worker's next part shows that it did not receive them.
             log.warning("could not reach workers: %s", error)

@@ -37,6 +37,7 @@ from shared.messages.registry import RouteChanges as RegistryChanges
 from shared.outage import Outage
 from shared.process import ProcessState
 from shared.registry import RegistryReader, RegistryView
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,8 @@ class Gateway:
             holders = subjects.gateway_holder(gateway_id), subjects.gateway_holder(gateway_id, self._incarnation)
             subscriptions += await hold(bus, self._incarnation, *holders)
             subscriptions.append(await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway))
-            subscriptions.append(await bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.dispatcher.on_batch))
+            tokens = subjects.tokens(Process(gateway_id, self._incarnation))
+            subscriptions.append(await bus.subscribe(tokens, TokenBatch, self.dispatcher.on_batch))
             subscriptions.append(await bus.subscribe(subjects.route_changes(), RegistryChanges, self._on_route_changes))
             subscriptions += await subscribe_load(bus, self._on_load)
             subscriptions.append(await bus.watch_departures(self.dispatcher.on_departure))

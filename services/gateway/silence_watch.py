@@ -35,6 +35,7 @@ from shared.bus.departures import CLOSED, DEPARTED_TIMEOUTS_S
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound
 from shared.messages.common import Ack
 from shared.messages.generation import Resend
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,6 @@ class Answer(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class _Loss:
     reason: LossReason
-    instance_ids: frozenset[str]
     at_s: float
 
 
@@ -84,13 +84,13 @@ class SilenceWatch:
         self._own_time = own_time
         self._patience = patience
         self._probe_timeout_s = probe_timeout_s
-        self._probing: set[str] = set()
+        self._probing: set[Process] = set()
         self._connected_since_s: float | None = None
         # All of these are by worker and in own time.
-        self._spoke_s: dict[str, float] = {}
-        self._alive_s: dict[str, float] = {}
-        self._cut_s: dict[str, float] = {}
-        self._lost: dict[str, _Loss] = {}
+        self._spoke_s: dict[Process, float] = {}
+        self._alive_s: dict[Process, float] = {}
+        self._cut_s: dict[Process, float] = {}
+        self._lost: dict[Process, _Loss] = {}
         self._up_since_s = 0.0
         self._reconnected = False
 
@@ -100,29 +100,27 @@ class SilenceWatch:
         since_s, up_s = self._bus.connected_since_s, self._own_time.now_s - self._up_since_s
         return since_s is not None and since_s == self._connected_since_s and up_s >= self._patience.settle_s
 
-    def spoke(self, worker_id: str, instance_id: str = "") -> None:
+    def spoke(self, worker: Process) -> None:
         """The worker sent tokens, or answered."""
-        self._spoke_s[worker_id] = self._own_time.now_s
-        self.alive(worker_id, instance_id)
+        self._spoke_s[worker] = self._own_time.now_s
+        self.alive(worker)
 
-    def alive(self, worker_id: str, instance_id: str = "") -> None:
+    def alive(self, worker: Process) -> None:
         """The worker gave a sign of life."""
-        self._alive_s[worker_id] = self._own_time.now_s
-        loss = self._lost.get(worker_id)
-        # A process that was started in its place has a different instance.
-        if loss is not None and instance_id in loss.instance_ids:
-            del self._lost[worker_id]
-            log.warning("worker %s is alive: given up as %s, its requests continued elsewhere", worker_id, loss.reason)
+        self._alive_s[worker] = self._own_time.now_s
+        loss = self._lost.pop(worker, None)
+        if loss is not None:
+            log.warning("worker %s is alive: given up as %s, its requests continued elsewhere", worker, loss.reason)
 
-    def departed(self, worker_id: str, reason: str) -> None:
+    def departed(self, worker: Process, reason: str) -> None:
         """A connection of this worker has ended, for the reason that the server gives."""
         if reason in CLOSED:
-            self._cut_s.pop(worker_id, None)
-            if self._requests.at_worker(worker_id):
-                self._tasks.start(self._ask_departed(worker_id))
+            self._cut_s.pop(worker, None)
+            if self._requests.at_worker(worker):
+                self._tasks.start(self._ask_departed(worker))
             return
-        self._cut_s[worker_id] = self._own_time.now_s
-        for request in self._requests.at_worker(worker_id):
+        self._cut_s[worker] = self._own_time.now_s
+        for request in self._requests.at_worker(worker):
             self._probe(request)
 
     def check(self) -> None:
@@ -136,16 +134,16 @@ class SilenceWatch:
                 self._tasks.start(self._ask_all_silent_since(self._own_time.now_s))
             self._connected_since_s = since_s
             self._up_since_s = self._own_time.now_s
-        doubted: set[str] = set()
+        doubted: set[Process] = set()
         for request in self._requests.all():
-            worker_id = request.stream.worker_id
-            if not worker_id or request.submitting:
+            worker = request.stream.worker
+            if worker is None or request.submitting:
                 continue
             quiet_s = self._own_time.now_s - max(request.progress_s, self._up_since_s)
             self._react(request, quiet_s)
-            worker_quiet_s = self._own_time.now_s - max(self._spoke_s.get(worker_id, 0.0), self._up_since_s)
-            if worker_id not in doubted and self._patience.doubts_worker(quiet_s, worker_quiet_s):
-                doubted.add(worker_id)
+            worker_quiet_s = self._own_time.now_s - max(self._spoke_s.get(worker, 0.0), self._up_since_s)
+            if worker not in doubted and self._patience.doubts_worker(quiet_s, worker_quiet_s):
+                doubted.add(worker)
                 self._probe(request)
         self._forget()
 
@@ -154,8 +152,8 @@ class SilenceWatch:
         asked = set()
         for request in self._requests.all():
             stream = request.stream
-            if stream.instance_id in instance_ids and not request.submitting and stream.worker_id not in asked:
-                asked.add(stream.worker_id)
+            if stream.instance_id in instance_ids and not request.submitting and stream.worker not in asked:
+                asked.add(stream.worker)
                 self._probe(request)
 
     def ask(self, request: ActiveRequest) -> None:
@@ -166,25 +164,27 @@ class SilenceWatch:
     async def doubt(self, request: ActiveRequest, late: BlitzError) -> None:
         """A Submit was not answered in time: does the worker exist, and does it have the request nevertheless?"""
         stream = request.stream
-        worker_id, attempt = stream.worker_id, stream.attempt
+        worker, attempt = stream.worker, stream.attempt
+        if worker is None:
+            return
         try:
-            await self._question(request, self._probe_timeout_s)
+            await self._question(request, worker, self._probe_timeout_s)
         except NoResponder:
-            self._nobody_listens(worker_id)
+            self._nobody_listens(worker)
         except BlitzError as error:
-            held = stream.phase in (Phase.SUBMITTED, Phase.RUNNING) and stream.worker_id == worker_id
+            held = stream.phase in (Phase.SUBMITTED, Phase.RUNNING) and stream.worker == worker
             if stream.attempt == attempt and held:
                 self._on_failed(request, error if isinstance(error, NotFound) else late)
         else:
-            self.spoke(worker_id)
+            self.spoke(worker)
 
-    async def _question(self, request: ActiveRequest, timeout_s: float) -> None:
-        """Whether its worker has it. Raises ``NoResponder``, ``DeadlineExceeded``, ``NotFound``."""
+    async def _question(self, request: ActiveRequest, worker: Process, timeout_s: float) -> None:
+        """Whether a worker has it. Raises ``NoResponder``, ``DeadlineExceeded``, ``NotFound``."""
         stream = request.stream
         offset = len(stream.output_token_ids)
         message = Resend(request_id=stream.request_id, attempt=stream.attempt, offset=offset)
         self._metrics.of(stream.model).resends += 1
-        subject = subjects.worker_resend(stream.worker_id)
+        subject = subjects.worker_resend(worker)
         await self._bus.request(subject, message, Ack, timeout_s=timeout_s)
 
     def _react(self, request: ActiveRequest, quiet_s: float) -> None:
@@ -196,46 +196,46 @@ class SilenceWatch:
             self.ask(request)
 
     def _probe(self, request: ActiveRequest) -> None:
-        worker_id = request.stream.worker_id
-        if worker_id and not request.submitting and worker_id not in self._probing:
-            self._probing.add(worker_id)
-            self._tasks.start(self._probe_worker(worker_id))
+        worker = request.stream.worker
+        if worker is not None and not request.submitting and worker not in self._probing:
+            self._probing.add(worker)
+            self._tasks.start(self._probe_worker(worker))
 
-    async def _probe_worker(self, worker_id: str) -> None:
+    async def _probe_worker(self, worker: Process) -> None:
         """Ask repeatedly until there is a sign of life or the worker is lost."""
         missed = 0
         try:
-            while self._bus.connected_since_s is not None and (request := self._any_at(worker_id)) is not None:
+            while self._bus.connected_since_s is not None and (request := self._any_at(worker)) is not None:
                 asked_s, began_s = self._clock(), self._own_time.now_s
                 answer = await self._ask(request, self._patience.question_s)
                 if answer is not Answer.NONE:
                     return
                 # A missing subscription is reported at once, and may be back in a moment.
                 await asyncio.sleep(asked_s + self._patience.question_s - self._clock())
-                if self._alive_s.get(worker_id, 0.0) > began_s:
+                if self._alive_s.get(worker, 0.0) > began_s:
                     return
                 # A question counts only if this process could have received an answer.
                 if self._own_time.now_s - began_s >= self._patience.question_s / 2:
                     missed += 1
-                quiet_s = self._own_time.now_s - max(self._alive_s.get(worker_id, 0.0), self._up_since_s)
+                quiet_s = self._own_time.now_s - max(self._alive_s.get(worker, 0.0), self._up_since_s)
                 if self._patience.is_dead(missed, quiet_s):
-                    self._worker_lost(worker_id, "silent", f"no sign of life for {quiet_s:.1f} s")
+                    self._worker_lost(worker, "silent", f"no sign of life for {quiet_s:.1f} s")
         finally:
-            self._probing.discard(worker_id)
+            self._probing.discard(worker)
 
-    async def _ask_departed(self, worker_id: str) -> None:
+    async def _ask_departed(self, worker: Process) -> None:
         for timeout_s in DEPARTED_TIMEOUTS_S:
-            held = self._requests.at_worker(worker_id)
+            held = self._requests.at_worker(worker)
             if not held or await self._ask(held[0], timeout_s, closed=True) is not Answer.NONE:
                 return
 
-    def _any_at(self, worker_id: str) -> ActiveRequest | None:
-        return next((r for r in self._requests.at_worker(worker_id) if not r.submitting), None)
+    def _any_at(self, worker: Process) -> ActiveRequest | None:
+        return next((r for r in self._requests.at_worker(worker) if not r.submitting), None)
 
     async def _ask_all_silent_since(self, own_s: float) -> None:
         await asyncio.sleep(REASK_DELAY_S)
         for request in self._requests.all():
-            if request.stream.worker_id and request.progress_s <= own_s:
+            if request.stream.worker is not None and request.progress_s <= own_s:
                 await self._ask_once(request)
 
     async def _ask_once(self, request: ActiveRequest) -> None:
@@ -246,54 +246,55 @@ class SilenceWatch:
     async def _ask(self, request: ActiveRequest, timeout_s: float, *, closed: bool = False) -> Answer:
         """``closed``: the worker's connection is known to be closed."""
         stream = request.stream
-        worker_id, attempt, submitting = stream.worker_id, stream.attempt, request.submitting
+        worker, attempt, submitting = stream.worker, stream.attempt, request.submitting
+        if worker is None:
+            return Answer.GIVEN
         request.asking = True
         try:
-            await self._question(request, timeout_s)
+            await self._question(request, worker, timeout_s)
         except NoResponder:
             if closed:
-                self._worker_lost(worker_id, "closed", "its connection was closed, nothing is subscribed in its place")
+                self._worker_lost(worker, "closed", "its connection was closed, nothing is subscribed in its place")
                 return Answer.LOST
-            return self._nobody_listens(worker_id)
+            return self._nobody_listens(worker)
         except DeadlineExceeded:
             return Answer.NONE
         except NotFound as error:
-            self.spoke(worker_id)
+            self.spoke(worker)
             # Unless another worker has taken the stream over: then this one had to forget it. And the Submit may
             # have arrived after the question.
-            held = stream.phase in (Phase.SUBMITTED, Phase.RUNNING) and stream.worker_id == worker_id
+            held = stream.phase in (Phase.SUBMITTED, Phase.RUNNING) and stream.worker == worker
             if stream.attempt == attempt and held and not submitting:
                 self._on_failed(request, error)
         except BlitzError as error:
-            log.info("request %s: could not ask worker %s: %s", stream.request_id, worker_id, error)
+            log.info("request %s: could not ask worker %s: %s", stream.request_id, worker, error)
         else:
-            self.spoke(worker_id)
+            self.spoke(worker)
         finally:
             request.asking = False
         return Answer.GIVEN
 
-    def _nobody_listens(self, worker_id: str) -> Answer:
+    def _nobody_listens(self, worker: Process) -> Answer:
         """Lost, unless it may be on its way back to the server."""
         own_s = self._own_time.now_s
-        away_s = max(self._cut_s.get(worker_id, -math.inf), self._up_since_s if self._reconnected else -math.inf)
+        away_s = max(self._cut_s.get(worker, -math.inf), self._up_since_s if self._reconnected else -math.inf)
         back = self._bus.connected_since_s == self._connected_since_s
         if not back or own_s - away_s < self._patience.settle_s:
             return Answer.NONE
-        self._worker_lost(worker_id, "gone", "nothing is subscribed under its name")
+        self._worker_lost(worker, "gone", "nothing is subscribed under its name")
         return Answer.LOST
 
-    def _worker_lost(self, worker_id: str, reason: LossReason, why: str) -> None:
-        held = self._requests.at_worker(worker_id)
+    def _worker_lost(self, worker: Process, reason: LossReason, why: str) -> None:
+        held = self._requests.at_worker(worker)
         if held:
-            instance_ids = frozenset(request.stream.instance_id for request in held)
-            self._lost[worker_id] = _Loss(reason, instance_ids, self._own_time.now_s)
-        lost = WorkerLost(f"worker {worker_id} is lost: {why}", reason=reason)
+            self._lost[worker] = _Loss(reason, self._own_time.now_s)
+        lost = WorkerLost(f"worker {worker} is lost: {why}", reason=reason)
         for request in held:
             self._on_failed(request, lost)
 
     def _forget(self) -> None:
         own_s = self._own_time.now_s
-        held = {request.stream.worker_id for request in self._requests.all()}
+        held = {request.stream.worker for request in self._requests.all()}
         self._spoke_s = {worker: at for worker, at in self._spoke_s.items() if worker in held}
         self._alive_s = {worker: at for worker, at in self._alive_s.items() if worker in held}
         self._cut_s = {worker: at for worker, at in self._cut_s.items() if own_s - at < self._patience.settle_s}

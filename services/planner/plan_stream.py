@@ -14,6 +14,7 @@ from shared.errors import BlitzError
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.operations import ScaleRecord
 from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -52,17 +53,17 @@ class PlanStream:
         new term tells it again, it is new to the stream, and valid for workers that know of that term."""
         match plan:
             case ScalePlan():
-                orders = [(worker_id, WorkerOrder(scale=own)) for worker_id, own in own_plans(plan)]
+                orders = [(worker, WorkerOrder(scale=own)) for worker, own in own_plans(plan)]
             case DrainPlan():
-                orders = [(t.worker_id, WorkerOrder(drain=own_part(plan, t))) for t in plan.targets]
+                orders = [(t.worker, WorkerOrder(drain=own_part(plan, t))) for t in plan.targets]
             case MutatePlan():
-                orders = [(t.worker_id, WorkerOrder(mutate=own_part(plan, t))) for t in plan.targets]
+                orders = [(t.worker, WorkerOrder(mutate=own_part(plan, t))) for t in plan.targets]
         turns = asyncio.Semaphore(MAX_SENDING)
 
-        async def tell(worker_id: str, order: WorkerOrder) -> None:
+        async def tell(worker: Process, order: WorkerOrder) -> None:
             async with turns:
-                message_id = f"{plan.plan_id}@{worker_id}-{plan.term}"
-                await self._bus.publish_event(subjects.worker_plans(worker_id), order, message_id=message_id)
+                message_id = f"{plan.plan_id}@{worker}-{plan.term}"
+                await self._bus.publish_event(subjects.worker_plans(worker), order, message_id=message_id)
 
         # The first error is raised once none runs any more.
         for outcome in await asyncio.gather(*[tell(*order) for order in orders], return_exceptions=True):
@@ -75,12 +76,12 @@ class PlanStream:
         await self._bus.publish_event(subjects.zigzag_assignments(), assignment, message_id=message_id)
         for member in (assignment.source, assignment.target):
             own_id, order = f"{message_id}@{member.worker_id}", WorkerOrder(zigzag=assignment)
-            await self._bus.publish_event(subjects.worker_plans(member.worker_id), order, message_id=own_id)
+            await self._bus.publish_event(subjects.worker_plans(member.worker), order, message_id=own_id)
 
     async def move(self, plan: MigratePlan) -> None:
         """Tell a worker to move requests. Nobody else needs to know: it is over before another planner leads."""
         order = WorkerOrder(migrate=plan)
-        await self._bus.publish_event(subjects.worker_plans(plan.worker_id), order, message_id=plan.plan_id)
+        await self._bus.publish_event(subjects.worker_plans(plan.worker), order, message_id=plan.plan_id)
 
     def add_record(self, record: ScaleRecord) -> None:
         """The record of an operation that ended: ``store_records`` stores it, once."""

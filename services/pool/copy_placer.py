@@ -220,7 +220,7 @@ class CopyPlacer:
         if isinstance(step, Hold):
             await self._send_hold(step)
             return
-        log.info("placement: worker %s is to drop its host copy of %s: %s", step.worker_id, step.model, step.reason)
+        log.info("placement: worker %s is to drop its host copy of %s: %s", step.worker, step.model, step.reason)
         self._metrics.steps.labels("drop").inc()
         self._tasks.start(self._ask_to_drop(step))
 
@@ -228,7 +228,7 @@ class CopyPlacer:
         first = step.sources[0] if step.sources else None
         log.info(
             "placement: worker %s is to hold a host copy of %s (%d bytes) from %s: %s",
-            step.worker_id,
+            step.worker,
             step.record.name,
             step.record.weights_bytes,
             f"{first.kind} memory of {first.worker_id}" if first else "disk",
@@ -240,35 +240,35 @@ class CopyPlacer:
         self._tasks.start(self._ask_to_hold(step, request))
 
     async def _ask_to_hold(self, step: Hold, request: HoldCopy) -> None:
-        subject = subjects.worker_hold_copy(step.worker_id)
+        subject = subjects.worker_hold_copy(step.worker)
         try:
             await self._bus.request(subject, request, Ack, timeout_s=RPC_TIMEOUT_S)
         except DeadlineExceeded as error:
             # It may have accepted: its reports will tell.
             log.warning(
-                "placement: worker %s did not say whether it holds %s: %s", step.worker_id, step.record.name, error
+                "placement: worker %s did not say whether it holds %s: %s", step.worker, step.record.name, error
             )
         except BlitzError as error:
-            log.warning("placement: worker %s does not hold %s: %s", step.worker_id, step.record.name, error)
-            if self._cluster.copies.report(step.worker_id) is not None:
+            log.warning("placement: worker %s does not hold %s: %s", step.worker, step.record.name, error)
+            if self._cluster.copies.report(step.worker.id) is not None:
                 self._cluster.outstanding.hold_failed(step.key, time.monotonic())
 
     async def _ask_to_drop(self, step: Drop) -> None:
-        subject = subjects.worker_drop_copy(step.worker_id)
+        subject = subjects.worker_drop_copy(step.worker)
         try:
             await self._bus.request(subject, DropCopy(model_hash=step.model_hash), Ack, timeout_s=RPC_TIMEOUT_S)
         except BlitzError as error:
             # The drop stays marked until it times out, so that a worker in trouble is not asked twice a second.
-            log.warning("placement: worker %s does not drop %s: %s", step.worker_id, step.model, error)
+            log.warning("placement: worker %s does not drop %s: %s", step.worker, step.model, error)
 
     async def _ask_for_disk(self, ask: Ask) -> None:
         readable = False
-        for worker_id in ask.worker_ids:
+        for worker in ask.workers:
             try:
                 question = CanRead(model=ask.record)
-                await self._bus.request(subjects.worker_can_read(worker_id), question, Ack, timeout_s=READ_TIMEOUT_S)
+                await self._bus.request(subjects.worker_can_read(worker), question, Ack, timeout_s=READ_TIMEOUT_S)
             except BlitzError as error:
-                log.info("placement: worker %s cannot read %s from disk: %s", worker_id, ask.record.name, error)
+                log.info("placement: worker %s cannot read %s from disk: %s", worker, ask.record.name, error)
             else:
                 readable = True
                 break

@@ -273,8 +273,11 @@ class LeadingPool:
     # --- workers -----------------------------------------------------------------------------
 
     async def _on_heartbeat(self, report: WorkerHeartbeat) -> HeartbeatAck:
-        if not subjects.is_name(report.worker.worker_id):
-            raise BadRequest(f"{report.worker.worker_id[:80]!r} is no id of a worker: no message could be sent to it")
+        if not subjects.is_process(report.worker.process):
+            worker_id, incarnation = (name[:80] for name in report.worker.process)
+            raise BadRequest(
+                f"{worker_id!r} of incarnation {incarnation!r} is no id of a worker: no message could be sent to it"
+            )
         await self._check_holder(report)
         taken = self.registry.take(report, time.monotonic(), self._lease_s)
         self._routes.wake()

@@ -94,7 +94,7 @@ class Parts:
         slot.when_changed(peers.look_soon)
         self.traffic = TrafficReporter(info, transport.traffic, metrics=metrics)
 
-        self.inbox = inbox = Inbox(bus, worker_id, slot.current, looks_every_s=interval_s)
+        self.inbox = inbox = Inbox(bus, info.process, slot.current, looks_every_s=interval_s)
         progress = ProgressReporter(bus, worker_id)
         paces = Paces(Pace(config.ssd_gbps), Pace(config.host_link_gbps)) if config.limit_reads else Paces()
         self.mover = mover = WeightMover(bus, transport, info, peers, progress, stall_s=silence_s, paces=paces)
@@ -119,7 +119,7 @@ class Parts:
             fatal=fatal,
         )
         self.pair_roles = PairRoles(
-            bus, transport, worker_id, peers, inbox, self.kv_sender, progress, slot, silence_s=silence_s
+            bus, transport, info.process, peers, inbox, self.kv_sender, progress, slot, silence_s=silence_s
         )
         slot.when_loaded(self.pair_roles.loaded)
         for part in (self.pair_roles, self.departures, self.kv_receiver):
@@ -128,7 +128,7 @@ class Parts:
         group = group_name(config.nats_url, config.host) if config.load_by_host else ""
         self.load_reporter = LoadReporter(
             bus,
-            worker_id,
+            info.process,
             slot.current,
             HostGroup(group, config.host, interval_s=interval_s),
             at_intervals=(inbox.expire, self.kv_receiver.expire),
@@ -138,7 +138,7 @@ class Parts:
         self.mutation = Mutation(worker_id, slot, registration, progress, self.load_reporter.report_now)
         self.orders = Orders(
             bus,
-            worker_id,
+            info.process,
             self.scaling.on_scale_plan,
             self.scaling.on_drain_plan,
             self.pair_roles.on_assignment,

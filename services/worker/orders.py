@@ -10,6 +10,7 @@ from shared import subjects
 from shared.bus.base import Bus, Stored, Subscription
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ class Orders:
     def __init__(
         self,
         bus: Bus,
-        worker_id: str,
+        worker: Process,
         on_scale: Callable[[ScalePlan, float], Awaitable[None]],
         on_drain: Callable[[DrainPlan], Awaitable[None]],
         on_zigzag: Callable[[ZigzagAssignment, float], Awaitable[None]],
@@ -29,7 +30,7 @@ class Orders:
     ) -> None:
         """The second argument: when the stream took it, by this process's monotonic clock."""
         self._bus = bus
-        self._worker_id = worker_id
+        self._worker = worker
         self._on_scale = on_scale
         self._on_drain = on_drain
         self._on_zigzag = on_zigzag
@@ -44,9 +45,7 @@ class Orders:
 
     async def subscribe(self) -> None:
         """Raises ``Unavailable``."""
-        self._own = await self._bus.subscribe_events(
-            subjects.worker_plans(self._worker_id), WorkerOrder, self._on_order
-        )
+        self._own = await self._bus.subscribe_events(subjects.worker_plans(self._worker), WorkerOrder, self._on_order)
 
     async def close(self) -> None:
         """Hear nothing more; what is being handled is finished."""

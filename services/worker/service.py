@@ -88,26 +88,26 @@ class WorkerService:
         parts = self.parts
         await parts.factory.prefault(stopping)
         await parts.factory.warm_up()
-        worker_id, inbox, sender = self._config.worker_id, parts.inbox, parts.mover.sender
+        me, inbox, sender = self.info.process, parts.inbox, parts.mover.sender
         # Before anything is listened to that another process of this id is meant by.
-        await refuse_if_held(self._bus, subjects.worker_holder(worker_id), f"worker id {worker_id!r}")
+        await refuse_if_held(self._bus, subjects.worker_holder(me.id), f"worker id {me.id!r}")
         await parts.orders.subscribe()
         subscriptions: list[Subscription] = [
             *await hold(self._bus, self.info.incarnation, *self._holder_subjects()),
-            await self._bus.respond(subjects.worker_submit(worker_id), Submit, inbox.on_submit),
-            await self._bus.respond(subjects.worker_resend(worker_id), Resend, inbox.on_resend),
-            await self._bus.respond(subjects.worker_feed(worker_id), Feed, sender.on_feed),
-            await self._bus.respond(subjects.worker_feed_state(worker_id), GetFeedState, sender.on_feed_state),
-            await self._bus.respond(subjects.worker_checksums(worker_id), GetChecksums, sender.on_checksums),
-            await self._bus.respond(subjects.worker_fetch(worker_id), FetchRange, sender.on_fetch),
-            await self._bus.subscribe(subjects.worker_stop_feed(worker_id), StopFeed, sender.on_stop_feed),
-            await self._bus.subscribe(subjects.worker_feed_ended(worker_id), FeedEnded, parts.mover.on_feed_ended),
-            await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, parts.host_copies.on_hold),
-            await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, parts.host_copies.on_drop),
-            await self._bus.respond(subjects.worker_traffic(worker_id), GetTraffic, parts.traffic.on_get),
-            await self._bus.respond(subjects.worker_can_read(worker_id), CanRead, parts.host_copies.on_can_read),
-            await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, inbox.on_cancel),
-            await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, inbox.on_ack),
+            await self._bus.respond(subjects.worker_submit(me), Submit, inbox.on_submit),
+            await self._bus.respond(subjects.worker_resend(me), Resend, inbox.on_resend),
+            await self._bus.respond(subjects.worker_feed(me), Feed, sender.on_feed),
+            await self._bus.respond(subjects.worker_feed_state(me), GetFeedState, sender.on_feed_state),
+            await self._bus.respond(subjects.worker_checksums(me), GetChecksums, sender.on_checksums),
+            await self._bus.respond(subjects.worker_fetch(me), FetchRange, sender.on_fetch),
+            await self._bus.subscribe(subjects.worker_stop_feed(me), StopFeed, sender.on_stop_feed),
+            await self._bus.subscribe(subjects.worker_feed_ended(me), FeedEnded, parts.mover.on_feed_ended),
+            await self._bus.respond(subjects.worker_hold_copy(me), HoldCopy, parts.host_copies.on_hold),
+            await self._bus.respond(subjects.worker_drop_copy(me), DropCopy, parts.host_copies.on_drop),
+            await self._bus.respond(subjects.worker_traffic(me), GetTraffic, parts.traffic.on_get),
+            await self._bus.respond(subjects.worker_can_read(me), CanRead, parts.host_copies.on_can_read),
+            await self._bus.subscribe(subjects.worker_cancel(me), Cancel, inbox.on_cancel),
+            await self._bus.subscribe(subjects.worker_ack(me), AckTerminal, inbox.on_ack),
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, inbox.on_gateway),
             parts.orders,
             *await parts.pair_roles.subscribe(),

@@ -11,6 +11,7 @@ from msgspec import Meta
 from shared.errors import BlitzError, error_from_code
 from shared.messages.codec import Message
 from shared.model_spec import MAX_LAYERS
+from shared.subjects import Process
 
 MAX_COUNT = 2**53
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -58,6 +59,19 @@ LiveChoice = Literal["auto", "always", "never"]
 
 class Ack(Message, frozen=True, kw_only=True, tag="ack.v1"):
     """Done; nothing to say."""
+
+
+class AtWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """Something at one worker, as long as that process lives."""
+
+    worker_id: str
+    incarnation: str
+    """Of the worker's process."""
+
+    @property
+    def worker(self) -> Process:
+        """Whom to speak to about it."""
+        return Process(self.worker_id, self.incarnation)
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):

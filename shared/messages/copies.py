@@ -7,13 +7,13 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
+from shared.messages.common import AtWorker
 from shared.messages.registry import ModelRecord
 
 
-class CopySource(msgspec.Struct, frozen=True, kw_only=True):
+class CopySource(AtWorker, frozen=True, kw_only=True):
     """A complete copy, and where to ask for it."""
 
-    worker_id: str
     host: str
     transport_address: bytes
     kind: Literal["gpu", "host"]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from shared.messages.codec import Message
-from shared.messages.common import Count
+from shared.messages.common import AtWorker, Count
 
 
-class Destination(msgspec.Struct, frozen=True, kw_only=True):
+class Destination(AtWorker, frozen=True, kw_only=True):
     """An instance of the same weights that takes over requests that run."""
 
-    worker_id: str
     instance_id: str
     kv_tokens: Count
     """Of KV at most: what it is thought to have free, and others do not get."""

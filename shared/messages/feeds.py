@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
+from shared.subjects import Process
 
 
 class Feed(Message, frozen=True, kw_only=True, tag="feed.v1"):
@@ -24,6 +25,8 @@ class Feed(Message, frozen=True, kw_only=True, tag="feed.v1"):
     chunk_bytes: int
     worker_id: str
     """The receiver, with where to send to."""
+    incarnation: str
+    """Of the receiver's process."""
     host: str
     transport_address: bytes
     epoch: int
@@ -35,6 +38,11 @@ class Feed(Message, frozen=True, kw_only=True, tag="feed.v1"):
     instance_id: str
     """Whose GPU copy: another instance of the same weights may wait for the receiver itself. Empty: whichever is
     there."""
+
+    @property
+    def worker(self) -> Process:
+        """The receiver."""
+        return Process(self.worker_id, self.incarnation)
 
 
 class GetFeedState(Message, frozen=True, kw_only=True, tag="get_feed_state.v1"):

@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import ErrorInfo, LeaseSeconds
+from shared.messages.common import AtWorker, ErrorInfo, LeaseSeconds
+from shared.subjects import Process
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -37,10 +38,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Number of alternatives per token; 0 gives the sampled token's alone, None gives none."""
 
 
-class DecodePlace(msgspec.Struct, frozen=True, kw_only=True):
+class DecodePlace(AtWorker, frozen=True, kw_only=True):
     """A decode instance."""
 
-    worker_id: str
     instance_id: str
 
 
@@ -50,6 +50,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     request_id: str
     attempt: int
     gateway_id: str
+    gateway_incarnation: str
+    """Which process of that gateway waits for it."""
     instance_id: str
     model: str
     model_hash: str
@@ -61,14 +63,17 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     """Unix time at which the gateway accepted the request."""
     decode_at: DecodePlace | None = None
     """Who decodes it once a prefill instance has computed its prompt. None: the instance that computes the prompt."""
-    gateway_incarnation: str
-    """Which process of that gateway waits for it, as in ``GatewayHeartbeat``."""
     may_wait: bool = True
     """Whether it may wait there for others to end. False: where all slots are taken it is refused (``overloaded``),
     because the gateway thinks that one is free, and other instances may have some."""
     alone_tokens: int = 0
     """Until this attempt has brought so many tokens, the request is computed in steps of its own, and the worker says
     before and after each that it is (``StreamPart.computing``): workers died that computed it with others."""
+
+    @property
+    def gateway(self) -> Process:
+        """Who waits for it."""
+        return Process(self.gateway_id, self.gateway_incarnation)
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel.v1"):
@@ -105,8 +110,15 @@ class TokenBatch(Message, frozen=True, kw_only=True, tag="tokens.v1"):
     """All tokens of one engine step that belong to one gateway."""
 
     worker_id: str
+    incarnation: str
+    """Of the worker's process."""
     instance_id: str
     parts: tuple[StreamPart, ...]
+
+    @property
+    def worker(self) -> Process:
+        """Who sends them."""
+        return Process(self.worker_id, self.incarnation)
 
 
 class StreamRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,4 +148,4 @@ class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag="gateway_heartbea
     gateway_id: str
     lease_s: LeaseSeconds
     incarnation: str
-    """New at every process start, later ones greater: two of one id are two processes."""
+    """New at every process start: two of one id are two processes."""

@@ -6,12 +6,15 @@ import msgspec
 
 from shared.messages.codec import Message
 from shared.messages.common import Count, Figure, InstanceState, Role, SignedCount, SignedFigure
+from shared.subjects import Process
 
 
 class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     """One instance's load. Counters grow for the instance's life; gauges are now."""
 
     worker_id: str
+    incarnation: str
+    """Of the worker's process."""
     instance_id: str
     model: str
     state: InstanceState
@@ -54,6 +57,11 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     head_blocks: Count = 0
     """KV blocks that have to be free for the first waiting request to begin, while there are fewer; 0 when none waits
     for KV."""
+
+    @property
+    def worker(self) -> Process:
+        """Whose it is."""
+        return Process(self.worker_id, self.incarnation)
 
 
 class HostLoad(Message, frozen=True, kw_only=True, tag="host_load.v1"):

@@ -12,17 +12,17 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import Count, Role
+from shared.messages.common import AtWorker, Count, Role
 from shared.messages.destinations import Destination, SendBack
 from shared.messages.registry import ModelRecord
+from shared.subjects import Process
 
 SourceKind = Literal["gpu", "host", "disk"]
 
 
-class ChainMember(msgspec.Struct, frozen=True, kw_only=True):
+class ChainMember(AtWorker, frozen=True, kw_only=True):
     """A worker that takes part in a plan, as target or with a copy to read from."""
 
-    worker_id: str
     instance_id: str
     """A target's instance, or the source's. Empty for a source of which only the host copy is used."""
     host: str
@@ -122,10 +122,9 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
         return tuple(members[t] for chain in self.chains for hop in chain.hops for t in hop.targets)
 
 
-class DrainTarget(msgspec.Struct, frozen=True, kw_only=True):
+class DrainTarget(AtWorker, frozen=True, kw_only=True):
     """One instance to drain, or to revive if it drains."""
 
-    worker_id: str
     instance_id: str
     destinations: tuple[Destination, ...] = ()
     """Where its running requests may go with their KV."""
@@ -156,6 +155,8 @@ class MigratePlan(Message, frozen=True, kw_only=True, tag="migrate_plan.v1"):
     plan_id: str
     model: str
     worker_id: str
+    incarnation: str
+    """Of that worker's process."""
     instance_id: str
     destinations: tuple[Destination, ...]
     """Not more than their ``kv_tokens`` in all."""
@@ -167,11 +168,15 @@ class MigratePlan(Message, frozen=True, kw_only=True, tag="migrate_plan.v1"):
     for_head: bool = False
     """Only as much as lets the first waiting request begin; nothing, if none waits for KV when it is heard of."""
 
+    @property
+    def worker(self) -> Process:
+        """Whom it is for."""
+        return Process(self.worker_id, self.incarnation)
 
-class MutateTarget(msgspec.Struct, frozen=True, kw_only=True):
+
+class MutateTarget(AtWorker, frozen=True, kw_only=True):
     """One instance that is to have another role, and the role that it has."""
 
-    worker_id: str
     instance_id: str
     was: Role
 

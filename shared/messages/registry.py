@@ -8,8 +8,19 @@ import msgspec
 
 from shared.errors import BlitzError
 from shared.messages.codec import Message
-from shared.messages.common import Count, Device, ErrorInfo, Figure, InstanceState, Role, Serving, SignedFigure
+from shared.messages.common import (
+    AtWorker,
+    Count,
+    Device,
+    ErrorInfo,
+    Figure,
+    InstanceState,
+    Role,
+    Serving,
+    SignedFigure,
+)
 from shared.model_spec import ModelSpec
+from shared.subjects import Process
 
 MAX_HOLD_S = 1e9
 """Of a floor: some thirty years."""
@@ -83,6 +94,11 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     ssd_gbps: Figure | None = None
     host_cache_bytes: Count = 0
     """Host memory that this worker offers for host copies."""
+
+    @property
+    def process(self) -> Process:
+        """Whom to speak to."""
+        return Process(self.worker_id, self.incarnation)
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -379,11 +395,10 @@ class CordonWorker(Message, frozen=True, kw_only=True, tag="cordon_worker.v1"):
     lift: bool = False
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
+class Route(AtWorker, frozen=True, kw_only=True):
     """An instance that takes requests."""
 
     instance_id: str
-    worker_id: str
     state: InstanceState
     role: Role
     max_running_requests: Count

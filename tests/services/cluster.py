@@ -29,6 +29,7 @@ from shared.messages.plans import ScalePlan
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import AddModel, GetSnapshot, ModelRecord, RemoveModel, Snapshot, WorkerRecord
 from tests.checkpoints import tiny_checkpoint
+from tests.processes import INCARNATION
 from tests.services.fake_gateway import FakeGateway
 from tests.services.waiting import TIMEOUT_S, eventually
 from tests.services.workers import RunningWorker, worker_config
@@ -88,8 +89,12 @@ class Cluster:
 
     def add_worker(self, worker_id: str) -> RunningWorker:
         """Start a worker; the cluster stops it at the end unless it was killed."""
+        incarnation = INCARNATION if worker_id not in self.workers else "again"
         worker = self.workers[worker_id] = RunningWorker(
-            self.broker, self.fabric, worker_config(worker_id, **self._worker_changes(worker_id))
+            self.broker,
+            self.fabric,
+            worker_config(worker_id, **self._worker_changes(worker_id)),
+            incarnation=incarnation,
         )
         return worker
 

@@ -19,6 +19,8 @@ from shared.messages.generation import (
     Submit,
     TokenBatch,
 )
+from shared.subjects import Process
+from tests.processes import process
 from tests.services.waiting import TIMEOUT_S
 from tests.shared.bus.memory import MemoryBroker
 
@@ -50,7 +52,9 @@ class FakeGateway:
         self._arrived = asyncio.Event()
 
     async def start(self) -> None:
-        await self.bus.subscribe(subjects.tokens(self.gateway_id), TokenBatch, self._on_tokens)
+        await self.bus.subscribe(
+            subjects.tokens(Process(self.gateway_id, self.incarnation)), TokenBatch, self._on_tokens
+        )
 
     def _on_tokens(self, batch: TokenBatch) -> None:
         self.batches.append(batch)
@@ -89,18 +93,20 @@ class FakeGateway:
             gateway_incarnation=self.incarnation,
             may_wait=may_wait,
         )
-        return await self.bus.request(subjects.worker_submit(worker_id), request, Ack, timeout_s=RPC_TIMEOUT_S)
+        return await self.bus.request(subjects.worker_submit(process(worker_id)), request, Ack, timeout_s=RPC_TIMEOUT_S)
 
     async def resend(self, worker_id: str, request_id: str, *, attempt: int = 1, offset: int = 0) -> Ack:
         request = Resend(request_id=request_id, attempt=attempt, offset=offset)
-        return await self.bus.request(subjects.worker_resend(worker_id), request, Ack, timeout_s=RPC_TIMEOUT_S)
+        return await self.bus.request(subjects.worker_resend(process(worker_id)), request, Ack, timeout_s=RPC_TIMEOUT_S)
 
     async def cancel(self, worker_id: str, request_id: str, *, attempt: int = 1) -> None:
-        await self.bus.publish(subjects.worker_cancel(worker_id), Cancel(request_id=request_id, attempt=attempt))
+        await self.bus.publish(
+            subjects.worker_cancel(process(worker_id)), Cancel(request_id=request_id, attempt=attempt)
+        )
 
     async def ack(self, worker_id: str, *request_ids: str, attempt: int = 1) -> None:
         streams = tuple(StreamRef(request_id=r, attempt=attempt) for r in request_ids)
-        await self.bus.publish(subjects.worker_ack(worker_id), AckTerminal(streams=streams))
+        await self.bus.publish(subjects.worker_ack(process(worker_id)), AckTerminal(streams=streams))
 
     async def beat(self, lease_s: float) -> None:
         message = GatewayHeartbeat(gateway_id=self.gateway_id, lease_s=lease_s, incarnation=self.incarnation)

@@ -27,6 +27,7 @@ from shared.messages.feeds import Feed
 from shared.transport.base import TensorTransport
 from shared.unit_digests import DIGEST_DIGITS
 from tests.loop_watch import MAX_CALLBACK_S, LoopWatch
+from tests.processes import INCARNATION
 from tests.records import spec
 
 CHUNK_BYTES = 3 * CHECK_BYTES
@@ -104,6 +105,7 @@ async def test_a_feed_of_a_large_model_is_asked_for(copy: WeightCopy) -> None:
     sender = Sender(copies, unreachable, cast(Any, None), stall_s=1.0)
     feed = Feed(
         worker_id="w1",
+        incarnation=INCARNATION,
         host="h",
         transport_address=b"",
         kind="gpu",

@@ -15,6 +15,8 @@ from services.worker.instance.instance import Instance
 from services.worker.node.facts import Probes, discover
 from services.worker.node.nic import Roots
 from services.worker.service import WorkerService
+from shared.subjects import Process
+from tests.processes import INCARNATION
 from tests.services.tampering import TamperingTransport
 from tests.shared.bus.memory import MemoryBroker
 from tests.shared.transport.memory import MemoryFabric
@@ -74,7 +76,10 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
 class RunningWorker:
     """One worker process, as far as others can tell. ``fatal`` collects why it asked to be restarted."""
 
-    def __init__(self, broker: MemoryBroker, fabric: MemoryFabric, config: WorkerConfig) -> None:
+    def __init__(
+        self, broker: MemoryBroker, fabric: MemoryFabric, config: WorkerConfig, *, incarnation: str = INCARNATION
+    ) -> None:
+        """``incarnation``: another one for each further start under an id."""
         self.config = config
         self.fatal: list[str] = []
         self.stopping = asyncio.Event()
@@ -92,12 +97,17 @@ class RunningWorker:
                 nic=f"{config.host}/nic-of-{config.worker_id}",
             ),
             metrics=self.metrics,
+            incarnation=incarnation,
         )
         self.task = asyncio.create_task(self.service.run(self.stopping))
 
     @property
     def worker_id(self) -> str:
         return self.config.worker_id
+
+    @property
+    def process(self) -> Process:
+        return self.service.info.process
 
     @property
     def instance(self) -> Instance | None:

@@ -78,7 +78,7 @@ def routes_of(view: RegistryView) -> dict[str, dict[str, Route]]:
     routes: dict[str, dict[str, Route]] = {}
     for record in view.workers:
         instance = record.instance
-        if instance is None or not subjects.is_name(record.worker.worker_id):
+        if instance is None or not subjects.is_process(record.worker.process):
             continue
         route = route_of(record, view.models.get(instance.model))
         if route is not None:
@@ -135,7 +135,7 @@ class RouteView:
         for gone in event.gone:
             routes(gone.model).pop(gone.instance_id, None)
         for found in event.routes:
-            if found.route.state in ROUTABLE and subjects.is_name(found.route.worker_id):
+            if found.route.state in ROUTABLE and subjects.is_process(found.route.worker):
                 routes(found.model)[found.route.instance_id] = found.route
             else:
                 routes(found.model).pop(found.route.instance_id, None)

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart
+from shared.subjects import Process
 
 SUSPECT_DEATHS = 2
 POISON_DEATHS = 3
@@ -119,16 +120,17 @@ class StreamState:
     attempt_offset: int = 0
     """Output tokens that were here when the current attempt began."""
     instance_id: str = ""
-    worker_id: str = ""
+    worker: Process | None = None
+    """Where the current attempt is; None while it is queued here."""
     submitted_s: float = 0.0
     """When the current attempt was handed to its instance; monotonic."""
     instances: list[str] = field(default_factory=list)
     """Those that have had it, the first ``MAX_NOTED_INSTANCES`` of them."""
     decode_at: DecodePlace | None = None
+    """The decode instance that the current attempt was promised to."""
     may_wait: bool = True
     """Whether the current attempt may wait at its instance for a slot."""
-    """The decode instance that the current attempt was promised to."""
-    former_workers: set[str] = field(default_factory=set)
+    former_workers: set[Process] = field(default_factory=set)
     """Those from which another took the current attempt over."""
     avoid: set[str] = field(default_factory=set)
     """Instances that failed this stream; used again only when there is no other."""
@@ -147,7 +149,8 @@ class StreamState:
     def deaths_with_this(self) -> Deaths:
         """If the worker that has it died just now."""
         num_new_tokens = len(self.output_token_ids) - self.attempt_offset
-        return self.deaths.after(self.worker_id, num_new_tokens=num_new_tokens, in_own_step=self.computing)
+        worker_id = self.worker.id if self.worker is not None else ""
+        return self.deaths.after(worker_id, num_new_tokens=num_new_tokens, in_own_step=self.computing)
 
     @property
     def num_context_tokens(self) -> int:
@@ -173,7 +176,7 @@ class StreamState:
     def submitted_to(
         self,
         instance_id: str,
-        worker_id: str,
+        worker: Process,
         decode_at: DecodePlace | None = None,
         *,
         may_wait: bool = True,
@@ -187,27 +190,27 @@ class StreamState:
         self.phase = Phase.SUBMITTED
         self.submitted_s = now_s
         self._at(instance_id)
-        self.worker_id = worker_id
+        self.worker = worker
         self.decode_at = decode_at
         self.may_wait = may_wait
         self.attempt_offset = len(self.output_token_ids)
         self.computing = False
         self.former_workers.clear()
 
-    def taken_over(self, part: StreamPart, verdict: Verdict, *, instance_id: str, worker_id: str) -> bool:
+    def taken_over(self, part: StreamPart, verdict: Verdict, *, instance_id: str, worker: Process) -> bool:
         """Follow the attempt to the worker that sent ``part``, just judged, if it has taken the attempt over.
 
         Returns whether it has.
         """
-        if worker_id == self.worker_id or verdict is Verdict.FOREIGN:
+        if self.worker is None or worker == self.worker or verdict is Verdict.FOREIGN:
             return False
         if verdict is not Verdict.NEW:
             says_so = verdict is Verdict.GAP or (not part.token_ids and part.offset == len(self.output_token_ids))
-            if not says_so or worker_id in self.former_workers:
+            if not says_so or worker in self.former_workers:
                 return False
-        self.former_workers.add(self.worker_id)
+        self.former_workers.add(self.worker)
         self._at(instance_id)
-        self.worker_id = worker_id
+        self.worker = worker
         return True
 
     def _at(self, instance_id: str) -> None:
@@ -231,7 +234,8 @@ class StreamState:
                 # It may have had the request already, without a token to show for it.
                 self.avoid.add(self.decode_at.instance_id)
         self.phase = Phase.QUEUED
-        self.instance_id = self.worker_id = ""
+        self.instance_id = ""
+        self.worker = None
         self.decode_at = None
 
     def finished(self) -> None:

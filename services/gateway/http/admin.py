@@ -37,6 +37,7 @@ from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRe
 from shared.messages.registry import AddModel, CordonWorker, ModelRecord, RemoveModel, SetModel
 from shared.messages.traffic import GetTraffic, WorkerTraffic
 from shared.registry import RegistryView
+from shared.subjects import Process
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -153,20 +154,20 @@ def admin_router(gateway: Gateway) -> APIRouter:
         """Bytes of weights, KV and activations that each worker has sent and received."""
         limit = asyncio.Semaphore(MAX_ASKED)
 
-        async def ask(worker_id: str) -> WorkerTraffic | None:
-            subject = subjects.worker_traffic(worker_id)
+        async def ask(worker: Process) -> WorkerTraffic | None:
+            subject = subjects.worker_traffic(worker)
             try:
                 async with limit:
                     return await bus.request(subject, GetTraffic(), WorkerTraffic, timeout_s=TRAFFIC_TIMEOUT_S)
-            except BlitzError:  # it is gone, stands still, or is of a version that does not count
+            except BlitzError:  # it is gone, or stands still
                 return None
 
-        ids = [record.worker.worker_id for record in (await registry()).workers]
-        answers = await asyncio.gather(*map(ask, ids))
+        asked = [record.worker.process for record in (await registry()).workers]
+        answers = await asyncio.gather(*map(ask, asked))
         return _json(
             TrafficStatus(
                 workers=tuple(answer for answer in answers if answer is not None),
-                silent=tuple(worker_id for worker_id, answer in zip(ids, answers, strict=True) if answer is None),
+                silent=tuple(worker.id for worker, answer in zip(asked, answers, strict=True) if answer is None),
             )
         )
 

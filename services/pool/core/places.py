@@ -244,6 +244,7 @@ def _distance(worker: WorkerInfo, target: WorkerInfo) -> tuple[bool, bool, str]:
 def _source(worker: WorkerInfo, kind: Literal["gpu", "host"]) -> CopySource:
     return CopySource(
         worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
         host=worker.host,
         transport_address=worker.transport_address,
         kind=kind,

@@ -12,6 +12,7 @@ from services.pool.core.loads import nic_between
 from services.pool.core.places import Sources
 from shared.messages.copies import CopySource
 from shared.messages.registry import ModelRecord, Unplaced
+from shared.subjects import Process
 
 NIC_SHARE = 0.5
 """What the loading of one host copy takes at most of a NIC's bandwidth."""
@@ -29,7 +30,7 @@ MAX_COMPARED = 64
 class Hold:
     """Have a worker load and keep a host copy."""
 
-    worker_id: str
+    worker: Process
     record: ModelRecord
     sources: tuple[CopySource, ...]
     """In order of preference; empty: from disk."""
@@ -39,21 +40,21 @@ class Hold:
 
     @property
     def key(self) -> Key:
-        return self.worker_id, self.record.model_hash
+        return self.worker.id, self.record.model_hash
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
     """Have a worker retire a host copy and, once that is confirmed, free it."""
 
-    worker_id: str
+    worker: Process
     model: str
     model_hash: str
     reason: str
 
     @property
     def key(self) -> Key:
-        return self.worker_id, self.model_hash
+        return self.worker.id, self.model_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Ask:
     """Ask these workers, one after the other, whether they can read a model from disk."""
 
     record: ModelRecord
-    worker_ids: tuple[str, ...]
+    workers: tuple[Process, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +126,14 @@ class Steps:
         nic, cap_gbps = None, 0.0
         if sources.first is not None and (nic := nic_between(sources.first, worker)) is not None:
             cap_gbps = NIC_SHARE * min(sources.first.nic_gbps, worker.nic_gbps)
-        step = Hold(worker_id, record, sources.found, reason, cap_gbps)
+        step = Hold(worker.process, record, sources.found, reason, cap_gbps)
         self._decided.append(step)
         self._cluster.outstanding.hold_sent(step.key, record.weights_bytes, self._now_s, worker.host, nic)
         self._cluster.refresh()
 
     def drop(self, held: Held, reason: str, *, to_disk: bool = False) -> None:
         """A worker is to let a copy go; ``to_disk``: it may be the last in any memory."""
-        self._decided.append(Drop(held.worker.worker_id, held.copy.model, held.copy.model_hash, reason))
+        self._decided.append(Drop(held.worker.process, held.copy.model, held.copy.model_hash, reason))
         self._cluster.outstanding.drop_sent(held.key, self._now_s, to_disk=to_disk)
         self._cluster.refresh()
 
@@ -146,10 +147,11 @@ class Steps:
         reports = (self._cluster.copies.report(worker_id) for _, worker_id in some)
         fit = (r.worker.worker_id for r in reports if r is not None and r.worker.arena_bytes >= record.weights_bytes)
         own = (*sorted(copies.present), *sorted(copies.instances))
-        worker_ids = tuple(islice(dict.fromkeys((*own, *fit)), MAX_ASKED))
-        if worker_ids:
+        found = (self._cluster.copies.report(worker_id) for worker_id in dict.fromkeys((*own, *fit)))
+        workers = tuple(islice((report.worker.process for report in found if report is not None), MAX_ASKED))
+        if workers:
             on_disk.asked(copies.model_hash, self._now_s)
-            self._asks.append(Ask(record, worker_ids))
+            self._asks.append(Ask(record, workers))
 
     # --- what every rule lets go -------------------------------------------------------------
 

@@ -6,13 +6,14 @@ from services.worker.core.scheduling.schedule import SchedulerLoad
 from services.worker.core.scheduling.speed import Speed
 from shared.messages.common import InstanceState, Role
 from shared.messages.load import LoadReport
+from shared.subjects import Process
 
 
 def load_report(
     load: SchedulerLoad,
     speed: Speed,
     *,
-    worker_id: str,
+    worker: Process,
     instance_id: str,
     model: str,
     state: InstanceState,
@@ -25,7 +26,8 @@ def load_report(
     """``now_s``: in the scheduler's clock, in which arrivals are. ``unix_s``: the same moment in Unix time."""
     oldest_arrived_s = now_s if load.oldest_arrived_s is None else load.oldest_arrived_s
     return LoadReport(
-        worker_id=worker_id,
+        worker_id=worker.id,
+        incarnation=worker.incarnation,
         instance_id=instance_id,
         model=model,
         state=state,

@@ -12,6 +12,7 @@ from typing import Literal
 
 from shared.errors import BadRequest
 from shared.messages.plans import Chain, ChainMember, ScalePlan, SourceKind, Stripe
+from shared.subjects import Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,13 @@ class Upstream:
     transport_address: bytes = b""
     instance_id: str = ""
     """Of a GPU copy."""
+    incarnation: str = ""
+    """Of the worker's process."""
+
+    @property
+    def worker(self) -> Process:
+        """Whom to ask for it."""
+        return Process(self.worker_id, self.incarnation)
 
 
 DISK = Upstream("disk")
@@ -108,4 +116,4 @@ def _upstream(plan: ScalePlan, worker_id: str, kind: SourceKind, me: str) -> Ups
     if kind == "host" and worker_id == me:
         return Upstream("local", worker_id)
     instance_id = member.instance_id if kind == "gpu" else ""
-    return Upstream(kind, worker_id, member.host, member.transport_address, instance_id)
+    return Upstream(kind, worker_id, member.host, member.transport_address, instance_id, member.incarnation)

@@ -19,6 +19,7 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.load import LoadReport
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class LoadReporter:
     def __init__(
         self,
         bus: Bus,
-        worker_id: str,
+        worker: Process,
         instance: Callable[[], Instance | None],
         group: HostGroup,
         *,
@@ -39,7 +40,7 @@ class LoadReporter:
     ) -> None:
         """``at_intervals``: each is called at every interval, for what is due now and then."""
         self._bus = bus
-        self._worker_id = worker_id
+        self._worker = worker
         self._instance = instance
         self._at_intervals = tuple(at_intervals)
         self._group = group
@@ -107,7 +108,7 @@ class LoadReporter:
         return load_report(
             stats.load,
             stats.speed,
-            worker_id=self._worker_id,
+            worker=self._worker,
             instance_id=instance.instance_id,
             model=instance.record.name,
             state=instance.state,

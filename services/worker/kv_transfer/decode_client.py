@@ -49,7 +49,7 @@ class DecodeClient:
         self._bus = bus
         self._me = me
         self._transfer = transfer
-        self._worker_id = transfer.place.worker_id
+        self._worker = transfer.place.worker
         self._key = (transfer.request.request_id, transfer.request.attempt)
         self._silence_s = silence_s
         self._may_be_heard = False
@@ -96,7 +96,7 @@ class DecodeClient:
             try:
                 await self._bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_TIMEOUT_S)
             except (Unavailable, DeadlineExceeded) as error:
-                log.debug("the reservation at %s was not renewed: %s", self._worker_id, error)
+                log.debug("the reservation at %s was not renewed: %s", self._worker, error)
             except BlitzError as error:
                 self._transfer.lose(str(error))
                 return
@@ -151,7 +151,7 @@ class DecodeClient:
             await self._bus.request(self._subject("release"), message, Ack, timeout_s=ASK_TIMEOUT_S)
 
     def _subject(self, operation: str) -> str:
-        return subjects.worker_decode(self._worker_id, operation)
+        return subjects.worker_decode(self._worker, operation)
 
     async def _ask(
         self, operation: str, message: Message, answer: type[M], since_s: float, pauses: Iterator[float] | None = None

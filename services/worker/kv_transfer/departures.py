@@ -161,7 +161,7 @@ class Departures(Cooperation):
         pair ran keeps its blocks until the whole batch is over. Raises ``RequestEnded`` if nobody wants it any more."""
         sequence, engine = transfer.sequence, transfer.instance.engine
         transfer.check()
-        self._inbox.moved([sequence], transfer.place.worker_id)
+        self._inbox.moved([sequence], transfer.place.worker)
         if not transfer.first_layer:
             engine.call(lambda loop: loop.scheduler.reservations.release_to_decoder(sequence))
             return

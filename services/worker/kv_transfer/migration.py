@@ -172,7 +172,7 @@ class Migrator:
     # --- one request ---------------------------------------------------------------------------
 
     def _start(self, instance: Instance, moving: Moving, taker: Destination, takers: Takers) -> asyncio.Task[None]:
-        place = DecodePlace(worker_id=taker.worker_id, instance_id=taker.instance_id)
+        place = DecodePlace(worker_id=taker.worker_id, incarnation=taker.incarnation, instance_id=taker.instance_id)
         move = Move(moving, place, instance)
         self._history.tried(moving.sequence.key, time.monotonic())
 

@@ -89,7 +89,7 @@ class KvReceiver(Cooperation):
 
     async def subscribe(self) -> list[Subscription]:
         """Listen; the caller closes what is returned."""
-        bus, me = self._bus, self._me.worker_id
+        bus, me = self._bus, self._me.process
         return [
             await bus.respond(subjects.worker_decode(me, "reserve"), ReserveDecode, self.on_reserve),
             await bus.respond(subjects.worker_decode(me, "renew"), RenewDecode, self.on_renew),

@@ -19,6 +19,7 @@ from shared.messages.codec import Message
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.messages.live import LiveOffer, PairEnded, Settle, Taken, ZigzagAssignment
+from shared.subjects import Process
 
 KEEP_ALIVE_S = 0.5
 LAST_WORD_S = 0.2
@@ -30,10 +31,10 @@ M = TypeVar("M", bound=Message)
 class LinkToTarget(Link):
     """The source's, of one pair: questions, claims to settle, cancels and signs of life."""
 
-    def __init__(self, bus: Bus, worker_id: str, pair_id: str, *, silence_s: float) -> None:
+    def __init__(self, bus: Bus, target: Process, pair_id: str, *, silence_s: float) -> None:
         """``silence_s``: a target that answers nothing for so long is lost."""
         super().__init__(bus, "the target", silence_s=silence_s)
-        self._worker_id = worker_id
+        self._target = target
         self._pair_id = pair_id
         self._tensors: Tensors | None = None
         self._to_settle: list[str] = []
@@ -53,7 +54,7 @@ class LinkToTarget(Link):
         ``LinkLost``."""
         try:
             await self.ask(
-                subjects.worker_live(self._worker_id, "offer"),
+                subjects.worker_live(self._target, "offer"),
                 LiveOffer(assignment=assignment),
                 Ack,
                 not_now=(NotFound,),
@@ -67,7 +68,7 @@ class LinkToTarget(Link):
         """As ``ask``, about this pair: a target that has no such pair is lost. Refusals that the caller gets are
         ``Overloaded``, ``BadRequest`` and ``PayloadTooLarge``."""
         try:
-            return await self.ask(subjects.worker_live(self._worker_id, operation), message, answer, wait_s=wait_s)
+            return await self.ask(subjects.worker_live(self._target, operation), message, answer, wait_s=wait_s)
         except (Conflict, NotFound) as error:
             # Its own word may be on the way, and says more: which batches it owns.
             await self.until_lost(LAST_WORD_S)
@@ -92,7 +93,7 @@ class LinkToTarget(Link):
             self._settling.clear()
             while self._to_cancel:
                 # One that is lost costs the target some layers.
-                await self.tell(subjects.worker_cancel(self._worker_id), self._to_cancel.pop(0))
+                await self.tell(subjects.worker_cancel(self._target), self._to_cancel.pop(0))
             await self.settle_now()
 
     async def settle_now(self) -> None:
@@ -104,7 +105,7 @@ class LinkToTarget(Link):
     async def tell_ended(self, reason: str) -> None:
         """The pair is over: the target need not find out by itself."""
         notice = PairEnded(pair_id=self._pair_id, reason=reason)
-        await self.tell(subjects.worker_pair_ended(self._worker_id), notice)
+        await self.tell(subjects.worker_pair_ended(self._target), notice)
 
 
 class LinkToSource(Link):
@@ -116,7 +117,7 @@ class LinkToSource(Link):
         """``life``: the pair's at the target. ``silence_s``: a source that says nothing for so long is lost."""
         super().__init__(bus, "the source", silence_s=silence_s)
         self._pair_id = assignment.pair_id
-        self._source_id = assignment.source.worker_id
+        self._source = assignment.source.worker
         self._tensors = tensors
         self._life = life
         self._heard_s = time.monotonic()
@@ -142,7 +143,7 @@ class LinkToSource(Link):
         """These batches are finished here. Whether the source knows; False if the pair has ended before."""
         try:
             await self.ask(
-                subjects.worker_live(self._source_id, "taken"),
+                subjects.worker_live(self._source, "taken"),
                 Taken(pair_id=self._pair_id, batch_ids=batch_ids, loaded=loaded),
                 Ack,
                 not_now=(BlitzError,),
@@ -156,4 +157,4 @@ class LinkToSource(Link):
     async def tell_ended(self, reason: str, finished: tuple[str, ...]) -> None:
         """The pair is over; the batches in ``finished`` are the target's. Said once: the source may be gone."""
         notice = PairEnded(pair_id=self._pair_id, reason=reason, finished=finished)
-        await self.tell(subjects.worker_pair_ended(self._source_id), notice)
+        await self.tell(subjects.worker_pair_ended(self._source), notice)

@@ -43,6 +43,7 @@ from shared.messages.live import (
     ZigzagAssignment,
 )
 from shared.messages.plans import ChainMember
+from shared.subjects import Process
 from shared.telemetry import tracer
 from shared.transport.base import TensorTransport
 
@@ -63,7 +64,7 @@ class PairRoles:
         self,
         bus: Bus,
         transport: TensorTransport,
-        worker_id: str,
+        worker: Process,
         peers: Peers,
         inbox: Inbox,
         kv_sender: KvSender,
@@ -75,7 +76,7 @@ class PairRoles:
         """``slot``: this worker's. ``silence_s``: a member that says nothing for so long is gone."""
         self._bus = bus
         self._transport = transport
-        self._worker_id = worker_id
+        self._worker = worker
         self._peers = peers
         self._inbox = inbox
         self._kv_sender = kv_sender
@@ -98,7 +99,7 @@ class PairRoles:
 
     async def subscribe(self) -> list[Subscription]:
         """Listen; the caller closes what is returned."""
-        bus, me, of_target = self._bus, self._worker_id, self._of_target
+        bus, me, of_target = self._bus, self._worker, self._of_target
 
         def live(operation: str) -> str:
             return subjects.worker_live(me, operation)
@@ -125,7 +126,7 @@ class PairRoles:
 
     def _target(self, pair_id: str) -> LiveTarget:
         if self.target is None or self.target.assignment.pair_id != pair_id:
-            raise NotFound(f"{self._worker_id} is not the target of pair {pair_id}")
+            raise NotFound(f"{self._worker} is not the target of pair {pair_id}")
         return self.target
 
     def _source(self, pair_id: str) -> LiveSource | None:
@@ -142,7 +143,7 @@ class PairRoles:
         """The target finished batches."""
         source = self._source(message.pair_id)
         if source is None:
-            raise NotFound(f"{self._worker_id} is not the source of pair {message.pair_id}")
+            raise NotFound(f"{self._worker} is not the source of pair {message.pair_id}")
         return source.on_taken(message)
 
     def _on_pair_ended(self, message: PairEnded) -> None:
@@ -157,11 +158,11 @@ class PairRoles:
     async def on_assignment(self, assignment: ZigzagAssignment, stored_s: float) -> None:
         """Begin a pair as its source. As its target take the gates of a later revision; the first one comes as the
         source's offer. Others' assignments are ignored. ``stored_s``: when the stream took it (monotonic)."""
-        if assignment.target.worker_id == self._worker_id:
+        if assignment.target.worker == self._worker:
             target = self.target
             if assignment.revision and target is not None and target.assignment.pair_id == assignment.pair_id:
                 target.batches.set_gates(assignment.gates)
-        elif assignment.source.worker_id == self._worker_id and not assignment.revision:
+        elif assignment.source.worker == self._worker and not assignment.revision:
             await self._begin_as_source(assignment, stored_s + assignment.valid_s)
 
     # --- as source ---------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class PairRoles:
         async def ask_split(request: PlanSplit) -> None:
             await self._bus.request(subjects.planner("split"), request, Ack, timeout_s=SPLIT_TIMEOUT_S)
 
-        link = LinkToTarget(self._bus, target.worker_id, assignment.pair_id, silence_s=self._silence_s)
+        link = LinkToTarget(self._bus, target.worker, assignment.pair_id, silence_s=self._silence_s)
 
         def lending(begun: bool) -> None:
             instance.queue_factor = PAIRED_QUEUE_FACTOR if begun else 1
@@ -217,7 +218,7 @@ class PairRoles:
         attributes = {
             "blitz.pair_id": assignment.pair_id,
             "blitz.plan_id": assignment.plan_id,
-            "blitz.worker_id": self._worker_id,
+            "blitz.worker_id": self._worker.id,
             "blitz.target": assignment.target.worker_id,
             "blitz.policy": assignment.policy,
             "blitz.why": assignment.why,
@@ -246,7 +247,7 @@ class PairRoles:
             return Ack()
         instance, wanted = self._instance(), assignment.target
         if instance is None:
-            raise NotFound(f"{self._worker_id} does not load {wanted.instance_id}")
+            raise NotFound(f"{self._worker} does not load {wanted.instance_id}")
         check_target(assignment, instance_id=instance.instance_id, epoch=instance.epoch, state=instance.state)
         if self.target is not None:
             raise Conflict(f"{wanted.instance_id} is in {self.target.assignment.pair_id}: no pair")

@@ -318,7 +318,7 @@ class LiveSource:
         for batch in batches:
             self.record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.monotonic())
         sequences = [s for batch in batches for s in batch.sequences]
-        self._inbox.moved(sequences, self.assignment.target.worker_id)
+        self._inbox.moved(sequences, self.assignment.target.worker)
         self.instance.engine.call(lambda loop: loop.scheduler.release_to_target(sequences), between_layers=True)
 
     def _batch_done(self, pulled: SourceBatch, at_s: float) -> None:

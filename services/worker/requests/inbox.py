@@ -33,6 +33,7 @@ from shared.messages.generation import (
     Submit,
     TokenBatch,
 )
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +68,16 @@ class Inbox:
     """Event loop only, except ``on_output``, which the engine thread calls."""
 
     def __init__(
-        self, bus: Bus, worker_id: str, instance: Callable[[], Instance | None], *, looks_every_s: float
+        self, bus: Bus, worker: Process, instance: Callable[[], Instance | None], *, looks_every_s: float
     ) -> None:
         """``looks_every_s``: how often ``expire`` is called."""
         self._bus = bus
-        self._worker_id = worker_id
+        self._worker = worker
         self._instance = instance
         self._loop = asyncio.get_running_loop()
         self.streams = Streams()
         """What gateways may still ask for; changed here alone, like the next."""
-        self.spans = RequestSpans(worker_id)
+        self.spans = RequestSpans(worker.id)
         self._gateways = Gateways()
         self._looks_every_s = looks_every_s
         self._looked_s, self._hears_since_s = time.monotonic(), -math.inf
@@ -121,19 +122,24 @@ class Inbox:
     async def _publish(self, step: StepOutput) -> None:
         instance = self._instance()
         instance_id = instance.instance_id if instance else ""
-        for gateway_id, parts in self.streams.take(step.outputs, time.monotonic()).items():
-            await self._send(gateway_id, instance_id, parts)
+        for gateway, parts in self.streams.take(step.outputs, time.monotonic()).items():
+            await self._send(gateway, instance_id, parts)
         for output in step.outputs:
             if output.finish_reason is not None:
                 self.spans.ended(output)
 
-    async def _send(self, gateway_id: str, instance_id: str, parts: list[StreamPart]) -> None:
-        batch = TokenBatch(worker_id=self._worker_id, instance_id=instance_id, parts=tuple(parts))
+    async def _send(self, gateway: Process, instance_id: str, parts: list[StreamPart]) -> None:
+        batch = TokenBatch(
+            worker_id=self._worker.id,
+            incarnation=self._worker.incarnation,
+            instance_id=instance_id,
+            parts=tuple(parts),
+        )
         try:
-            await self._bus.publish(subjects.tokens(gateway_id), batch)
+            await self._bus.publish(subjects.tokens(gateway), batch)
         except BlitzError as error:
             # Kept in the streams: the gateway sees the gap and asks again.
-            log.warning("tokens for gateway %s not sent: %s", gateway_id, error)
+            log.warning("tokens for gateway %s not sent: %s", gateway, error)
 
     # --- from the gateways -------------------------------------------------------------------
 
@@ -145,7 +151,7 @@ class Inbox:
         if instance is not None and instance.instance_id == request.instance_id and instance.state == "draining":
             raise SentBack(f"instance {instance.instance_id} drains")  # the gateway had not heard of it yet
         if instance is None or not self.admitting:
-            raise Conflict(f"worker {self._worker_id} has no instance that takes requests")
+            raise Conflict(f"worker {self._worker} has no instance that takes requests")
         instance.check_admits(request.instance_id)
         sequence = instance.sequence_of(request)
         offset, key = len(request.output_token_ids), (request.request_id, request.attempt)
@@ -154,11 +160,11 @@ class Inbox:
         older = self.streams.attempt_of(request.request_id)
         if older is None and not request.may_wait:
             check_slot(instance.instance_id, self.streams.num_open, instance.scheduler.max_num_sequences)
-        if not self.streams.open(*key, request.gateway_id, offset, incarnation=request.gateway_incarnation):
+        if not self.streams.open(*key, request.gateway, offset):
             return Ack()  # the submit was repeated: it runs already
         if older is not None:
             self._give_up(instance, request.request_id, older)
-        self._gateways.spoke(request.gateway_id, request.gateway_incarnation, time.monotonic())
+        self._gateways.spoke(*request.gateway, time.monotonic())
         self.spans.open(request, "worker.request")
         try:
             await asyncio.wrap_future(instance.engine.submit(sequence))
@@ -199,24 +205,24 @@ class Inbox:
         owner = self.new_owners.owner_of((request.request_id, request.attempt))
         if owner is not None:
             return await self._ask_owner(owner, request)
-        gateway_id, part = self.streams.resend(request.request_id, request.attempt, request.offset)
+        gateway, part = self.streams.resend(request.request_id, request.attempt, request.offset)
         instance = self._instance()
         for page in _pages(part):
-            await self._send(gateway_id, instance.instance_id if instance else "", [page])
+            await self._send(gateway, instance.instance_id if instance else "", [page])
         return Ack()
 
-    async def _ask_owner(self, owner: str, request: Resend) -> Ack:
+    async def _ask_owner(self, owner: Process, request: Resend) -> Ack:
         try:
             return await self._bus.request(subjects.worker_resend(owner), request, Ack, timeout_s=OWNER_TIMEOUT_S)
         except NoResponder as error:
             # Of the owner, not of this worker, which the caller must not think dead.
             raise NotFound(f"request {request.request_id} went to {owner}, which does not answer") from error
 
-    async def _tell(self, worker_id: str, request: Cancel) -> None:
+    async def _tell(self, worker: Process, request: Cancel) -> None:
         try:
-            await self._bus.publish(subjects.worker_cancel(worker_id), request)
+            await self._bus.publish(subjects.worker_cancel(worker), request)
         except BlitzError as error:
-            log.debug("%s was not told of a cancel: %s", worker_id, error)
+            log.debug("%s was not told of a cancel: %s", worker, error)
 
     # --- requests that move between instances ------------------------------------------------
 
@@ -224,14 +230,13 @@ class Inbox:
         """Another worker's requests, of which this one computes layers; they may become its own."""
         now_s = time.monotonic()
         for request in requests:
-            gateway = request.gateway_id, request.gateway_incarnation
             key, output = (request.request_id, request.attempt), request.output_token_ids
             # The last ones may have been lost with the worker that said them.
             start = max(0, len(output) - REPEATED_TOKENS)
-            if self.streams.open(*key, gateway[0], start, incarnation=gateway[1]):
+            if self.streams.open(*key, request.gateway, start):
                 logprobs = request.sampling.logprobs is not None
                 self.streams.follow(*key, output[start:], with_logprobs=logprobs)
-            self._gateways.spoke(*gateway, now_s)
+            self._gateways.spoke(*request.gateway, now_s)
 
     def follow(self, sequence: Sequence, token_ids: Tokens[int]) -> None:
         """The other worker has streamed these of a hosted request."""
@@ -257,13 +262,13 @@ class Inbox:
         """Tell the gateways that these requests are this worker's now, before their first tokens do."""
         self.on_output(StepOutput(tuple(sequence.taken_over() for sequence in sequences)))
 
-    def moved(self, sequences: Iterable[Sequence], worker_id: str) -> None:
+    def moved(self, sequences: Iterable[Sequence], worker: Process) -> None:
         """These requests are another worker's now: what gateways still say here about them goes there."""
         gone = [s for s in sequences if not s.finished]
-        self.new_owners.add([s.key for s in gone], worker_id, time.monotonic())
+        self.new_owners.add([s.key for s in gone], worker, time.monotonic())
         for sequence in gone:
             self.streams.forget(*sequence.key)
-            self.spans.moved(sequence.key, worker_id)
+            self.spans.moved(sequence.key, worker.id)
 
     def on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
         """A gateway lives; the processes that it replaced do not."""

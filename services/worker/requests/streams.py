@@ -15,6 +15,7 @@ from services.worker.core.scheduling.gateways import Gone
 from shared.errors import BlitzError, NotFound
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import FinishReason, StreamPart, Submit, TokenLogprobs
+from shared.subjects import Process
 from shared.telemetry import tracer
 
 TERMINAL_TTL_S = 60.0
@@ -28,8 +29,7 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Stream:
-    gateway_id: str
-    gateway_incarnation: str
+    gateway: Process
     attempt: int
     start: int
     """Offset of the first kept token."""
@@ -47,13 +47,12 @@ class Streams:
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
 
-    def open(self, request_id: str, attempt: int, gateway_id: str, offset: int, *, incarnation: str = "") -> bool:
-        """A request was accepted; False if this very attempt is known already (a repeated submit). ``incarnation``: of
-        the gateway."""
+    def open(self, request_id: str, attempt: int, gateway: Process, offset: int) -> bool:
+        """A request was accepted; False if this very attempt is known already (a repeated submit)."""
         known = self._streams.get(request_id)
         if known is not None and known.attempt >= attempt:
             return False
-        self._streams[request_id] = _Stream(gateway_id, incarnation, attempt, offset)
+        self._streams[request_id] = _Stream(gateway, attempt, offset)
         return True
 
     def follow(self, request_id: str, attempt: int, token_ids: Sequence[int], *, with_logprobs: bool) -> None:
@@ -81,9 +80,9 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def take(self, outputs: Iterable[StreamPart], now_s: float) -> dict[str, list[StreamPart]]:
+    def take(self, outputs: Iterable[StreamPart], now_s: float) -> dict[Process, list[StreamPart]]:
         """Keep a step's outputs; the parts to send, by gateway."""
-        parts: dict[str, list[StreamPart]] = {}
+        parts: dict[Process, list[StreamPart]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None or stream.attempt != output.attempt:
@@ -95,10 +94,10 @@ class Streams:
                 stream.queued_s = output.queued_s
             if output.finish_reason is not None:
                 stream.finish_reason, stream.error, stream.ended_at_s = output.finish_reason, output.error, now_s
-            parts.setdefault(stream.gateway_id, []).append(output)
+            parts.setdefault(stream.gateway, []).append(output)
         return parts
 
-    def resend(self, request_id: str, attempt: int, offset: int) -> tuple[str, StreamPart]:
+    def resend(self, request_id: str, attempt: int, offset: int) -> tuple[Process, StreamPart]:
         """(gateway, everything from ``offset`` on). Raises ``NotFound`` for an unknown or older stream."""
         stream = self._streams.get(request_id)
         if stream is None or stream.attempt != attempt or offset < stream.start:
@@ -114,7 +113,7 @@ class Streams:
             error=stream.error,
             queued_s=stream.queued_s,
         )
-        return stream.gateway_id, part
+        return stream.gateway, part
 
     def forget(self, request_id: str, attempt: int) -> None:
         """The gateway has it all, or wants no more."""
@@ -124,9 +123,7 @@ class Streams:
 
     def forget_gateway(self, gone: Gone) -> None:
         """Gateways died."""
-        self._streams = {
-            key: s for key, s in self._streams.items() if not gone.had(s.gateway_id, s.gateway_incarnation)
-        }
+        self._streams = {key: s for key, s in self._streams.items() if not gone.had(*s.gateway)}
 
     def expire(self, now_s: float) -> None:
         """Forget streams that ended long ago without an acknowledgement."""
@@ -142,17 +139,17 @@ class NewOwners:
     """
 
     def __init__(self) -> None:
-        self._owners: dict[Key, tuple[str, float]] = {}
+        self._owners: dict[Key, tuple[Process, float]] = {}
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, keys: Iterable[Key], worker_id: str, now_s: float) -> None:
+    def add(self, keys: Iterable[Key], worker: Process, now_s: float) -> None:
         """These are that worker's."""
         for key in keys:
-            self._owners[key] = (worker_id, now_s)
+            self._owners[key] = (worker, now_s)
 
-    def owner_of(self, key: Key) -> str | None:
+    def owner_of(self, key: Key) -> Process | None:
         """The worker that took a request over, if one did."""
         found = self._owners.get(key)
         return None if found is None else found[0]

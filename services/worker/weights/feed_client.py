@@ -60,6 +60,7 @@ class FeedClient:
             kind="host" if upstream.kind == "host" else "gpu",
             chunk_bytes=self._chunk_bytes,
             worker_id=self._me.worker_id,
+            incarnation=self._me.incarnation,
             host=self._me.host,
             transport_address=self._me.transport_address,
             epoch=self._epoch,
@@ -68,13 +69,13 @@ class FeedClient:
             cap_gbps=cap_gbps,
             instance_id=upstream.instance_id,
         )
-        await self._bus.request(subjects.worker_feed(upstream.worker_id), feed, Ack, timeout_s=ASK_TIMEOUT_S)
+        await self._bus.request(subjects.worker_feed(upstream.worker), feed, Ack, timeout_s=ASK_TIMEOUT_S)
 
     async def stop(self, upstream: Upstream, attempt: int) -> None:
         """Tell it that nothing more of this feed is taken; the message may be lost. Raises nothing."""
         with contextlib.suppress(BlitzError):  # its own watch ends it, later
             notice = StopFeed(epoch=self._epoch, attempt=attempt)
-            await self._bus.publish(subjects.worker_stop_feed(upstream.worker_id), notice)
+            await self._bus.publish(subjects.worker_stop_feed(upstream.worker), notice)
 
     def is_own_host(self, upstream: Upstream) -> bool:
         """Whether it runs on this worker's host."""
@@ -89,7 +90,7 @@ class FeedClient:
     async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
         """Whether the living feed waits for its own upstream. Raises ``NotFound`` or ``NoResponder`` if it is dead."""
         request = GetFeedState(epoch=self._epoch, attempt=attempt)
-        subject = subjects.worker_feed_state(upstream.worker_id)
+        subject = subjects.worker_feed_state(upstream.worker)
         return (await self._bus.request(subject, request, FeedState, timeout_s=STATE_TIMEOUT_S)).starved
 
     async def checksums(self, upstream: Upstream, unit: int) -> tuple[int, ...]:
@@ -100,7 +101,7 @@ class FeedClient:
             kind="host" if upstream.kind == "host" else "gpu",
             unit=unit,
         )
-        subject = subjects.worker_checksums(upstream.worker_id)
+        subject = subjects.worker_checksums(upstream.worker)
         return (await self._bus.request(subject, request, UnitChecksums, timeout_s=ASK_TIMEOUT_S)).checksums
 
     async def fetch_again(self, upstream: Upstream, index: int, unit: int, offset: int, num_bytes: int) -> None:
@@ -119,7 +120,7 @@ class FeedClient:
             offset=offset,
             num_bytes=num_bytes,
         )
-        await self._bus.request(subjects.worker_fetch(upstream.worker_id), request, Ack, timeout_s=ASK_TIMEOUT_S)
+        await self._bus.request(subjects.worker_fetch(upstream.worker), request, Ack, timeout_s=ASK_TIMEOUT_S)
 
     @contextlib.contextmanager
     def local_copy(self) -> Iterator[WeightCopy]:

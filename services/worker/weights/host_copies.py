@@ -110,7 +110,9 @@ class HostCopies:
     def _upstream(self, source: CopySource) -> Upstream:
         if source.worker_id == self._worker_id:
             return Upstream("local", source.worker_id)
-        return Upstream(source.kind, source.worker_id, source.host, source.transport_address)
+        return Upstream(
+            source.kind, source.worker_id, source.host, source.transport_address, incarnation=source.incarnation
+        )
 
     async def keep(self, instance: Instance) -> None:
         """Cache a copy of a loaded instance, if there is memory for it. The instance serves in the meantime."""

@@ -19,6 +19,7 @@ from shared.bus.base import Bus
 from shared.messages.feeds import FeedEnded
 from shared.messages.plans import ScalePlan
 from shared.messages.registry import ModelRecord, WorkerInfo
+from shared.subjects import Process
 from shared.transport.base import TensorTransport
 
 OnReady = Callable[[int], Awaitable[None]]
@@ -141,8 +142,8 @@ class WeightMover:
         for fill in self._fills:
             fill.on_feed_ended(notice)
 
-    async def _tell_receiver(self, worker_id: str, notice: FeedEnded) -> None:
-        await self._bus.publish(subjects.worker_feed_ended(worker_id), notice)
+    async def _tell_receiver(self, worker: Process, notice: FeedEnded) -> None:
+        await self._bus.publish(subjects.worker_feed_ended(worker), notice)
 
 
 async def _nobody_waits(*_: int) -> None:

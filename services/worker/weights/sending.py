@@ -27,6 +27,7 @@ from shared.messages.feeds import (
     StopFeed,
     UnitChecksums,
 )
+from shared.subjects import Process
 from shared.telemetry import tracer
 from shared.transport.base import Channel
 from shared.transport.tags import tag_of
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Connect = Callable[[bytes, str], Awaitable[Channel]]
 """(transport address, host) of a peer."""
-TellReceiver = Callable[[str, FeedEnded], Awaitable[None]]
+TellReceiver = Callable[[Process, FeedEnded], Awaitable[None]]
 """(worker id, notice): sent once, may be lost."""
 
 _WATCH_S = 0.25
@@ -226,7 +227,7 @@ class Sender:
     async def _tell_ended(self, feed: Feed, reason: str) -> None:
         notice = FeedEnded(epoch=feed.epoch, attempt=feed.attempt, reason=reason)
         with contextlib.suppress(BlitzError):  # the receiver's own watch finds out, later
-            await self._tell(feed.worker_id, notice)
+            await self._tell(feed.worker, notice)
 
 
 def _remember(keys: OrderedDict[FeedKey, None], key: FeedKey) -> None:

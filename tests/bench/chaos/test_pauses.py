@@ -13,6 +13,7 @@ from bench.chaos.strike import Strike
 from shared.messages.common import Role
 from shared.messages.generation import StreamPart, TokenBatch
 from shared.messages.load import LoadReport
+from tests.processes import INCARNATION
 
 PREFILL = Prefill(((10, 0.1), (110, 1.1)))
 
@@ -33,6 +34,7 @@ class World:
         self.observer.on_load(
             LoadReport(
                 worker_id=worker,
+                incarnation=INCARNATION,
                 instance_id=f"i-{worker}",
                 model="demo",
                 state=state,  # type: ignore[arg-type]
@@ -54,7 +56,9 @@ class World:
     def token(self, at_s: float, worker: str) -> None:
         self.at_s = at_s
         part = StreamPart(request_id="cmpl-1-0", attempt=0, offset=0, token_ids=(7,))
-        self.observer.on_tokens(TokenBatch(worker_id=worker, instance_id=f"i-{worker}", parts=(part,)))
+        self.observer.on_tokens(
+            TokenBatch(worker_id=worker, incarnation=INCARNATION, instance_id=f"i-{worker}", parts=(part,))
+        )
 
     def strike(self, at_s: float, member: str, *, how: How = "KILL", over_s: float | None = None) -> None:
         strike = Strike(member, member.partition("-")[0], how, at_s, over_s if over_s is not None else at_s)

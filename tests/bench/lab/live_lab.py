@@ -25,6 +25,7 @@ from shared.messages.operations import LiveRecord, ScaleRecord, TargetRecord
 from shared.messages.plans import ScalePlan
 from shared.messages.registry import InstanceInfo, LeaseGrant, LeaseWorkers, ReleaseWorkers
 from tests.bench.lab.labs import ENDS_WITHIN_S, Lab
+from tests.processes import process
 
 RATE = Rate.parse("120mbit")
 """The model's 34 MB take 2.3 s."""
@@ -237,7 +238,7 @@ class LiveLab(Lab):
         newer = msgspec.structs.replace(
             old, plan_id=plan_id, members=(*[m for m in old.members if m is not target], member)
         )
-        subject, order = subjects.worker_plans(target.worker_id), WorkerOrder(scale=newer)
+        subject, order = subjects.worker_plans(process(target.worker_id)), WorkerOrder(scale=newer)
         planner = await self.stack.bus_as("planner")
         await planner.publish_event(subject, order, message_id=plan_id)
         return newer

@@ -11,6 +11,7 @@ from bench.live.workload import EngineKind, Workload
 from shared.messages.live import ZigzagAssignment
 from shared.messages.operations import LiveBatchRecord, LiveRecord, ScaleRecord, TargetRecord
 from shared.messages.plans import ChainMember
+from tests.processes import INCARNATION
 
 BURST_AT_S = 1_000_000.0
 TRIGGER_S = 0.01
@@ -70,7 +71,9 @@ def record(mode: Mode, *, live: tuple[LiveRecord, ...] | None = None) -> ScaleRe
 
 
 def assignment(*, ready_s: tuple[float, ...] = (0.02, 0.04, 0.06, 0.08)) -> ZigzagAssignment:
-    member = ChainMember(worker_id="worker-0", instance_id="i", host="h", transport_address=b"")
+    member = ChainMember(
+        worker_id="worker-0", incarnation=INCARNATION, instance_id="i", host="h", transport_address=b""
+    )
     return ZigzagAssignment(
         pair_id="pair",
         plan_id="plan",

@@ -59,7 +59,7 @@ class FakeWorker:
             return  # killed, or sent back, in the meantime
         gateway, request_id = self.rig.gateway, stream.request_id
         key = request_id, attempt
-        gateway.on_tokens([key], ends_s, worker_id=self.route.worker_id, instance_id=self.route.instance_id)
+        gateway.on_tokens([key], ends_s, worker=self.route.worker, instance_id=self.route.instance_id)
         if stream.ended() is None:
             self._later(stream)
             return

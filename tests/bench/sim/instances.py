@@ -22,6 +22,8 @@ from shared.messages.common import Role
 from shared.messages.generation import DecodePlace, SamplingParams
 from shared.messages.load import LoadReport
 from shared.profile import read_profile
+from shared.subjects import Process
+from tests.processes import INCARNATION, process
 from tests.records import profile
 
 GPU = read_profile(FOLDER / "llama-3-8b-tp1-h100.json")
@@ -65,7 +67,7 @@ class Heard:
         self.ended: dict[str, float] = {}
         self.failed: dict[str, BlitzError] = {}
 
-    def on_tokens(self, keys: Rows[Key], ends_s: Rows[float], *, worker_id: str, instance_id: str) -> None:
+    def on_tokens(self, keys: Rows[Key], ends_s: Rows[float], *, worker: Process, instance_id: str) -> None:
         assert list(ends_s) == sorted(ends_s)
         assert ends_s[-1] <= self._clock.now_s
         for request_id, _ in keys:
@@ -76,7 +78,7 @@ class Heard:
             if instance_id not in self.where[request_id]:
                 self.where[request_id].append(instance_id)
 
-    def on_taken_over(self, key: Key, *, worker_id: str, instance_id: str) -> None:
+    def on_taken_over(self, key: Key, *, worker: Process, instance_id: str) -> None:
         self.taken_over[key[0]] = self._clock.now_s
 
     def on_end(self, key: Key) -> None:
@@ -116,7 +118,7 @@ class World:
             self.clock,
             self.heard,
             instance_id=name,
-            worker_id=f"worker of {name}",
+            worker=process(f"worker of {name}"),
             model="m",
             role=role,
             config=config,
@@ -129,4 +131,4 @@ class World:
         return instance
 
     def place(self, name: str) -> DecodePlace:
-        return DecodePlace(worker_id=f"worker of {name}", instance_id=name)
+        return DecodePlace(worker_id=f"worker of {name}", incarnation=INCARNATION, instance_id=name)

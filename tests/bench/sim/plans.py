@@ -14,6 +14,7 @@ from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Clusters
 from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.registry import HostCopy, InstanceInfo, WorkerInfo, WorkerRecord
+from tests.processes import INCARNATION
 
 
 def records(cluster: Cluster, fabric: Fabric, model: SimModel, serving: Sequence[int]) -> list[WorkerRecord]:
@@ -86,7 +87,13 @@ def plan_of(
         model.record.weights_bytes,
     )
     members = [
-        ChainMember(worker_id=r.worker.worker_id, instance_id="n", host=r.worker.host, transport_address=b"")
+        ChainMember(
+            worker_id=r.worker.worker_id,
+            incarnation=INCARNATION,
+            instance_id="n",
+            host=r.worker.host,
+            transport_address=b"",
+        )
         for r in found
     ]
     plan = ScalePlan(

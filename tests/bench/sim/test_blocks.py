@@ -15,6 +15,7 @@ from bench.sim.models import known_model
 from bench.sim.sharing import Resource
 from services.worker.core.upstreams import part_of
 from shared.messages.plans import Chain, ChainMember, Hop, ScalePlan, Stripe
+from tests.processes import INCARNATION
 
 GBPS, NUM_BYTES = 80.0, 16_000_000_000
 WHOLE_S = NUM_BYTES * 8 / GBPS / 1e9
@@ -63,7 +64,9 @@ class Ended:
             plan_id="p",
             model=MODEL.record,
             role="prefill",
-            members=(ChainMember(worker_id=name, instance_id="n", host="h", transport_address=b""),),
+            members=(
+                ChainMember(worker_id=name, incarnation=INCARNATION, instance_id="n", host="h", transport_address=b""),
+            ),
             chains=(Chain(hops=(hop,), chunk_bytes=1),),
             triggered_at_s=0.0,
             valid_s=1.0,

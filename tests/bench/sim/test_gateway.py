@@ -14,6 +14,7 @@ from services.gateway.core.bookings import InstanceLoad
 from shared.errors import RequestFailed
 from shared.messages.load import ModelQueue
 from tests.bench.sim.fake_workers import STEP_S, Rig
+from tests.processes import process
 
 TO_WORKER_S, BACK_S = LOCAL_NATS.submit_s, LOCAL_NATS.tokens_s
 
@@ -260,14 +261,14 @@ def test_a_request_is_counted_where_it_is_after_another_instance_took_it_over() 
     request_id = rig.ask(output=4)
     rig.run(1.5 * STEP_S)
     worker.cancel(request_id)
-    rig.gateway.on_taken_over((request_id, 1), worker_id="w-b", instance_id="b")
+    rig.gateway.on_taken_over((request_id, 1), worker=process("w-b"), instance_id="b")
     assert rig.gateway.router.bookings.load_of("a").inflight_requests == 1
     rig.run(0.01)
     loads = rig.gateway.router.bookings
     assert (loads.load_of("a").inflight_requests, loads.load_of("b").inflight_requests) == (0, 1)
     now_s = rig.clock.now_s
     # The next token may announce it as well, as after a hand-over from prefill to decode.
-    rig.gateway.on_tokens([(request_id, 1)], [now_s - 0.005, now_s], worker_id="w-c", instance_id="c")
+    rig.gateway.on_tokens([(request_id, 1)], [now_s - 0.005, now_s], worker=process("w-c"), instance_id="c")
     rig.run(0.01)
     assert (loads.load_of("b").inflight_requests, loads.load_of("c").inflight_requests) == (0, 1)
 
@@ -280,12 +281,12 @@ def test_what_cannot_be_is_no_token_and_no_end() -> None:
     with pytest.raises(ValueError, match="cannot end"):
         rig.gateway.on_end((request_id, 1))
     with pytest.raises(ValueError, match="3 tokens of r0"):
-        rig.gateway.on_tokens([(request_id, 1)], [0.0, 0.0, 0.0], worker_id="w-a", instance_id="a")
+        rig.gateway.on_tokens([(request_id, 1)], [0.0, 0.0, 0.0], worker=process("w-a"), instance_id="a")
     waiting = Rig()
     waits = waiting.ask()
     waiting.run(0.01)
     with pytest.raises(ValueError, match="there was no attempt 1 of r0"):
-        waiting.gateway.on_tokens([(waits, 1)], [0.0], worker_id="w-a", instance_id="a")
+        waiting.gateway.on_tokens([(waits, 1)], [0.0], worker=process("w-a"), instance_id="a")
 
 
 def test_what_has_not_ended_at_the_end_is_unfinished() -> None:

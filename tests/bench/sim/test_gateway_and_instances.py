@@ -21,6 +21,7 @@ from services.worker.core.scheduling.schedule import SchedulerConfig
 from shared.messages.common import Role
 from shared.messages.registry import Route
 from tests.bench.sim.instances import GPU
+from tests.processes import INCARNATION, process
 
 ROLES: dict[str, Role] = {"a": "prefill", "b": "prefill", "c": "decode", "d": "decode", "e": "colocated"}
 CONFIG = SchedulerConfig(num_blocks=256, block_size=16, max_num_sequences=8, max_batch_tokens=1024)
@@ -45,7 +46,7 @@ class Cluster:
                 self.clock,
                 self.gateway,
                 instance_id=name,
-                worker_id=name,
+                worker=process(name),
                 model="m",
                 role=role,
                 config=CONFIG,
@@ -61,6 +62,7 @@ class Cluster:
             Route(
                 instance_id=name,
                 worker_id=name,
+                incarnation=INCARNATION,
                 state=instance.state,
                 role=instance.role,
                 max_running_requests=CONFIG.max_num_sequences,

@@ -29,6 +29,7 @@ from shared.messages.common import Ack, ErrorInfo, InstanceState, Role
 from shared.messages.generation import FinishReason, SamplingParams, StreamPart, Submit, TokenBatch, TokenLogprobs
 from shared.messages.load import LoadReport
 from shared.messages.registry import Route
+from tests.processes import INCARNATION, process
 from tests.records import model
 from tests.services.gateway.core.routing import route
 from tests.services.monitor.core.reports import report
@@ -149,7 +150,7 @@ class Simulated(Twin):
             Held(
                 stream.request_id,
                 stream.attempt,
-                stream.worker_id,
+                stream.worker.id,
                 stream.instance_id,
                 (stream.decode_at.worker_id, stream.decode_at.instance_id) if stream.decode_at is not None else None,
                 len(stream.output_token_ids),
@@ -179,7 +180,7 @@ class Simulated(Twin):
     async def tokens(self, held: Held, count: int) -> None:
         times_s = [self.now_s] * count
         key = held.request_id, held.attempt
-        self.gateway.on_tokens([key], times_s, worker_id=held.worker_id, instance_id=held.instance_id)
+        self.gateway.on_tokens([key], times_s, worker=process(held.worker_id), instance_id=held.instance_id)
         if held.tokens == held.max_tokens:
             self.gateway.on_end(key)
         await self.pass_time(self.now_s)
@@ -233,7 +234,7 @@ class Real(Twin):
         )
         bus = broker.bus("workers")
         for name in NAMES:
-            await bus.respond(subjects.worker_submit(f"w-{name}"), Submit, self._submit)
+            await bus.respond(subjects.worker_submit(process(f"w-{name}")), Submit, self._submit)
         self.num_ticks = 0
 
     async def _submit(self, message: Submit) -> Ack:
@@ -308,7 +309,9 @@ class Real(Twin):
             finish_reason=reason,
             error=error,
         )
-        self.dispatcher.on_batch(TokenBatch(worker_id=held.worker_id, instance_id=held.instance_id, parts=(part,)))
+        self.dispatcher.on_batch(
+            TokenBatch(worker_id=held.worker_id, incarnation=INCARNATION, instance_id=held.instance_id, parts=(part,))
+        )
         await self._settle()
 
     def queued(self) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from services.worker.engine.mock.engine import MockEngine
 from shared.errors import Overloaded
 from shared.profile import Profile
 from tests.bench.sim.instances import PROFILES, Asked, Heard, sequence
+from tests.processes import process
 
 Arrival = tuple[float, Asked]
 
@@ -93,7 +94,7 @@ def test_tokens_come_at_the_same_times(
         clock,
         heard,
         instance_id="i",
-        worker_id="w",
+        worker=process("w"),
         model="m",
         role="colocated",
         config=config,

@@ -21,6 +21,7 @@ from bench.sim.models import known_model
 from services.worker.core.upstreams import part_of
 from tests.bench.sim.instances import CONFIG, Asked, Heard
 from tests.bench.sim.plans import plan_of
+from tests.processes import process
 
 MODEL = known_model("llama3-8b", "a100")
 BYTES = MODEL.record.weights_bytes
@@ -72,7 +73,7 @@ class Scaled:
             self.clock,
             self.heard,
             instance_id=worker_id,
-            worker_id=worker_id,
+            worker=process(worker_id),
             model=MODEL.name,
             role=role,  # type: ignore[arg-type]
             config=CONFIG,

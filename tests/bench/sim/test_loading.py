@@ -24,6 +24,7 @@ from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import InstanceInfo
 from tests.bench.sim.plans import plan_of, records
+from tests.processes import INCARNATION
 
 
 def simulated(
@@ -121,7 +122,9 @@ class Staggered:
         )
         planned = plan_by("chain", found, num_targets, model.weights_bytes)
         members = [
-            ChainMember(worker_id=w, instance_id=f"i-{w}", host=r.worker.host, transport_address=b"")
+            ChainMember(
+                worker_id=w, incarnation=INCARNATION, instance_id=f"i-{w}", host=r.worker.host, transport_address=b""
+            )
             for w, r in self.records.items()
         ]
         plan = ScalePlan(

@@ -17,6 +17,7 @@ from shared.messages.common import Role
 from shared.messages.destinations import Destination, SendBack
 from shared.messages.plans import MigratePlan
 from tests.bench.sim.instances import CONFIG, GPU, Asked, World
+from tests.processes import INCARNATION
 
 MESSAGE_S = 0.001
 NOTICE_S = 0.2
@@ -36,7 +37,7 @@ def world(gbps: float = 10.0, role: Role = "colocated", **others: SchedulerConfi
 
 def destinations(made: World, kv_tokens: int = ALL) -> tuple[Destination, ...]:
     return tuple(
-        Destination(worker_id=instance.worker_id, instance_id=name, kv_tokens=kv_tokens)
+        Destination(worker_id=instance.worker_id, incarnation=INCARNATION, instance_id=name, kv_tokens=kv_tokens)
         for name, instance in made.instances.items()
         if name != "a"
     )
@@ -66,6 +67,7 @@ def order(
         plan_id="move",
         model="m",
         worker_id="worker of a",
+        incarnation=INCARNATION,
         instance_id="a",
         destinations=destinations(made, kv_tokens),
         valid_s=valid_s,
@@ -278,7 +280,7 @@ def test_who_has_come_rests_and_who_has_left_does_not_come_back(to: str) -> None
 
     def leave() -> None:
         made.instances["b"].drain()
-        place = Destination(worker_id=f"worker of {to}", instance_id=to, kv_tokens=ALL)
+        place = Destination(worker_id=f"worker of {to}", incarnation=INCARNATION, instance_id=to, kv_tokens=ALL)
         made.instances["b"].leave((place,), "none")
 
     made.clock.at(2.0, leave)
@@ -371,7 +373,9 @@ def test_every_request_ends_once(seed: int) -> None:
     def turn(name: str) -> None:
         instance = made.instances[name]
         others = tuple(
-            Destination(worker_id=other.worker_id, instance_id=other.instance_id, kv_tokens=ALL)
+            Destination(
+                worker_id=other.worker_id, incarnation=INCARNATION, instance_id=other.instance_id, kv_tokens=ALL
+            )
             for other in made.instances.values()
             if other is not instance
         )
@@ -382,7 +386,14 @@ def test_every_request_ends_once(seed: int) -> None:
             instance.leave(others, numbers.choice(["none", "waiting", "all"]))
         elif instance.state == "serving":
             plan = MigratePlan(
-                plan_id="", model="m", worker_id="", instance_id=name, destinations=others, valid_s=99.0, term=1
+                plan_id="",
+                model="m",
+                worker_id="",
+                incarnation=INCARNATION,
+                instance_id=name,
+                destinations=others,
+                valid_s=99.0,
+                term=1,
             )
             instance.on_migrate_plan(plan, 0.0)
 

@@ -23,6 +23,7 @@ from shared.messages.live import Gate
 from shared.zigzag.playback import Job, Played, play
 from shared.zigzag.queue import Policy
 from tests.bench.sim.instances import Asked, World, sequence
+from tests.processes import process
 from tests.records import profile
 from tests.services.worker.live.members import assignment
 
@@ -95,7 +96,7 @@ class Rig:
             self.clock,
             self.heard,
             instance_id=name,
-            worker_id=f"worker of {name}",
+            worker=process(f"worker of {name}"),
             model="m",
             role=role,
             config=config,

@@ -11,6 +11,7 @@ from bench.sim.loading import Weights
 from bench.sim.pipelines import Pipelines, Stage, Timeline, cover, stages_of
 from bench.sim.sharing import Resource
 from tests.bench.sim.instances import CONFIG, GPU, Asked, World
+from tests.processes import process
 
 BLOCKS = Blocks.of(Weights.of(1 << 30, 32, 1.0), 4)
 HALVES = {"a": {0, 1}, "b": {2, 3}}
@@ -62,7 +63,7 @@ class Loading(World):
             self.clock,
             self.heard,
             instance_id=name,
-            worker_id=name,
+            worker=process(name),
             model="m",
             role="colocated",
             config=CONFIG,

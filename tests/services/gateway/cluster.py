@@ -39,6 +39,8 @@ from shared.messages.registry import (
     WorkerInfo,
     WorkerRecord,
 )
+from shared.subjects import Process
+from tests.processes import INCARNATION, process
 from tests.services.gateway.checkpoint import CONTEXT_TOKENS
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
@@ -83,7 +85,7 @@ class FakeWorker:
         self._stopped = asyncio.Event()
         self.tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.sent: dict[tuple[str, int], list[StreamPart]] = {}
-        self._gateway: dict[str, str] = {}
+        self._gateway: dict[str, Process] = {}
         self._owners: dict[tuple[str, int], str] = {}
         """Workers that took requests over from this one: they are told what a gateway says about them."""
         self.subscriptions: list[Subscription] = []
@@ -99,10 +101,10 @@ class FakeWorker:
     async def start(self) -> None:
         bus = self.bus
         self.subscriptions = [
-            await bus.respond(subjects.worker_submit(self.name), Submit, self.on_submit),
-            await bus.respond(subjects.worker_resend(self.name), Resend, self.on_resend),
-            await bus.subscribe(subjects.worker_cancel(self.name), Cancel, self._on_cancel),
-            await bus.subscribe(subjects.worker_ack(self.name), AckTerminal, self._on_ack),
+            await bus.respond(subjects.worker_submit(process(self.name)), Submit, self.on_submit),
+            await bus.respond(subjects.worker_resend(process(self.name)), Resend, self.on_resend),
+            await bus.subscribe(subjects.worker_cancel(process(self.name)), Cancel, self._on_cancel),
+            await bus.subscribe(subjects.worker_ack(process(self.name)), AckTerminal, self._on_ack),
         ]
 
     async def stop(self) -> None:
@@ -132,7 +134,7 @@ class FakeWorker:
         """Own a request of ``source`` under the same attempt, say so unless ``silently``, and go on with it."""
         submit = self._taken(submit, source, repeated=0)
         if not silently:
-            await self.send(submit.gateway_id, self.part(submit, len(submit.output_token_ids), []))
+            await self.send(submit.gateway, self.part(submit, len(submit.output_token_ids), []))
         self.begin(submit)
 
     def decode(self, submit: Submit, prefill: FakeWorker) -> None:
@@ -148,12 +150,12 @@ class FakeWorker:
         return msgspec.structs.replace(submit, output_token_ids=output[: len(output) - repeated])
 
     def begin(self, submit: Submit) -> None:
-        self._gateway[submit.request_id] = submit.gateway_id
+        self._gateway[submit.request_id] = submit.gateway
         self.tasks[submit.request_id, submit.attempt] = asyncio.create_task(self._generate(submit))
 
-    async def send(self, gateway_id: str, *parts: StreamPart) -> None:
-        batch = TokenBatch(worker_id=self.name, instance_id=self.instance_id, parts=parts)
-        await self.bus.publish(subjects.tokens(gateway_id), batch)
+    async def send(self, gateway: Process, *parts: StreamPart) -> None:
+        batch = TokenBatch(worker_id=self.name, incarnation=INCARNATION, instance_id=self.instance_id, parts=parts)
+        await self.bus.publish(subjects.tokens(gateway), batch)
 
     async def on_submit(self, submit: Submit) -> Ack:
         self.submits.append(submit)
@@ -171,7 +173,9 @@ class FakeWorker:
         key = (resend.request_id, resend.attempt)
         if key in self._owners:
             try:
-                return await self.bus.request(subjects.worker_resend(self._owners[key]), resend, Ack, timeout_s=1.0)
+                return await self.bus.request(
+                    subjects.worker_resend(process(self._owners[key])), resend, Ack, timeout_s=1.0
+                )
             except NoResponder as error:
                 raise NotFound("its new owner does not answer") from error
         if key not in self.tasks:
@@ -186,7 +190,7 @@ class FakeWorker:
         key = (cancel.request_id, cancel.attempt)
         task = self.tasks.get(key)
         if key in self._owners:
-            told = self.bus.publish(subjects.worker_cancel(self._owners[key]), cancel)
+            told = self.bus.publish(subjects.worker_cancel(process(self._owners[key])), cancel)
             self.tasks[key] = asyncio.ensure_future(told)
         elif task is not None:
             task.cancel()
@@ -217,13 +221,14 @@ class FakeWorker:
             default: FinishReason = "length" if len(ids) == submit.sampling.max_tokens else "stop"
             reason = (self.end_reason or default) if last else None
             parts.append(self.part(submit, offset, [ids[offset]], reason))
-            await self.send(submit.gateway_id, parts[-1])
+            await self.send(submit.gateway, parts[-1])
             await asyncio.sleep(self.step_s)
 
     def route(self) -> Route:
         return Route(
             instance_id=self.instance_id,
             worker_id=self.name,
+            incarnation=INCARNATION,
             state=self.state,
             role=self.role,
             max_running_requests=self.max_running,
@@ -234,7 +239,7 @@ class FakeWorker:
     def record(self, model: ModelRecord) -> WorkerRecord:
         worker = WorkerInfo(
             worker_id=self.name,
-            incarnation="1",
+            incarnation=INCARNATION,
             host="h",
             device="cpu",
             engine="mock",

@@ -16,6 +16,7 @@ from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
 from shared.messages.registry import ModelRecord
 from tests.plain_http import http_client, openai_client
+from tests.processes import INCARNATION
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
 from tests.services.gateway.cluster import FakePool, FakeWorker
 from tests.services.waiting import eventually
@@ -79,7 +80,7 @@ async def _stack(record: ModelRecord, num_workers: int, broker: MemoryBroker, **
     pool = FakePool(broker, [record], workers)
     await pool.start()
     bus = broker.bus("gateway")
-    gateway = Gateway(bus, config)
+    gateway = Gateway(bus, config, incarnation=INCARNATION)
     listener = listen("127.0.0.1", 0)
     limits = gateway.connection_limits(config.max_connections)
     server = Server(GatewayApp(gateway), drain_timeout_s=1, limits=limits)

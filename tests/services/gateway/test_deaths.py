@@ -35,7 +35,7 @@ def mortal(worker: FakeWorker, *, lasts: int = 0) -> Script:
         while (at := start + len(worker.sent[submit.request_id, submit.attempt])) < lasts:
             await asyncio.sleep(0.005)
         if submit.alone_tokens:
-            await worker.send(submit.gateway_id, msgspec.structs.replace(worker.part(submit, at, []), computing=True))
+            await worker.send(submit.gateway, msgspec.structs.replace(worker.part(submit, at, []), computing=True))
         await worker.stop()
 
     def script(submit: Submit) -> list[int]:

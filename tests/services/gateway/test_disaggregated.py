@@ -13,6 +13,7 @@ from services.gateway.core.stream import StreamState
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.generation import Cancel, DecodePlace, Submit, TokenBatch
+from tests.processes import INCARNATION, process
 from tests.services.gateway.cluster import FakeWorker, say
 from tests.services.gateway.conftest import Stack, StackFactory
 
@@ -62,7 +63,7 @@ class Disaggregated:
 
 
 def place(worker: FakeWorker) -> DecodePlace:
-    return DecodePlace(worker_id=worker.name, instance_id=worker.instance_id)
+    return DecodePlace(worker_id=worker.name, incarnation=INCARNATION, instance_id=worker.instance_id)
 
 
 async def roles(stack: Stack) -> None:
@@ -84,7 +85,7 @@ async def served(make_stack: StackFactory) -> AsyncIterator[Disaggregated]:
         made.tokens_heard |= {(batch.worker_id, part.offset) for part in batch.parts if part.token_ids}
 
     # Behind the gateway's own subscription: what is heard here, it has judged.
-    listening = await stack.broker.bus("listener").subscribe(subjects.tokens("gw-test"), TokenBatch, listen)
+    listening = await stack.broker.bus("listener").subscribe(subjects.tokens(process("gw-test")), TokenBatch, listen)
     yield made
     await listening.close()
     for worker in (made.prefill, made.near, made.far):
@@ -101,7 +102,7 @@ async def test_the_decode_worker_repeats_the_first_token_and_its_next_one_takes_
     assert (served.load(served.prefill).inflight_requests, served.load(served.near).promised_requests) == (1, 1)
     served.near.decode(submit, served.prefill)
     await served.hears(served.near, 0)
-    assert served.stream(submit).worker_id == served.prefill.name
+    assert served.stream(submit).worker.id == served.prefill.name
     assert len(served.stream(submit).output_token_ids) == 1
     served.near.pause_after = 3
     served.near.resume.set()
@@ -120,7 +121,7 @@ async def test_the_request_counts_at_the_decode_instance_once_it_is_there(served
     tokens = served.load(served.near).promised_tokens
     served.near.decode(submit, served.prefill)
     await served.has(submit, 2)
-    assert served.stream(submit).worker_id == served.near.name
+    assert served.stream(submit).worker.id == served.near.name
     assert served.load(served.prefill) == InstanceLoad()
     assert served.load(served.near) == InstanceLoad(inflight_requests=1, outstanding_tokens=tokens, accepted_requests=1)
     second = asyncio.create_task(served.ask())
@@ -143,11 +144,11 @@ async def test_a_first_token_that_was_lost_comes_from_the_decode_worker(served: 
     served.prefill.sent[key].append(first)
     served.near.decode(submit, served.prefill)
     await served.has(submit, 1)
-    assert served.stream(submit).worker_id == served.near.name
+    assert served.stream(submit).worker.id == served.near.name
     # The prefill worker's was only late.
-    await served.prefill.send(submit.gateway_id, first)
+    await served.prefill.send(submit.gateway, first)
     await served.hears(served.prefill, 0)
-    assert served.stream(submit).worker_id == served.near.name
+    assert served.stream(submit).worker.id == served.near.name
     assert served.load(served.near).unstarted_requests == 0
     served.near.resume.set()
     assert await answer == TEXT
@@ -177,7 +178,7 @@ async def test_a_question_before_the_gateway_knows_does_too_and_its_answer_tells
     dispatcher = served.stack.gateway.dispatcher
     dispatcher.silence_watch.ask(dispatcher.requests[submit.request_id])
     # Nothing new: an empty part at the next offset, but from another worker.
-    await served.stack.until(lambda: served.stream(submit).worker_id == served.near.name)
+    await served.stack.until(lambda: served.stream(submit).worker.id == served.near.name)
     assert (len(served.prefill.resends), len(served.near.resends)) == (1, 1)
     assert served.load(served.near).inflight_requests == 1
     answer.cancel()

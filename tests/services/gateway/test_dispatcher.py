@@ -13,6 +13,7 @@ from services.gateway.metrics import GatewayMetrics
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, SamplingParams, StreamPart, TokenBatch, TokenLogprobs
 from shared.messages.load import QueueReport
+from tests.processes import INCARNATION
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
@@ -96,10 +97,10 @@ async def test_a_request_that_is_taken_over_gets_fresh_patience_and_makes_room_a
     taken = running.requests["first"]
     taken.asked, taken.progress_s = True, -60.0
     part = StreamPart(request_id="first", attempt=1, offset=0)
-    running.on_batch(TokenBatch(worker_id="w1", instance_id="w1-i", parts=(part,)))
-    assert (taken.stream.worker_id, taken.progress_s, taken.asked, taken.submitting) == ("w1", 0.0, False, False)
+    running.on_batch(TokenBatch(worker_id="w1", incarnation=INCARNATION, instance_id="w1-i", parts=(part,)))
+    assert (taken.stream.worker.id, taken.progress_s, taken.asked, taken.submitting) == ("w1", 0.0, False, False)
     # Nobody has ticked.
-    assert running.requests["second"].stream.worker_id == "w0"
+    assert running.requests["second"].stream.worker.id == "w0"
     await running.close()
     await worker.stop()
 
@@ -131,7 +132,7 @@ async def test_streams_are_asked_for_what_an_outage_took_from_them_by_a_gateway_
     running.on_queues(QueueReport(gateway_id="gw-test", published_at_s=0.0, models=()))
     running.tick()
     part = StreamPart(request_id="r", attempt=1, offset=0, token_ids=(1,))
-    running.on_batch(TokenBatch(worker_id="w0", instance_id=worker.instance_id, parts=(part,)))
+    running.on_batch(TokenBatch(worker_id="w0", incarnation=INCARNATION, instance_id=worker.instance_id, parts=(part,)))
     broker.disconnect("gateway")
     time.sleep(0.5)  # noqa: ASYNC251 - the gateway, too, as if it were stopped
     broker.reconnect("gateway")

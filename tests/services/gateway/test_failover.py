@@ -13,6 +13,7 @@ from shared import subjects
 from shared.errors import BadRequest, Overloaded, SentBack, Unavailable
 from shared.messages.common import Ack, ErrorInfo
 from shared.messages.generation import Submit
+from tests.processes import process
 from tests.services.gateway.cluster import FakeWorker, say
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.waiting import eventually
@@ -162,7 +163,7 @@ async def test_a_request_that_an_instance_sends_back_goes_on_elsewhere_and_nothi
     (submit,) = first.submits
     goes = ErrorInfo.of(SentBack("the instance goes"))
     await first.send(
-        submit.gateway_id, msgspec.structs.replace(first.part(submit, 7, []), finish_reason="error", error=goes)
+        submit.gateway, msgspec.structs.replace(first.part(submit, 7, []), finish_reason="error", error=goes)
     )
     await stack.until(lambda: second.submits)
     (request,) = stack.gateway.dispatcher.requests.all()
@@ -212,32 +213,32 @@ async def test_a_lost_part_is_asked_for_and_a_repeated_one_dropped(stack: Stack)
         return Ack()
 
     await worker.stop()
-    await worker.bus.respond(subjects.worker_submit("w0"), Submit, on_submit)
+    await worker.bus.respond(subjects.worker_submit(process("w0")), Submit, on_submit)
     asked: list[int] = []
 
     async def on_resend(resend: object) -> Ack:
         asked.append(resend.offset)  # type: ignore[attr-defined]
-        await worker.send("gw-test", worker.part(held[0], 1, list(b"bc")))
+        await worker.send(process("gw-test"), worker.part(held[0], 1, list(b"bc")))
         return Ack()
 
     from shared.messages.generation import Resend
 
-    await worker.bus.respond(subjects.worker_resend("w0"), Resend, on_resend)
+    await worker.bus.respond(subjects.worker_resend(process("w0")), Resend, on_resend)
     answer = asyncio.create_task(collect(stack))
     await stack.until(lambda: held)
     submit = held[0]
     part = worker.part
-    await worker.send("gw-test", part(submit, 0, list(b"a")))
-    await worker.send("gw-test", part(submit, 0, list(b"a")))
-    await worker.send("gw-test", part(submit, 2, list(b"c")))
+    await worker.send(process("gw-test"), part(submit, 0, list(b"a")))
+    await worker.send(process("gw-test"), part(submit, 0, list(b"a")))
+    await worker.send(process("gw-test"), part(submit, 2, list(b"c")))
     await stack.until(lambda: asked)
     assert asked == [1]
     # Overlaps what came again; then a part of no attempt of ours; then the end.
-    await worker.send("gw-test", part(submit, 2, list(b"cd")))
+    await worker.send(process("gw-test"), part(submit, 2, list(b"cd")))
     from msgspec.structs import replace
 
-    await worker.send("gw-test", replace(part(submit, 4, list(b"X")), attempt=submit.attempt + 1))
-    await worker.send("gw-test", part(submit, 4, list(b"e"), "stop"))
+    await worker.send(process("gw-test"), replace(part(submit, 4, list(b"X")), attempt=submit.attempt + 1))
+    await worker.send(process("gw-test"), part(submit, 4, list(b"e"), "stop"))
     assert await answer == "abcde"
 
 
@@ -303,7 +304,12 @@ async def test_a_bus_outage_is_not_taken_for_a_death(make_stack: StackFactory) -
 
 
 async def test_malformed_messages_change_nothing(stack: Stack) -> None:
-    for subject in (subjects.tokens("gw-test"), subjects.route_changes(), subjects.load(), subjects.host_load()):
+    for subject in (
+        subjects.tokens(process("gw-test")),
+        subjects.route_changes(),
+        subjects.load(),
+        subjects.host_load(),
+    ):
         stack.broker.publish_raw(subject, b"\xc1 not msgpack")
         stack.broker.publish_raw(subject, b"\x81\xa4kind\xa9tokens.v9")
     stack.workers[0].script = say(TEXT)

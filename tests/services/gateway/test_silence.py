@@ -11,6 +11,7 @@ import pytest
 from shared import subjects
 from shared.bus.departures import Departure
 from shared.messages.load import HostLoad, LoadReport
+from tests.processes import INCARNATION
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_metrics import scrape
@@ -40,6 +41,7 @@ def departs(stack: Stack, worker: FakeWorker, reason: str, *, kind: str = "worke
 def load(worker: FakeWorker) -> LoadReport:
     return LoadReport(
         worker_id=worker.name,
+        incarnation=INCARNATION,
         instance_id=worker.instance_id,
         model="tiny",
         state="serving",

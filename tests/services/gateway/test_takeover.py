@@ -13,6 +13,7 @@ from shared import subjects
 from shared.errors import NotFound, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Resend, Submit
+from tests.processes import process
 from tests.services.gateway.cluster import FakeWorker, say
 from tests.services.gateway.conftest import Stack, StackFactory
 
@@ -46,7 +47,7 @@ class Pair:
 
     async def follows(self, submit: Submit) -> None:
         """Wait until the gateway takes the target for the request's worker."""
-        await self.stack.until(lambda: self.stream(submit).worker_id == self.target.name)
+        await self.stack.until(lambda: self.stream(submit).worker.id == self.target.name)
 
     def load(self, worker: FakeWorker) -> InstanceLoad:
         return self.stack.gateway.dispatcher.router.bookings.load_of(worker.instance_id)
@@ -96,11 +97,11 @@ async def test_the_stream_follows_in_its_middle_and_late_tokens_do_not_take_it_b
     await pair.target.take_over(submit, pair.source)
     await pair.has(submit, 8)
     late = [pair.source.part(submit, 0, list(TEXT[:4].encode())), pair.source.part(submit, 8, [])]
-    await pair.source.send(submit.gateway_id, *late)
+    await pair.source.send(submit.gateway, *late)
     # A part of the target's behind them: by then they have been judged.
-    await pair.target.send(submit.gateway_id, pair.target.part(submit, 8, list(TEXT[8:9].encode())))
+    await pair.target.send(submit.gateway, pair.target.part(submit, 8, list(TEXT[8:9].encode())))
     await pair.has(submit, 9)
-    assert pair.stream(submit).worker_id == pair.target.name
+    assert pair.stream(submit).worker.id == pair.target.name
     assert pair.load(pair.target).inflight_requests == 1
     pair.target.resume.set()
     assert await answer == TEXT
@@ -115,10 +116,10 @@ async def test_when_its_first_word_is_lost_the_new_worker_is_asked_for_it(pair: 
     await pair.stack.until(lambda: key in pair.target.sent)
     sent = [pair.target.part(submit, offset, [ord(TEXT[offset])]) for offset in range(2)]
     pair.target.sent[key].extend(sent)
-    await pair.target.send(submit.gateway_id, sent[1])
+    await pair.target.send(submit.gateway, sent[1])
     await pair.has(submit, 2)
     assert (len(pair.target.resends), pair.source.resends) == (1, [])
-    assert pair.stream(submit).worker_id == pair.target.name
+    assert pair.stream(submit).worker.id == pair.target.name
     pair.target.resume.set()
     assert await answer == TEXT
 
@@ -228,7 +229,7 @@ async def test_a_worker_that_forgot_what_it_gave_away_while_it_was_asked_breaks_
 
     pair.source.on_resend = slow  # type: ignore[method-assign]
     await pair.source.subscriptions[1].close()
-    await pair.source.bus.respond(subjects.worker_resend(pair.source.name), Resend, slow)
+    await pair.source.bus.respond(subjects.worker_resend(process(pair.source.name)), Resend, slow)
     dispatcher = pair.stack.gateway.dispatcher
     dispatcher.silence_watch.ask(dispatcher.requests[submit.request_id])
     await asked.wait()
@@ -253,7 +254,7 @@ async def test_a_submit_whose_answer_is_lost_is_accepted_if_another_worker_took_
         raise Unavailable("gone by now")
 
     await pair.source.subscriptions[0].close()
-    await pair.source.bus.respond(subjects.worker_submit(pair.source.name), Submit, no_answer)
+    await pair.source.bus.respond(subjects.worker_submit(process(pair.source.name)), Submit, no_answer)
     pair.target.pause_after = 0
     answer = asyncio.create_task(pair.ask())
     await pair.stack.until(lambda: received)

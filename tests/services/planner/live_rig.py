@@ -15,6 +15,7 @@ from shared.messages.live import PlanSplit, SplitBatch, ZigzagAssignment
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.messages.operations import ScaleRecord
 from shared.messages.registry import WorkerRecord
+from tests.processes import INCARNATION
 from tests.records import model, worker_record
 from tests.services.planner.rig import Rig
 from tests.services.waiting import TIMEOUT_S, eventually
@@ -42,6 +43,7 @@ class LiveRig(Rig):
     async def load(self, worker_id: str, queued_tokens: int, oldest_queued_s: float = 0.0) -> None:
         message = LoadReport(
             worker_id=worker_id,
+            incarnation=INCARNATION,
             instance_id=f"i-{worker_id}",
             model="m",
             state="serving",

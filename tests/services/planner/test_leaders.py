@@ -16,6 +16,7 @@ from shared.leading import Leader
 from shared.messages.codec import encode
 from shared.messages.operations import ScaleRecord
 from shared.messages.plans import ScalePlan
+from tests.processes import process
 from tests.records import worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.planner.rig import Rig, running
@@ -113,7 +114,7 @@ async def test_targets_that_had_not_heard_are_told_by_the_next_planner(rig: Rig)
     (plan,) = rig.plans()
     assert isinstance(plan, ScalePlan)
     # The planner died between the record of the plan and its words to the target.
-    mine = subjects.worker_plans("w0")
+    mine = subjects.worker_plans(process("w0"))
     rig.broker.forget_events(mine)
     rig.pool.workers = (worker_record("w0", lease_plan_id=plan.plan_id, lease_model="m"),)
     heir = await succeed(rig)

@@ -22,6 +22,7 @@ from shared.messages.plans import DrainPlan, ScalePlan
 from shared.messages.registry import WorkerRecord
 from shared.profile import PrefillPoint, write_profile
 from shared.settings import SettingsError
+from tests.processes import process
 from tests.records import profile
 from tests.services.planner.core.live.some_pairs import report
 from tests.services.planner.live_rig import LOADING_S, LiveRig, break_assignments
@@ -55,10 +56,10 @@ async def test_an_overloaded_instance_gets_a_target_of_the_plan(rig: LiveRig) ->
     assert made.loaded_s == pytest.approx(LOADING_S, rel=0.05)
     assert [e.subject for e in rig.broker.events] == [
         subjects.scale_plans(),
-        subjects.worker_plans(target.worker_id),
+        subjects.worker_plans(process(target.worker_id)),
         subjects.zigzag_assignments(),
-        subjects.worker_plans("w0"),
-        subjects.worker_plans(target.worker_id),
+        subjects.worker_plans(process("w0")),
+        subjects.worker_plans(process(target.worker_id)),
     ]
     assert any(line.startswith("live: ") for line in plan.explain)
     assert any(line.startswith("not live: i-w1: not overloaded") for line in plan.explain)

@@ -15,6 +15,7 @@ from shared.errors import Unavailable
 from shared.messages.codec import decode
 from shared.messages.live import WorkerOrder
 from shared.messages.plans import MigratePlan
+from tests.processes import process
 from tests.records import model, worker_record
 from tests.services.monitor.core.reports import report
 from tests.services.planner.rig import Rig, running
@@ -41,7 +42,11 @@ async def say(rig: Rig, worker_id: str, **changes: object) -> None:
 
 
 def moves(rig: Rig, worker_id: str = "w0") -> list[MigratePlan]:
-    mine = [decode(e.payload, WorkerOrder) for e in rig.broker.events if e.subject == subjects.worker_plans(worker_id)]
+    mine = [
+        decode(e.payload, WorkerOrder)
+        for e in rig.broker.events
+        if e.subject == subjects.worker_plans(process(worker_id))
+    ]
     return [order.migrate for order in mine if order.migrate is not None]
 
 
@@ -86,7 +91,7 @@ async def test_an_order_that_the_stream_did_not_take_is_given_again(monkeypatch:
     monkeypatch.setattr(migrations, "REST_S", 0.2)
     async with running(Rig()) as rig:
         serving(rig)
-        subject, publish = subjects.worker_plans("w0"), rig.bus.publish_event
+        subject, publish = subjects.worker_plans(process("w0")), rig.bus.publish_event
         refused: list[str] = []
 
         async def fails(to: str, message: object, *, message_id: str) -> None:

@@ -22,6 +22,7 @@ from shared.messages.load import Demand
 from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.registry import Floor, WorkerRecord
 from shared.profile import write_profile
+from tests.processes import process
 from tests.records import model, profile, worker_record
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import eventually
@@ -118,7 +119,9 @@ async def test_a_surplus_gets_the_role_that_lacks_an_instance(rig: Rig) -> None:
     assert plan.explain[0].startswith(
         "mutate: w1 from prefill to decode: 1 of 2 prefill instances are needed; otherwise"
     )
-    orders = [decode(e.payload, WorkerOrder) for e in rig.broker.events if e.subject == subjects.worker_plans("w1")]
+    orders = [
+        decode(e.payload, WorkerOrder) for e in rig.broker.events if e.subject == subjects.worker_plans(process("w1"))
+    ]
     assert [order.mutate for order in orders] == [plan]
     # What is under way counts as done.
     await say(rig, "prefill", 1, 2)

@@ -15,6 +15,7 @@ from shared.messages.live import ZigzagAssignment
 from shared.messages.operations import ListScaleRecords, ScaleRecords
 from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from shared.messages.registry import WorkerRecord
+from tests.processes import process
 from tests.records import worker_record
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import TIMEOUT_S, eventually
@@ -34,7 +35,9 @@ class Worker:
         self.drains: list[DrainPlan] = []
         self.mutations: list[MutatePlan] = []
         bus = rig.broker.bus(worker_id)
-        self.orders = Orders(bus, worker_id, self._scale, self._drain, self._zigzag, self._mutate, self._migrate)
+        self.orders = Orders(
+            bus, process(worker_id), self._scale, self._drain, self._zigzag, self._mutate, self._migrate
+        )
 
     async def _scale(self, plan: ScalePlan, *_: float) -> None:
         self.scales.append(plan)
@@ -87,7 +90,7 @@ async def test_an_instance_that_never_heard_that_it_is_to_drain_hears_it_from_th
     assert isinstance(plan, DrainPlan)
     (target,) = plan.targets
     # The planner died between the record of the plan and its words to the target.
-    rig.broker.forget_events(subjects.worker_plans(target.worker_id))
+    rig.broker.forget_events(subjects.worker_plans(process(target.worker_id)))
     worker = Worker(rig, target.worker_id)
     worker.orders.planner_term(plan.term + 1)
     await worker.orders.subscribe()

@@ -31,6 +31,7 @@ from shared.messages.registry import (
     SetModel,
     Snapshot,
 )
+from tests.processes import process
 from tests.services.pool.giving import give
 from tests.services.pool.host_copies import copy_of, holding
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
@@ -137,9 +138,9 @@ class CopyWorker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        await self.bus.respond(subjects.worker_hold_copy(self.worker_id), HoldCopy, self._on_hold)
-        await self.bus.respond(subjects.worker_drop_copy(self.worker_id), DropCopy, self._on_drop)
-        await self.bus.respond(subjects.worker_can_read(self.worker_id), CanRead, self._on_can_read)
+        await self.bus.respond(subjects.worker_hold_copy(process(self.worker_id)), HoldCopy, self._on_hold)
+        await self.bus.respond(subjects.worker_drop_copy(process(self.worker_id)), DropCopy, self._on_drop)
+        await self.bus.respond(subjects.worker_can_read(process(self.worker_id)), CanRead, self._on_can_read)
         await self.beat()
         self._run(self._keep_beating())
 

@@ -27,6 +27,7 @@ from shared.messages.plans import (
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import ModelRecord
 from tests.checkpoints import tiny_checkpoint
+from tests.processes import INCARNATION, process
 from tests.services.fake_gateway import FakeGateway
 from tests.services.fake_pool import FakePool
 from tests.services.waiting import eventually
@@ -79,6 +80,7 @@ class LoneWorker:
     def chain_member(self, instance_id: str, epoch: int) -> ChainMember:
         return ChainMember(
             worker_id="w0",
+            incarnation=INCARNATION,
             instance_id=instance_id,
             host=self.worker.config.host,
             transport_address=self.worker.transport.address,
@@ -115,7 +117,7 @@ class LoneWorker:
             order = WorkerOrder(mutate=plan)
         else:
             order = WorkerOrder(scale=plan) if isinstance(plan, ScalePlan) else WorkerOrder(drain=plan)
-        await self.planner.publish_event(subjects.worker_plans("w0"), order, message_id=plan.plan_id)
+        await self.planner.publish_event(subjects.worker_plans(process("w0")), order, message_id=plan.plan_id)
 
     async def serve(self, *, epoch: int = 10) -> str:
         """Load the model; the id of the instance, once it serves."""
@@ -126,13 +128,13 @@ class LoneWorker:
 
     async def drain(self, instance_id: str, plan_id: str = "drain-1", *, revive: bool = False) -> None:
         """Publish a drain, or a revival."""
-        target = DrainTarget(worker_id="w0", instance_id=instance_id)
+        target = DrainTarget(worker_id="w0", incarnation=INCARNATION, instance_id=instance_id)
         await self.publish(DrainPlan(plan_id=plan_id, model=self.model.name, targets=(target,), revive=revive, term=1))
 
     async def mutate(self, instance_id: str, role: Role, plan_id: str = "mutate-1", **fields: object) -> None:
         """Publish a mutation."""
         defaults: dict[str, object] = {"planned_s": time.monotonic(), "valid_s": 60.0, "term": 1}
-        target = MutateTarget(worker_id="w0", instance_id=instance_id, was="colocated")
+        target = MutateTarget(worker_id="w0", incarnation=INCARNATION, instance_id=instance_id, was="colocated")
         await self.publish(
             MutatePlan(plan_id=plan_id, model=self.model.name, targets=(target,), role=role, **(defaults | fields))  # type: ignore[arg-type]
         )

@@ -10,13 +10,14 @@ from shared import identity, subjects
 from shared.errors import DuplicateId, NoResponder
 from shared.messages.common import Ack
 from shared.messages.generation import Resend
+from tests.processes import process
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 from tests.services.workers import RunningWorker, worker_config
 
 
 def second(worker: LoneWorker) -> RunningWorker:
-    return RunningWorker(worker.broker, worker.fabric, worker_config("w0"))
+    return RunningWorker(worker.broker, worker.fabric, worker_config("w0"), incarnation="2")
 
 
 async def test_a_second_worker_of_an_id_ends_before_it_hears_anything_that_is_meant_for_the_first() -> None:
@@ -35,7 +36,7 @@ async def test_a_worker_that_is_told_that_another_one_lives_ends() -> None:
             await asyncio.wait_for(first.worker.task, 5)
         with pytest.raises(NoResponder):
             await first.planner.request(
-                subjects.worker_resend("w0"), Resend(request_id="r", attempt=1, offset=0), Ack, timeout_s=1.0
+                subjects.worker_resend(process("w0")), Resend(request_id="r", attempt=1, offset=0), Ack, timeout_s=1.0
             )
         await identity.refuse_if_held(first.planner, subjects.worker_holder("w0"), "worker id 'w0'")
 

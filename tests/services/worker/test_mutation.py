@@ -13,6 +13,7 @@ from shared import subjects
 from shared.messages.common import Role
 from shared.messages.load import LoadReport
 from shared.messages.plans import MutatePlan, MutateTarget
+from tests.processes import INCARNATION
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
@@ -172,7 +173,12 @@ async def test_without_the_pool_it_has_the_role_and_the_planner_is_told_that_nob
 
 
 async def give_role(worker: RunningWorker, role: Role) -> None:
-    target = MutateTarget(worker_id=worker.worker_id, instance_id=worker.serving.instance_id, was=worker.serving.role)
+    target = MutateTarget(
+        worker_id=worker.worker_id,
+        incarnation=INCARNATION,
+        instance_id=worker.serving.instance_id,
+        was=worker.serving.role,
+    )
     now_s = time.monotonic()
     await worker.service.parts.mutation.on_mutate_plan(
         MutatePlan(

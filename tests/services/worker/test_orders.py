@@ -10,6 +10,7 @@ from services.worker.orders import Orders
 from shared import subjects
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
+from tests.processes import process
 from tests.records import model
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
@@ -38,7 +39,9 @@ class Heard:
         self.planner = self.broker.bus("planner")
         self.all: list[str] = []
         self.bus = self.broker.bus("w0")
-        self.orders = Orders(self.bus, "w0", self._scale, self._drain, self._zigzag, self._mutate, self._migrate)
+        self.orders = Orders(
+            self.bus, process("w0"), self._scale, self._drain, self._zigzag, self._mutate, self._migrate
+        )
         self._number = 0
 
     async def _scale(self, order: ScalePlan, _stored_s: float) -> None:
@@ -58,7 +61,7 @@ class Heard:
 
     async def tell(self, order: WorkerOrder, worker_id: str = "w0") -> None:
         self._number += 1
-        await self.planner.publish_event(subjects.worker_plans(worker_id), order, message_id=f"{self._number}")
+        await self.planner.publish_event(subjects.worker_plans(process(worker_id)), order, message_id=f"{self._number}")
 
     async def settle(self) -> None:
         """Everything that was told until now has been heard."""

@@ -18,6 +18,7 @@ from shared.messages.common import Ack
 from shared.messages.feeds import FetchRange
 from shared.messages.plans import Stripe
 from shared.messages.registry import HeartbeatAck
+from tests.processes import process
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import FROM_DISK, LoneWorker, lone_worker
@@ -281,7 +282,7 @@ def _fetch(alone: LoneWorker, **changes: object) -> FetchRange:
 
 
 async def _ask(broker: MemoryBroker, request: FetchRange) -> Ack:
-    return await broker.bus("w1").request(subjects.worker_fetch("w0"), request, Ack, timeout_s=5.0)
+    return await broker.bus("w1").request(subjects.worker_fetch(process("w0")), request, Ack, timeout_s=5.0)
 
 
 async def test_a_verified_range_is_sent_again_and_others_are_refused(alone: LoneWorker) -> None:

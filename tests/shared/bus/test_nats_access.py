@@ -21,6 +21,7 @@ from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.messages.live import WorkerOrder
 from shared.messages.plans import DrainPlan
+from tests.processes import process
 from tests.servers import Server, guarded_nats_server, nats_server, password_of
 from tests.shared.bus.conftest import eventually
 
@@ -72,10 +73,10 @@ async def ignore(message: Stored[WorkerOrder]) -> None:
 async def test_services_reach_each_other_through_what_they_may(buses: Buses) -> None:
     gateway, worker, planner = [await buses.connect(kind) for kind in ("gateway", "worker", "planner")]
     cancelled: list[Cancel] = []
-    await worker.respond(subjects.worker_submit("w"), Cancel, acknowledge)
-    await worker.subscribe(subjects.worker_cancel("w"), Cancel, cancelled.append)
-    assert await gateway.request(subjects.worker_submit("w"), CANCEL, Ack, timeout_s=5) == Ack()
-    await gateway.publish(subjects.worker_cancel("w"), CANCEL)
+    await worker.respond(subjects.worker_submit(process("w")), Cancel, acknowledge)
+    await worker.subscribe(subjects.worker_cancel(process("w")), Cancel, cancelled.append)
+    assert await gateway.request(subjects.worker_submit(process("w")), CANCEL, Ack, timeout_s=5) == Ack()
+    await gateway.publish(subjects.worker_cancel(process("w")), CANCEL)
     await eventually(lambda: cancelled == [CANCEL])
 
     got: list[WorkerOrder] = []
@@ -84,8 +85,8 @@ async def test_services_reach_each_other_through_what_they_may(buses: Buses) -> 
         got.append(event.event)
 
     await planner.keep_plan_stream(StreamLimits())
-    await worker.subscribe_events(subjects.worker_plans("w"), WorkerOrder, on_event)
-    await planner.publish_event(subjects.worker_plans("w"), ORDER, message_id="1")
+    await worker.subscribe_events(subjects.worker_plans(process("w")), WorkerOrder, on_event)
+    await planner.publish_event(subjects.worker_plans(process("w")), ORDER, message_id="1")
     await eventually(lambda: got == [ORDER])
 
 
@@ -102,7 +103,7 @@ async def test_what_is_refused_is_a_typed_error_and_nobody_waits_for_it(buses: B
     with pytest.raises(NotPermitted, match=r"user 'worker' to append blitz.v1.plans.scale"):
         await worker.publish_event(subjects.scale_plans(), CANCEL, message_id="1")
     with pytest.raises(NotPermitted, match="user 'gateway' to read events on"):
-        await gateway.subscribe_events(subjects.worker_plans("w"), WorkerOrder, ignore)
+        await gateway.subscribe_events(subjects.worker_plans(process("w")), WorkerOrder, ignore)
     with pytest.raises(NotPermitted, match="user 'worker' to make the plan stream"):
         await worker.keep_plan_stream(StreamLimits())
     assert time.monotonic() - started_s < long_s / 2
@@ -188,16 +189,16 @@ async def test_an_event_reader_waits_for_the_stream_and_misses_nothing(buses: Bu
     async def on_event(event: Stored[WorkerOrder]) -> None:
         got.append(event.event.drain.term if event.event.drain else 0)
 
-    await worker.subscribe_events(subjects.worker_plans("w"), WorkerOrder, on_event)
+    await worker.subscribe_events(subjects.worker_plans(process("w")), WorkerOrder, on_event)
     assert got == []
     for term in range(1, 4):  # the first append makes the stream
-        await planner.publish_event(subjects.worker_plans("w"), order(term), message_id=str(term))
+        await planner.publish_event(subjects.worker_plans(process("w")), order(term), message_id=str(term))
     await eventually(lambda: got == [1, 2, 3])
 
 
 async def test_a_reader_that_waits_can_be_closed(buses: Buses) -> None:
     worker = await buses.connect("worker")
-    subscription = await worker.subscribe_events(subjects.worker_plans("w"), WorkerOrder, ignore)
+    subscription = await worker.subscribe_events(subjects.worker_plans(process("w")), WorkerOrder, ignore)
     async with asyncio.timeout(10):
         await subscription.close()
 

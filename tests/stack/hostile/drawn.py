@@ -20,6 +20,7 @@ from shared import subjects
 from shared.bus.wire import ERROR_CODE, SERVICE_ERROR, TRACEPARENT
 from shared.messages.codec import Message
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerInfo
+from tests.processes import process
 from tests.stack.hostile.targets import Target
 
 MAX_BYTES = 900_000
@@ -250,8 +251,9 @@ def replies(facts: Facts) -> st.SearchStrategy[str | None]:
     worker, gateway = facts.workers[0], facts.gateways[0]
     theirs = st.sampled_from(
         ["_INBOX.pool.aaaa", "_INBOX.gateway.aaaa.b", "nobody.listens", subjects.pool("heartbeat"),
-         subjects.pool("snapshot"), subjects.planner("scale"), subjects.worker_submit(worker), subjects.load(),
-         subjects.tokens(gateway), subjects.scale_records(), subjects.scale_plans(), subjects.worker_plans(worker),
+         subjects.pool("snapshot"), subjects.planner("scale"), subjects.worker_submit(process(worker)), subjects.load(),
+         subjects.tokens(process(gateway)), subjects.scale_records(), subjects.scale_plans(),
+         subjects.worker_plans(process(worker)),
          subjects.gateway_heartbeat(), "$JS.API.STREAM.INFO.BLITZ_PLANS", "$JS.ACK.BLITZ_PLANS.a.1.1.1.1.0"]
     )  # fmt: skip
     return weighted((7, st.none()), (1, theirs))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from services.planner.core.fleet.migration import MAX_DESTINATIONS
 from shared.messages.common import Role
 from shared.messages.destinations import Destination
+from shared.subjects import Process
 
 LACKS_S = 0.5
 """What has lacked KV for so long waits for longer than the end of some short answer."""
@@ -34,7 +35,7 @@ KINDS: tuple[Role, ...] = ("colocated", "decode")
 class Serves:
     """An instance that serves, and stays, by what it reported last. KV is in tokens."""
 
-    worker_id: str
+    worker: Process
     instance_id: str
     role: Role
     context_tokens: int
@@ -114,7 +115,12 @@ def _takers(source: Serves, instances: Sequence[Serves]) -> list[Serves]:
 
 
 def _destination(taker: Serves) -> Destination:
-    return Destination(worker_id=taker.worker_id, instance_id=taker.instance_id, kv_tokens=taker.spare_kv)
+    return Destination(
+        worker_id=taker.worker.id,
+        incarnation=taker.worker.incarnation,
+        instance_id=taker.instance_id,
+        kv_tokens=taker.spare_kv,
+    )
 
 
 def _why(source: Serves, num_takers: int) -> str:

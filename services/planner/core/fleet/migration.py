@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shared.messages.common import DECODES_FOR_OTHERS, TAKES_PROMPTS, Role
 from shared.messages.destinations import Destination, SendBack
+from shared.subjects import Process
 
 MAX_DESTINATIONS = 4
 """Named to one instance."""
@@ -41,7 +42,7 @@ class Goes:
 class Stays:
     """An instance of the same weights that serves on."""
 
-    worker_id: str
+    worker: Process
     instance_id: str
     role: Role
     free_kv_tokens: int
@@ -70,7 +71,12 @@ class Destinations:
         for stays, free in named.items():
             self._free[stays] -= min(free, goes.kv_tokens * free // total)
         return tuple(
-            Destination(worker_id=stays.worker_id, instance_id=stays.instance_id, kv_tokens=free)
+            Destination(
+                worker_id=stays.worker.id,
+                incarnation=stays.worker.incarnation,
+                instance_id=stays.instance_id,
+                kv_tokens=free,
+            )
             for stays, free in named.items()
         )
 

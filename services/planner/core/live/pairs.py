@@ -217,6 +217,7 @@ def _source(instance_id: str, record: WorkerRecord) -> ChainMember:
     worker = record.worker
     return ChainMember(
         worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
         instance_id=instance_id,
         host=worker.host,
         transport_address=worker.transport_address,

@@ -12,6 +12,7 @@ from services.planner.core.multicast.cluster import Cluster
 from shared.messages.common import Role
 from shared.messages.plans import Chain, ChainMember, DrainPlan, DrainTarget, MutatePlan, MutateTarget, ScalePlan
 from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
+from shared.subjects import Process
 
 PART_TARGETS = 100
 """Targets in one part of a plan: some 700 bytes each."""
@@ -80,6 +81,7 @@ def _members(plan_id: str, planned: WorkerChains, cluster: Cluster, epochs: dict
             instance_id = instances.get(name, "") if name in gpu_sources else ""
         return ChainMember(
             worker_id=name,
+            incarnation=worker.incarnation,
             instance_id=instance_id,
             host=worker.host,
             transport_address=worker.transport_address,
@@ -96,8 +98,12 @@ def targets_of(plan: ScalePlan) -> tuple[tuple[str, str], ...]:
 
 def drain_targets(records: Sequence[WorkerRecord]) -> tuple[DrainTarget, ...]:
     """These workers' instances."""
-    held = [(record.worker.worker_id, record.instance) for record in records]
-    return tuple(DrainTarget(worker_id=w, instance_id=i.instance_id) for w, i in held if i is not None)
+    held = [(record.worker, record.instance) for record in records]
+    return tuple(
+        DrainTarget(worker_id=w.worker_id, incarnation=w.incarnation, instance_id=i.instance_id)
+        for w, i in held
+        if i is not None
+    )
 
 
 def drain_plan(
@@ -120,7 +126,12 @@ def mutate_plan(
 ) -> MutatePlan:
     """Give these workers' instances, which have other roles, the header's role."""
     targets = tuple(
-        MutateTarget(worker_id=w.worker.worker_id, instance_id=w.instance.instance_id, was=w.instance.role)
+        MutateTarget(
+            worker_id=w.worker.worker_id,
+            incarnation=w.worker.incarnation,
+            instance_id=w.instance.instance_id,
+            was=w.instance.role,
+        )
         for w in records
         if w.instance is not None
     )
@@ -189,8 +200,8 @@ def whole_plan(parts: Sequence[ScalePlan]) -> ScalePlan:
     )
 
 
-def own_plans(plan: ScalePlan) -> Iterator[tuple[str, ScalePlan]]:
-    """(worker id, what that target has to know): its hop, the hops that it climbs to if that one breaks, and the plan's
+def own_plans(plan: ScalePlan) -> Iterator[tuple[Process, ScalePlan]]:
+    """(worker, what that target has to know): its hop, the hops that it climbs to if that one breaks, and the plan's
     fallbacks."""
     members, keepers = {m.worker_id: m for m in plan.members}, frozenset(plan.keepers)
     for chain in plan.chains:
@@ -199,7 +210,7 @@ def own_plans(plan: ScalePlan) -> Iterator[tuple[str, ScalePlan]]:
             seen = Chain(hops=above, chunk_bytes=chain.chunk_bytes)
             own = msgspec.structs.replace(_with_chains(plan, (seen,), members, keepers), explain=(), left_out=())
             for target in hop.targets:
-                yield target, own
+                yield members[target].worker, own
 
 
 def _with_chains(

@@ -18,6 +18,7 @@ from shared.messages.load import LoadReport
 from shared.messages.plans import DrainTarget, MigratePlan
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
 from shared.registry_view import RegistryView
+from shared.subjects import Process
 
 
 class Migrations:
@@ -50,15 +51,19 @@ class Migrations:
     ) -> tuple[DrainTarget, ...]:
         """For instances that drain together. ``workers``: all that have an instance of the model. ``at_once``: their
         workers are taken for another model that has none."""
-        going = [(record.worker.worker_id, record.instance) for record in records if record.instance is not None]
+        going = [(record.worker, record.instance) for record in records if record.instance is not None]
         gone = {instance.instance_id for _, instance in going}
         destinations = Destinations(self._stays(*serving) for serving in self._serving(model, workers, gone))
         targets = []
-        for worker_id, instance in going:
+        for worker, instance in going:
             named, send_back = self._to_leave(instance, destinations, at_once=at_once)
             targets.append(
                 DrainTarget(
-                    worker_id=worker_id, instance_id=instance.instance_id, destinations=named, send_back=send_back
+                    worker_id=worker.worker_id,
+                    incarnation=worker.incarnation,
+                    instance_id=instance.instance_id,
+                    destinations=named,
+                    send_back=send_back,
                 )
             )
         return tuple(targets)
@@ -83,9 +88,9 @@ class Migrations:
         goes = Goes(instance.instance_id, instance.role, used, instance.context_tokens)
         return destinations.of(goes), destinations.send_back(goes, at_once=at_once)
 
-    def _stays(self, worker_id: str, instance: InstanceInfo) -> Stays:
+    def _stays(self, worker: Process, instance: InstanceInfo) -> Stays:
         return Stays(
-            worker_id,
+            worker,
             instance.instance_id,
             instance.role,
             self._load.free_kv_tokens(instance.instance_id),
@@ -122,8 +127,8 @@ class Migrations:
                 continue
             if any(record.instance is not None and record.instance.instance_id in lacking for record in records):
                 serving = [
-                    _serves(worker_id, instance, report, lacking.get(instance.instance_id, 0.0))
-                    for worker_id, instance in self._serving(model, records, in_pairs)
+                    _serves(worker, instance, report, lacking.get(instance.instance_id, 0.0))
+                    for worker, instance in self._serving(model, records, in_pairs)
                     if (report := self._load.latest(instance.instance_id)) is not None
                 ]
                 bytes_per_token = model.spec.kv_bytes_per_token
@@ -138,7 +143,8 @@ class Migrations:
         return MigratePlan(
             plan_id=self._new_id("move"),
             model=model,
-            worker_id=found.source.worker_id,
+            worker_id=found.source.worker.id,
+            incarnation=found.source.worker.incarnation,
             instance_id=found.source.instance_id,
             destinations=found.destinations,
             valid_s=REST_S,
@@ -151,8 +157,8 @@ class Migrations:
 
     def _serving(
         self, model: ModelRecord, workers: Iterable[WorkerRecord], others: Collection[str]
-    ) -> Iterable[tuple[str, InstanceInfo]]:
-        """Instances of these very weights that serve and are not to go, with their workers' ids, but for ``others``."""
+    ) -> Iterable[tuple[Process, InstanceInfo]]:
+        """Instances of these very weights that serve and are not to go, with their workers, but for ``others``."""
         leaving = self._operations.instances_to_drain()
         for record in workers:
             instance = record.instance
@@ -161,13 +167,13 @@ class Migrations:
             if (instance.model, instance.model_hash) != (model.name, model.model_hash):
                 continue
             if instance.instance_id not in others and instance.instance_id not in leaving:
-                yield record.worker.worker_id, instance
+                yield record.worker.process, instance
 
 
-def _serves(worker_id: str, instance: InstanceInfo, report: LoadReport, lacked_s: float) -> Serves:
+def _serves(worker: Process, instance: InstanceInfo, report: LoadReport, lacked_s: float) -> Serves:
     block_tokens = report.kv_block_tokens
     return Serves(
-        worker_id,
+        worker,
         instance.instance_id,
         instance.role,
         instance.context_tokens,

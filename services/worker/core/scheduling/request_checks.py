@@ -64,9 +64,9 @@ def _check_sampling(request: Submit, vocab_size: int) -> None:
 
 def _check_addresses(request: Submit) -> None:
     """Raises ``BadRequest`` for a gateway or a decode instance that cannot be spoken to."""
-    subjects.tokens(request.gateway_id)
+    subjects.tokens(request.gateway)
     if request.decode_at is not None:
-        subjects.worker_submit(request.decode_at.worker_id)
+        subjects.worker_submit(request.decode_at.worker)
 
 
 def check_slot(instance_id: str, taken: int, slots: int) -> None:

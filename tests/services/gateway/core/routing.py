@@ -8,6 +8,7 @@ from shared.messages.common import InstanceState, Role
 from shared.messages.generation import SamplingParams
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.messages.registry import Route
+from tests.processes import INCARNATION
 
 
 def route(
@@ -22,6 +23,7 @@ def route(
     return Route(
         instance_id=name,
         worker_id=f"w-{name}",
+        incarnation=INCARNATION,
         state=state,
         role=role,
         max_running_requests=running,
@@ -66,6 +68,7 @@ def load_report(name: str, *, running: int = 0, queued: int = 0, queued_tokens: 
     """What instance ``name`` says of everybody's requests there."""
     return LoadReport(
         worker_id=f"w-{name}",
+        incarnation=INCARNATION,
         instance_id=name,
         model="m",
         state="serving",

@@ -6,6 +6,7 @@ from services.gateway.core.failover import GiveUp, Outcome, Retry, WorkerLost, a
 from services.gateway.core.stream import CLEARED_TOKENS, MAX_OTHER_DEATHS, Deaths, StreamState
 from shared.errors import PoisonRequest, Unavailable
 from shared.messages.generation import SamplingParams, StreamPart
+from tests.processes import process
 
 
 class Story:
@@ -20,7 +21,7 @@ class Story:
     def attempt_dies(self, *, tokens: int = 0, in_own_step: bool = True) -> Story:
         """Its next attempt brings so many tokens, and its worker dies. One that is computed alone says where it is."""
         stream = self.stream
-        stream.submitted_to(f"i{stream.attempt}", f"w{stream.attempt}")
+        stream.submitted_to(f"i{stream.attempt}", process(f"w{stream.attempt}"))
         self.alone.append(stream.deaths.suspected)
         for _ in range(tokens):
             self._part((7,))
@@ -105,6 +106,6 @@ def test_a_suspect_asks_to_be_computed_alone_until_it_is_cleared() -> None:
 def test_what_a_worker_said_of_an_earlier_attempt_does_not_count() -> None:
     story = Story().attempt_dies().attempt_dies().attempt_dies(in_own_step=False)
     stream = story.stream
-    stream.submitted_to("i", "w")
+    stream.submitted_to("i", process("w"))
     stream.accept(StreamPart(request_id="r", attempt=stream.attempt - 1, offset=0, computing=True))
     assert not stream.computing

@@ -34,6 +34,7 @@ from shared.errors import (
 from shared.messages.codec import MalformedMessage
 from shared.messages.common import InstanceState
 from shared.messages.generation import SamplingParams, StreamPart
+from tests.processes import process
 from tests.services.gateway.core.routing import Harness, route
 from tests.services.gateway.core.routing import stream as queued
 
@@ -51,7 +52,7 @@ def running(*output: int, failures: int = 0, max_tokens: int = 4) -> StreamState
         failures=failures,
         output_token_ids=list(output),
     )
-    stream.submitted_to("i", "w")
+    stream.submitted_to("i", process("w"))
     return stream
 
 
@@ -154,7 +155,7 @@ def test_what_a_failure_says_about_its_instance_keeps_requests_away_from_it() ->
         first, *others = (queued(f"r{i}") for i in range(3))
         harness.add(first)
         assert harness.placed() == [("a", None)]
-        first.submitted_to("a", "w-a")
+        first.submitted_to("a", process("w-a"))
         leave_alone(harness.router, first, outcome, now_s=0.0)
         harness.router.bookings.release(first.request_id)
         harness.add(*others)
@@ -167,7 +168,7 @@ def test_an_instance_that_had_no_free_slot_is_not_paused_but_full_until_it_repor
     first, second = queued("r0"), queued("r1")
     harness.add(first)
     harness.placed()
-    first.submitted_to("a", "w-a", may_wait=False)
+    first.submitted_to("a", process("w-a"), may_wait=False)
     leave_alone(harness.router, first, Retry(fault=False, pause_s=0.0, full=True), now_s=0.0)
     assert harness.router.bookings.load_of("a").slots_taken
     harness.add(second)
@@ -181,7 +182,7 @@ def test_a_request_that_was_served_or_failed_waits_anew_and_one_that_was_only_re
         stream = queued("r", max_tokens=4)
         harness.add(stream)
         harness.placed()
-        stream.submitted_to("a", "w-a")
+        stream.submitted_to("a", process("w-a"))
         if tokens:
             stream.accept(StreamPart(request_id="r", attempt=1, offset=0, token_ids=tokens))
         found = requeue(harness.router, stream, retry, deadline_s=10.0, queue_timeout_s=10.0, now_s=5.0)

@@ -15,6 +15,7 @@ from shared.messages.common import InstanceState
 from shared.messages.registry import GoneRoute, ModelRoute, Route
 from shared.messages.registry import RouteChanges as Event
 from shared.registry import RegistryView
+from tests.processes import INCARNATION
 from tests.records import heartbeat, model, view, worker_record
 
 M = model("m")
@@ -25,6 +26,7 @@ def route(name: str, state: InstanceState = "serving") -> Route:
     return Route(
         instance_id=name,
         worker_id=f"w-{name}",
+        incarnation=INCARNATION,
         state=state,
         role="colocated",
         max_running_requests=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.processes import process
 from tests.services.gateway.core.routing import Harness, route, stream
 
 
@@ -47,7 +48,7 @@ def test_a_request_that_was_running_waits_aside_until_an_instance_can_hold_it() 
     begun = stream("1", 10, max_tokens=500)
     h.add(begun)
     assert h.sent() == [("1", "big")]
-    begun.submitted_to("big", "w-big")
+    begun.submitted_to("big", process("w-big"))
     begun.requeued(fault=True)
     h.router.set_routes("m", "", [route("small", context=100)])
     h.router.requeue(begun, deadline_s=10.0)

@@ -12,6 +12,7 @@ from services.gateway.core.bookings import ALONE, OtherGateways
 from services.gateway.core.router import Router
 from services.gateway.core.stream import StreamState
 from shared.errors import Overloaded
+from tests.processes import process
 from tests.services.gateway.core.routing import load_report, queue_report, route, stream
 
 INSTANCES = ("a", "b")
@@ -89,7 +90,7 @@ class Machine(RuleBasedStateMachine):
             del queued[name]
             self._turn(request.key, {key for n, key in queued.items() if self._holds(n)})
             self._may_take(instance_id, request)
-            request.submitted_to(instance_id, f"w-{instance_id}")
+            request.submitted_to(instance_id, process(f"w-{instance_id}"))
             self.booked[name] = Booked(request, instance_id)
 
     @precondition(lambda self: self.booked)

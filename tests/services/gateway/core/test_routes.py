@@ -5,6 +5,7 @@ from pathlib import Path
 from services.gateway.core.routes import RouteView, takes_new
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import GoneRoute, ModelRoute, Route, RouteChanges
+from tests.processes import INCARNATION
 from tests.records import view, worker_record
 from tests.services.gateway.checkpoint import model_record
 
@@ -15,6 +16,7 @@ def route(name: str, state: InstanceState = "serving", context: int = 100, role:
     return Route(
         instance_id=name,
         worker_id=f"w-{name}",
+        incarnation=INCARNATION,
         state=state,
         role=role,
         max_running_requests=1,

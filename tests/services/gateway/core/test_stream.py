@@ -6,6 +6,7 @@ import pytest
 
 from services.gateway.core.stream import Phase, StreamState, Verdict
 from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
+from tests.processes import INCARNATION, process
 
 
 def stream(max_tokens: int = 10, **sampling: Any) -> StreamState:
@@ -17,7 +18,7 @@ def stream(max_tokens: int = 10, **sampling: Any) -> StreamState:
         arrived_at_s=0.0,
         end_token_ids=frozenset({99}),
     )
-    state.submitted_to("i", "w")
+    state.submitted_to("i", process("w"))
     return state
 
 
@@ -64,14 +65,14 @@ def test_an_empty_part_is_no_progress() -> None:
 def hears(state: StreamState, worker: str, heard: StreamPart) -> bool:
     """Whether the stream follows to ``worker`` when it sends this part."""
     verdict, _ = state.accept(heard)
-    return state.taken_over(heard, verdict, instance_id=f"i-{worker}", worker_id=worker)
+    return state.taken_over(heard, verdict, instance_id=f"i-{worker}", worker=process(worker))
 
 
 def test_a_worker_that_takes_over_says_so_before_its_first_token() -> None:
     state = stream()
     assert not hears(state, "w", part(0))
     assert hears(state, "v", part(0))
-    assert (state.worker_id, state.instance_id, state.phase) == ("v", "i-v", Phase.SUBMITTED)
+    assert (state.worker, state.instance_id, state.phase) == (process("v"), "i-v", Phase.SUBMITTED)
     assert not hears(state, "v", part(0, 7))
     assert state.output_token_ids == [7]
 
@@ -81,7 +82,7 @@ def test_a_worker_whose_first_word_was_lost_has_taken_over_by_its_tokens() -> No
     assert hears(state, "v", part(0, 7))
     other = stream()
     assert hears(other, "v", part(1, 8))
-    assert (other.worker_id, other.output_token_ids) == ("v", [])
+    assert (other.worker, other.output_token_ids) == (process("v"), [])
 
 
 def test_what_a_former_worker_says_late_takes_nothing_back() -> None:
@@ -90,7 +91,7 @@ def test_what_a_former_worker_says_late_takes_nothing_back() -> None:
     assert hears(state, "v", part(1))
     for late in (part(0, 7), part(0), part(1), part(3, 9)):
         assert not hears(state, "w", late), late
-    assert state.worker_id == "v"
+    assert state.worker == process("v")
     # New tokens can only come from who has it.
     assert hears(state, "w", part(1, 8))
     assert not hears(state, "v", part(2))
@@ -101,7 +102,7 @@ def test_repetitions_and_other_attempts_take_nothing_over() -> None:
     state.accept(part(0, 7, 8))
     for heard in (part(0, 7), part(0, 7, 8), part(1), part(2, attempt=2), part(2, 9, attempt=0)):
         assert not hears(state, "v", heard), heard
-    assert state.worker_id == "w"
+    assert state.worker == process("w")
 
 
 def test_an_end_can_come_from_who_took_over() -> None:
@@ -116,24 +117,24 @@ def test_a_decode_worker_is_followed_with_its_first_new_token_at_the_latest() ->
     # It sends the first token, too: that may have been lost, and was not.
     assert not hears(state, "v", part(0, 7))
     assert hears(state, "v", part(1, 8))
-    assert (state.worker_id, state.output_token_ids) == ("v", [7, 8])
+    assert (state.worker, state.output_token_ids) == (process("v"), [7, 8])
     lost = stream()
     assert hears(lost, "v", part(0, 7))
     assert not hears(lost, "w", part(0, 7))
-    assert (lost.worker_id, lost.output_token_ids) == ("v", [7])
+    assert (lost.worker, lost.output_token_ids) == (process("v"), [7])
 
 
 def test_a_decode_instance_is_avoided_once_it_may_have_had_the_request() -> None:
-    place = DecodePlace(worker_id="d", instance_id="i-d")
+    place = DecodePlace(worker_id="d", incarnation=INCARNATION, instance_id="i-d")
     state = StreamState("r", "m", (1, 2), SamplingParams(max_tokens=9, seed=0), 0.0)
-    state.submitted_to("i", "w", place)
+    state.submitted_to("i", process("w"), place)
     state.requeued(fault=True)
     assert (state.avoid, state.decode_at) == ({"i"}, None)
-    state.submitted_to("j", "v", place)
+    state.submitted_to("j", process("v"), place)
     state.accept(part(0, 7, attempt=2))
     state.requeued(fault=True)
     assert state.avoid == {"i", "j", "i-d"}
-    state.submitted_to("k", "x")
+    state.submitted_to("k", process("x"))
     state.accept(part(1, 8, attempt=3))
     assert hears(state, "y", part(2, 9, attempt=3))
     state.requeued(fault=True)
@@ -145,7 +146,7 @@ def test_the_next_attempt_starts_with_nobodys_past() -> None:
     assert hears(state, "v", part(0))
     state.requeued(fault=True)
     assert state.avoid == {"i-v"}
-    state.submitted_to("j", "x")
+    state.submitted_to("j", process("x"))
     assert hears(state, "w", part(0, attempt=2))
 
 
@@ -154,7 +155,7 @@ def test_other_attempts_are_foreign() -> None:
     state.accept(part(0, 7))
     state.requeued(fault=True)
     assert state.accept(part(1, 8))[0] is Verdict.FOREIGN
-    state.submitted_to("j", "v")
+    state.submitted_to("j", process("v"))
     assert state.accept(part(1, 8))[0] is Verdict.FOREIGN
     assert state.accept(part(1, 8, attempt=2)) == (Verdict.NEW, 0)
     state.finished()
@@ -165,7 +166,7 @@ def test_faults_are_counted_and_avoided_fullness_is_not() -> None:
     state = stream()
     state.requeued(fault=False)
     assert (state.failures, state.avoid) == (0, set())
-    state.submitted_to("i", "w")
+    state.submitted_to("i", process("w"))
     state.requeued(fault=True)
     assert (state.failures, state.avoid, state.attempt) == (1, {"i"}, 2)
 
@@ -173,7 +174,7 @@ def test_faults_are_counted_and_avoided_fullness_is_not() -> None:
 def test_illegal_moves_raise() -> None:
     state = stream()
     with pytest.raises(ValueError, match="submitted"):
-        state.submitted_to("j", "v")
+        state.submitted_to("j", process("v"))
     state.requeued(fault=False)
     with pytest.raises(ValueError, match="queued"):
         state.requeued(fault=False)

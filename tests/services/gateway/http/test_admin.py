@@ -16,6 +16,7 @@ from shared.messages.load import LoadReport
 from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from shared.messages.registry import AddModel, SetModel
 from shared.messages.traffic import CarriedBytes, GetTraffic, WorkerTraffic
+from tests.processes import INCARNATION, process
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_refusals import check
 
@@ -72,7 +73,7 @@ async def test_traffic_is_asked_of_the_workers_and_those_that_do_not_answer_are_
     async def answer(_: GetTraffic) -> WorkerTraffic:
         return WorkerTraffic(worker_id="w1", incarnation="i", carried=(kv,))
 
-    await stack.broker.bus("w1").respond(subjects.worker_traffic("w1"), GetTraffic, answer)
+    await stack.broker.bus("w1").respond(subjects.worker_traffic(process("w1")), GetTraffic, answer)
     [worker] = (traffic := (await stack.http.get("/admin/traffic")).json())["workers"]
     assert (worker["worker_id"], worker["incarnation"]) == ("w1", "i")
     assert worker["carried"] == [{"direction": "sent", "purpose": "kv", "way": "network", "num_bytes": 7}]
@@ -84,7 +85,8 @@ async def test_status_shows_live_instances_and_what_instances_have_to_do(make_st
     stack.workers[1].state = "live"
     stack.pool.models[0] = msgspec.structs.replace(stack.pool.models[0], slo_ttft_s=0.5, slo_tbt_s=0.1)
     report = LoadReport(
-        worker_id="w1", instance_id="w1-i", model="tiny", state="live", role="colocated", published_at_s=0.0,
+        worker_id="w1", incarnation=INCARNATION,
+        instance_id="w1-i", model="tiny", state="live", role="colocated", published_at_s=0.0,
         queued_requests=3, queued_tokens=700, running_requests=2, running_tokens=50, prefill_tokens_total=0,
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from shared.messages.load import LoadReport
 from shared.messages.operations import Advice, RefusedLoad, ScaleRecords, Unplanned
 from shared.messages.registry import Floor, HostCopy, Unplaced
 from shared.registry import RegistryView
+from tests.processes import INCARNATION
 from tests.records import model, view, worker_record
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,7 +41,8 @@ def registry() -> RegistryView:
 
 def status() -> Any:
     report = LoadReport(
-        worker_id="w0", instance_id="i-w0", model="m", state="serving", role="colocated", published_at_s=0.0,
+        worker_id="w0", incarnation=INCARNATION,
+        instance_id="i-w0", model="m", state="serving", role="colocated", published_at_s=0.0,
         queued_requests=3, queued_tokens=700, running_requests=2, running_tokens=50, prefill_tokens_total=0,
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from services.gateway.http import preparation
 from services.gateway.metrics import GatewayMetrics, Histogram
 from shared import subjects
 from shared.messages.load import LoadReport
+from tests.processes import INCARNATION, process
 from tests.services.gateway.cluster import say
 from tests.services.gateway.conftest import Stack, StackFactory
 
@@ -46,7 +47,8 @@ async def test_each_gateway_shows_its_own_requests_whatever_the_instances_have_o
     worker.max_running, worker.pause_after = 2, 1
     await stack.gateway.refresh()
     report = LoadReport(
-        worker_id="w0", instance_id="w0-i", model="tiny", state="serving", role="colocated", published_at_s=0.0,
+        worker_id="w0", incarnation=INCARNATION,
+        instance_id="w0-i", model="tiny", state="serving", role="colocated", published_at_s=0.0,
         queued_requests=20, queued_tokens=9, running_requests=30, running_tokens=30, prefill_tokens_total=0,
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip
@@ -86,7 +88,7 @@ async def test_what_was_counted_of_a_model_goes_with_it_and_not_before_its_last_
     assert not any('model_name="tiny"' in series for series in await scrape(stack))
     worker.resume.set()
     assert (await running).status_code == 200
-    await worker.send("gw-test", worker.part(worker.submits[0], 0, [1]))
+    await worker.send(process("gw-test"), worker.part(worker.submits[0], 0, [1]))
     assert not any('model_name="tiny"' in series for series in await scrape(stack))
 
 

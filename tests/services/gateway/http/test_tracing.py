@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from shared import subjects
 from shared.messages.common import Ack
 from shared.messages.generation import Submit
+from tests.processes import process
 from tests.services.gateway.conftest import Stack
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -29,7 +30,7 @@ async def test_one_span_per_request_joins_the_callers_trace_and_reaches_the_work
         return await worker.on_submit(submit)
 
     await worker.stop()
-    await worker.bus.respond(subjects.worker_submit("w0"), Submit, on_submit)
+    await worker.bus.respond(subjects.worker_submit(process("w0")), Submit, on_submit)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "max_tokens": 9}
     headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     answer = await stack.http.post("/v1/chat/completions", json=body, headers=headers)

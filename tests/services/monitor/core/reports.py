@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from shared.messages.load import LoadReport, ModelQueue
+from tests.processes import INCARNATION
 
 
 def report(instance_id: str = "i0", *, at: float = 0.0, **changes: object) -> LoadReport:
     """Of an idle, serving instance, but for ``changes``."""
     fields: dict[str, object] = {
         "worker_id": f"w-{instance_id}",
+        "incarnation": INCARNATION,
         "instance_id": instance_id,
         "model": "m",
         "state": "serving",

@@ -15,11 +15,11 @@ A, B = model("a", weights_bytes=100), model("b", weights_bytes=100)
 
 
 def holds(decided: Placement) -> list[tuple[str, str]]:
-    return [(s.worker_id, s.record.name) for s in decided.steps if isinstance(s, Hold)]
+    return [(s.worker.id, s.record.name) for s in decided.steps if isinstance(s, Hold)]
 
 
 def drops(decided: Placement) -> list[tuple[str, str]]:
-    return [(s.worker_id, s.model) for s in decided.steps if isinstance(s, Drop)]
+    return [(s.worker.id, s.model) for s in decided.steps if isinstance(s, Drop)]
 
 
 def look(models: list[ModelRecord], *workers: WorkerHeartbeat, outstanding: Outstanding | None = None) -> Placement:

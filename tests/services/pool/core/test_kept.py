@@ -55,7 +55,7 @@ class World:
         return decided
 
     def dropped(self, now_s: float) -> list[tuple[str, str]]:
-        return [(step.worker_id, step.model) for step in self.look(now_s).steps if isinstance(step, Drop)]
+        return [(step.worker.id, step.model) for step in self.look(now_s).steps if isinstance(step, Drop)]
 
 
 def left(record: ModelRecord, *, serial: int = 1) -> HostCopy:
@@ -206,7 +206,7 @@ def test_a_copy_that_is_used_or_the_last_and_not_on_disk_never_goes(events: list
         now_s += after_s
         world.report(worker_id, now_s, *([left(A)] if holds else []), serves=serves)
         has[worker_id] = holds, serves is not None
-        gone = {step.worker_id for step in world.look(now_s).steps}
+        gone = {step.worker.id for step in world.look(now_s).steps}
         for name in gone:
             on_host = [w for w in has if w[0] == name[0]]
             others = any(has[w][0] for w in on_host if w not in gone)

@@ -15,11 +15,11 @@ A, B, C = sized("a"), sized("b"), sized("c")
 
 
 def holds(decided: Placement) -> list[tuple[str, str]]:
-    return [(s.worker_id, s.record.name) for s in decided.steps if isinstance(s, Hold)]
+    return [(s.worker.id, s.record.name) for s in decided.steps if isinstance(s, Hold)]
 
 
 def drops(decided: Placement) -> list[tuple[str, str]]:
-    return [(s.worker_id, s.model) for s in decided.steps if isinstance(s, Drop)]
+    return [(s.worker.id, s.model) for s in decided.steps if isinstance(s, Drop)]
 
 
 def only_hold(decided: Placement) -> Hold:
@@ -66,9 +66,9 @@ def test_sources_are_host_copies_then_serving_gpus_then_draining_ones_near_ones_
     # A worker that cached the model holds it already; here the choice is left to another one.
     avoided = Outstanding(avoided={("w3", A.model_hash), ("w6", A.model_hash)})
     step = only_hold(place([A], workers, outstanding=avoided))
-    assert step.worker_id == "w4"
+    assert step.worker.id == "w4"
     # The draining instance has no digest: it may have been loading when it was told to drain.
-    assert [(s.worker_id, s.kind) for s in step.sources] == [("w3", "host"), ("w2", "gpu"), ("w1", "gpu")]
+    assert [(s.worker.id, s.kind) for s in step.sources] == [("w3", "host"), ("w2", "gpu"), ("w1", "gpu")]
 
 
 def test_without_any_copy_the_disk_is_the_source() -> None:
@@ -77,7 +77,7 @@ def test_without_any_copy_the_disk_is_the_source() -> None:
 
 def test_a_lost_host_copy_comes_back_from_a_gpu_of_another_host() -> None:
     step = only_hold(place([A], [holding("w1", serves=A, capacity=0), holding("w2")]))
-    assert (step.worker_id, [s.worker_id for s in step.sources]) == ("w2", ["w1"])
+    assert (step.worker.id, [s.worker.id for s in step.sources]) == ("w2", ["w1"])
 
 
 def test_of_several_ready_copies_the_one_on_the_emptiest_host_stays() -> None:
@@ -204,7 +204,7 @@ def test_a_cached_copy_becomes_the_placed_one_where_there_is_no_other_room() -> 
 def test_a_copy_that_its_worker_gives_up_is_replaced_elsewhere_and_then_dropped() -> None:
     given_up = Outstanding(given_up={("w0", A.model_hash)})
     step = only_hold(place([A], [holding("w0", [copy_of(A)]), holding("w1")], outstanding=given_up))
-    assert (step.worker_id, step.sources[0].worker_id, step.sources[0].kind) == ("w1", "w0", "host")
+    assert (step.worker.id, step.sources[0].worker.id, step.sources[0].kind) == ("w1", "w0", "host")
     both = [holding("w0", [copy_of(A)]), holding("w1", [copy_of(A)])]
     assert drops(place([A], both, outstanding=given_up)) == [("w0", "a")]
 
@@ -212,7 +212,7 @@ def test_a_copy_that_its_worker_gives_up_is_replaced_elsewhere_and_then_dropped(
 def test_an_empty_host_that_joins_gets_its_share_one_copy_at_a_time() -> None:
     workers = [holding("w0", [copy_of(A), copy_of(B), copy_of(C)]), holding("w1")]
     step = only_hold(place([A, B, C], workers))
-    assert (step.worker_id, step.sources[0].worker_id) == ("w1", "w0")
+    assert (step.worker.id, step.sources[0].worker.id) == ("w1", "w0")
     # The next one only after this one is done.
     moving = Outstanding(holds={step.key: 100})
     assert place([A, B, C], workers, outstanding=moving).steps == ()

@@ -50,16 +50,16 @@ class World:
         assert decided == place(self.models, list(reversed(self.reports())), removed=self.removed)
         before = self.complete()
         for step in decided.steps:
-            mine = self.copies.setdefault(step.worker_id, [])
+            mine = self.copies.setdefault(step.worker.id, [])
             if isinstance(step, Drop):
                 mine[:] = [c for c in mine if c.model_hash != step.model_hash]
         for model_hash, count in self.complete().items():
             assert count > 0 or before[model_hash] == 0
         for step in decided.steps:
             if isinstance(step, Hold):
-                mine = self.copies[step.worker_id]
+                mine = self.copies[step.worker.id]
                 mine[:] = [c for c in mine if c.model_hash != step.record.model_hash]
-                assert self.free(step.worker_id) >= step.record.weights_bytes
+                assert self.free(step.worker.id) >= step.record.weights_bytes
                 mine.append(copy_of(step.record))
         return decided
 

@@ -26,7 +26,7 @@ def numbered(count: int, weights_bytes: int = 100) -> list[ModelRecord]:
 
 
 def holds(decided: Placement) -> list[tuple[str, str]]:
-    return [(s.worker_id, s.record.name) for s in decided.steps if isinstance(s, Hold)]
+    return [(s.worker.id, s.record.name) for s in decided.steps if isinstance(s, Hold)]
 
 
 A, B, C = sized("a"), sized("b"), sized("c")
@@ -100,7 +100,7 @@ def test_a_copy_comes_from_a_nic_that_sends_none_and_waits_if_there_is_no_such_o
 
 
 def sources(decided: Placement) -> list[list[str]]:
-    return [[s.worker_id for s in step.sources] for step in decided.steps if isinstance(step, Hold)]
+    return [[s.worker.id for s in step.sources] for step in decided.steps if isinstance(step, Hold)]
 
 
 def test_a_source_whose_nic_is_idle_comes_first_and_the_preferred_one_stays_for_when_it_dies() -> None:
@@ -207,7 +207,7 @@ def test_five_hundred_homeless_models_among_a_thousand_full_workers_are_looked_a
     decided = placer.look(LATE_S)
     looks = 1
     while decided.unfinished:
-        evicted.update(s.worker_id for s in decided.steps if isinstance(s, Drop))
+        evicted.update(s.worker.id for s in decided.steps if isinstance(s, Drop))
         assert placer.visits <= VISITS + MODEL_VISITS + 5 * 1000
         decided = placer.look(LATE_S)
         looks += 1
@@ -242,9 +242,9 @@ class Workers:
                     mine[model_hash] = copy_of(sized(copy.model, copy.num_bytes))
         for step in decided.steps:
             if isinstance(step, Hold):
-                self.copies[step.worker_id][step.record.model_hash] = copy_of(step.record, "loading")
+                self.copies[step.worker.id][step.record.model_hash] = copy_of(step.record, "loading")
             else:
-                self.copies[step.worker_id].pop(step.model_hash, None)
+                self.copies[step.worker.id].pop(step.model_hash, None)
         self.sequence += 1
         loading = sum(c.state == "loading" for mine in self.copies.values() for c in mine.values())
         self.most_loading = max(self.most_loading, loading)

@@ -7,6 +7,7 @@ import pytest
 from services.worker.core.upstreams import Part, part_of
 from shared.errors import BadRequest
 from shared.messages.plans import Chain, ChainMember, Copy, Hop, ScalePlan, SourceKind, Stripe
+from tests.processes import INCARNATION
 from tests.records import model
 
 
@@ -26,7 +27,14 @@ def plan(*chains: tuple[Hop, ...], fallbacks: tuple[Copy, ...] = ()) -> ScalePla
         model=model(),
         role="colocated",
         members=tuple(
-            ChainMember(worker_id=n, instance_id=f"i-{n}", host=f"h-{n}", transport_address=n.encode(), epoch=7)
+            ChainMember(
+                worker_id=n,
+                incarnation=INCARNATION,
+                instance_id=f"i-{n}",
+                host=f"h-{n}",
+                transport_address=n.encode(),
+                epoch=7,
+            )
             for n in sorted(names - {""})
         ),
         chains=tuple(Chain(hops=hops, chunk_bytes=1 << 20) for hops in chains),

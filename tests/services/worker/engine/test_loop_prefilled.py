@@ -9,9 +9,10 @@ from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
 from shared.messages.generation import DecodePlace, SamplingParams
+from tests.processes import INCARNATION
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS = 32, 4, 3
-PLACE = DecodePlace(worker_id="w1", instance_id="i1")
+PLACE = DecodePlace(worker_id="w1", incarnation=INCARNATION, instance_id="i1")
 
 
 class FailingEngine(MockEngine):

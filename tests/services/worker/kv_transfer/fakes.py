@@ -25,6 +25,7 @@ from shared.messages.disaggregated import (
 )
 from shared.messages.generation import DecodePlace, SamplingParams, Submit, TokenLogprobs
 from shared.transport.base import Transfer
+from tests.processes import INCARNATION, process
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker
 from tests.services.workers import RunningWorker
@@ -156,7 +157,7 @@ class FakePrefill:
         await self.transport.close()
 
     def _subject(self, operation: str) -> str:
-        return subjects.worker_decode(self._alone.worker.worker_id, operation)
+        return subjects.worker_decode(process(self._alone.worker.worker_id), operation)
 
 
 async def clean(alone: LoneWorker) -> None:
@@ -186,7 +187,7 @@ class FakeDecode:
         self.worker_id = worker_id
         self.bus = alone.broker.bus(worker_id)
         self.transport = alone.fabric.start(name=worker_id)
-        self.place = DecodePlace(worker_id=worker_id, instance_id=f"instance-of-{worker_id}")
+        self.place = DecodePlace(worker_id=worker_id, incarnation=INCARNATION, instance_id=f"instance-of-{worker_id}")
         self.said: list[str] = []
         """What it was asked: reserve, begin, release. Not how often it was asked to keep room."""
         self.window_layers = 8
@@ -208,10 +209,10 @@ class FakeDecode:
 
     async def start(self) -> None:
         name = self.worker_id
-        await self.bus.respond(subjects.worker_decode(name, "reserve"), ReserveDecode, self._reserve)
-        await self.bus.respond(subjects.worker_decode(name, "renew"), RenewDecode, self._renew)
-        await self.bus.respond(subjects.worker_decode(name, "begin"), BeginDecode, self._begin)
-        await self.bus.respond(subjects.worker_decode(name, "release"), ReleaseDecode, self._release)
+        await self.bus.respond(subjects.worker_decode(process(name), "reserve"), ReserveDecode, self._reserve)
+        await self.bus.respond(subjects.worker_decode(process(name), "renew"), RenewDecode, self._renew)
+        await self.bus.respond(subjects.worker_decode(process(name), "begin"), BeginDecode, self._begin)
+        await self.bus.respond(subjects.worker_decode(process(name), "release"), ReleaseDecode, self._release)
 
     async def close(self) -> None:
         """Whoever waits for an answer gets none."""

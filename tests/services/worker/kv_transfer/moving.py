@@ -10,6 +10,7 @@ from shared import subjects
 from shared.messages.destinations import Destination, SendBack
 from shared.messages.live import WorkerOrder
 from shared.messages.plans import DrainPlan, DrainTarget, MigratePlan
+from tests.processes import INCARNATION, process
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
@@ -44,7 +45,9 @@ class Moving:
 
     def destination(self, worker: RunningWorker, kv_tokens: int = 1 << 20) -> Destination:
         instance_id = worker.serving.instance_id
-        return Destination(worker_id=worker.worker_id, instance_id=instance_id, kv_tokens=kv_tokens)
+        return Destination(
+            worker_id=worker.worker_id, incarnation=INCARNATION, instance_id=instance_id, kv_tokens=kv_tokens
+        )
 
     @property
     def term(self) -> int:
@@ -57,13 +60,16 @@ class Moving:
         """The first worker's instance goes, or comes back."""
         target = DrainTarget(
             worker_id=self.here.worker_id,
+            incarnation=INCARNATION,
             instance_id=self.here.serving.instance_id,
             destinations=tuple(map(self.destination, to)),
             send_back=send_back,
         )
         plan = DrainPlan(plan_id=plan_id, model="m", targets=(target,), revive=revive, term=self.term)
         order = WorkerOrder(drain=plan)
-        await self.cluster.client.publish_event(subjects.worker_plans(self.here.worker_id), order, message_id=plan_id)
+        await self.cluster.client.publish_event(
+            subjects.worker_plans(process(self.here.worker_id)), order, message_id=plan_id
+        )
 
     async def migrate(
         self,
@@ -80,13 +86,14 @@ class Moving:
             plan_id=plan_id,
             model="m",
             worker_id=self.here.worker_id,
+            incarnation=INCARNATION,
             instance_id=instance_id or self.here.serving.instance_id,
             destinations=(self.destination(to, kv_tokens),),
             valid_s=expires_in_s,
             for_head=for_head,
             term=self.term,
         )
-        subject = subjects.worker_plans(self.here.worker_id)
+        subject = subjects.worker_plans(process(self.here.worker_id))
         await self.cluster.client.publish_event(subject, WorkerOrder(migrate=plan), message_id=plan_id)
 
     async def ends(self, *request_ids: str) -> None:

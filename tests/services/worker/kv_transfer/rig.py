@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from shared.messages.generation import DecodePlace
+from tests.processes import INCARNATION
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
@@ -24,7 +25,9 @@ class Disaggregated:
         self.gateway = cluster.gateway
         self.prefill = prefill
         self.decode = decode
-        self.place = DecodePlace(worker_id=decode.worker_id, instance_id=decode.serving.instance_id)
+        self.place = DecodePlace(
+            worker_id=decode.worker_id, incarnation=INCARNATION, instance_id=decode.serving.instance_id
+        )
         self.prompts: dict[str, tuple[int, ...]] = {}
 
     async def submit(self, request_id: str, *, max_tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> None:

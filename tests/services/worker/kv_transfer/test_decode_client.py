@@ -37,6 +37,7 @@ from shared.messages.disaggregated import (
     ReserveDecode,
 )
 from shared.messages.generation import DecodePlace, SamplingParams, TokenLogprobs
+from tests.processes import INCARNATION, process
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
@@ -74,7 +75,7 @@ class Rig:
         broker = MemoryBroker()
         self.mine: MemoryBus = broker.bus("w0")
         self.theirs: MemoryBus = broker.bus("w1")
-        place = DecodePlace(worker_id="w1", instance_id="i1")
+        place = DecodePlace(worker_id="w1", incarnation=INCARNATION, instance_id="i1")
         params = SamplingParams(max_tokens=9, seed=1)
         sequence = Sequence(request_id="r", attempt=3, gateway_id="g", prompt=(1, 2), params=params, decode_at=place)
         self.transfer = KvTransfer(sequence, 2, place, cast(Any, _Instance()))
@@ -85,7 +86,7 @@ class Rig:
     async def start(self) -> None:
         kinds = {"reserve": ReserveDecode, "renew": RenewDecode, "begin": BeginDecode, "release": ReleaseDecode}
         for operation, kind in kinds.items():
-            await self.theirs.respond(subjects.worker_decode("w1", operation), kind, self._answer)
+            await self.theirs.respond(subjects.worker_decode(process("w1"), operation), kind, self._answer)
 
     def patient(self, silence_s: float) -> DecodeClient:
         """A client that believes in this silence."""
@@ -108,7 +109,7 @@ class Rig:
 
     async def answers_itself(self, operation: str, kind: type[Any], answer: Any) -> None:
         """Instead of ``answers``."""
-        subject = subjects.worker_decode("w1", operation)
+        subject = subjects.worker_decode(process("w1"), operation)
         for responder in list(self.theirs.broker.responders):
             if responder.subject == subject:
                 await responder.close()

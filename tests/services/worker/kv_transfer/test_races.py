@@ -28,6 +28,7 @@ from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode
 from shared.messages.generation import GatewayHeartbeat
 from shared.transport.base import Buffer
+from tests.processes import process
 from tests.services.fake_gateway import expected_tokens
 from tests.services.tampering import corrupt, index_of, lose_from
 from tests.services.waiting import eventually
@@ -85,7 +86,7 @@ async def whole(pair: Disaggregated, request_id: str, prompt: tuple[int, ...], c
 
 
 def test_the_subjects_are_what_the_lossy_broker_looks_for() -> None:
-    assert ".decode." in subjects.worker_decode("w1", "begin")
+    assert ".decode." in subjects.worker_decode(process("w1"), "begin")
 
 
 async def test_questions_and_answers_get_lost(patient_pair: Disaggregated) -> None:

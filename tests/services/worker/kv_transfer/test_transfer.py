@@ -14,8 +14,9 @@ from services.worker.kv_transfer.incoming import kv_tag
 from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer, RequestEnded
 from shared.messages.generation import DecodePlace, SamplingParams
 from shared.transport.tags import MAX_NUMBER, tag_of
+from tests.processes import INCARNATION
 
-PLACE = DecodePlace(worker_id="w1", instance_id="i1")
+PLACE = DecodePlace(worker_id="w1", incarnation=INCARNATION, instance_id="i1")
 
 
 class _Instance:

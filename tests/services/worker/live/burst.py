@@ -14,6 +14,7 @@ from services.worker.live.target import LiveTarget
 from shared.messages.common import LivePolicy, Role
 from shared.messages.generation import DecodePlace
 from shared.messages.registry import WorkerRecord
+from tests.processes import INCARNATION
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
@@ -132,7 +133,9 @@ class Burst:
         if role == "decode":
             (record,) = found
             worker = self.decoder = cluster.workers[record.worker.worker_id]
-            self.decode_at = DecodePlace(worker_id=worker.worker_id, instance_id=worker.serving.instance_id)
+            self.decode_at = DecodePlace(
+                worker_id=worker.worker_id, incarnation=INCARNATION, instance_id=worker.serving.instance_id
+            )
         return found[0]
 
     async def submit(self, request_id: str, prompt: tuple[int, ...] | None = None) -> None:

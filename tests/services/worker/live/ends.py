@@ -43,6 +43,7 @@ from shared.messages.live import (
     Taken,
     ZigzagAssignment,
 )
+from tests.processes import process
 from tests.services.tampering import TamperingTransport
 from tests.services.waiting import TIMEOUT_S, eventually
 from tests.services.worker.live.members import NUM_LAYERS, WatchedEngine, assignment, engine_of, make_loop, request
@@ -205,9 +206,9 @@ class Ends:
         here = await target.connect(source.address, same_host=False, lane=1)
         self.source_tensors = Tensors(source, there, 2, timeout_s=self.tensors_s)
         self.target_tensors = Tensors(target, here, 2, timeout_s=self.tensors_s)
-        await self.buses[0].respond(subjects.worker_live("w0", "taken"), Taken, self._on_taken)
-        await self.buses[0].subscribe(subjects.worker_pair_ended("w0"), PairEnded, self.ended.append)
-        await self.buses[1].subscribe(subjects.worker_cancel("w1"), Cancel, self.cancelled.append)
+        await self.buses[0].respond(subjects.worker_live(process("w0"), "taken"), Taken, self._on_taken)
+        await self.buses[0].subscribe(subjects.worker_pair_ended(process("w0")), PairEnded, self.ended.append)
+        await self.buses[1].subscribe(subjects.worker_cancel(process("w1")), Cancel, self.cancelled.append)
         self.pair = LiveTarget(
             self.assignment,
             cast(Instance, self.target),
@@ -327,7 +328,7 @@ class SourceEnd:
         self.ends = ends
         self.member = ends.source
         instance = cast(Instance, self.member)
-        self.link = LinkToTarget(ends.buses[0], "w1", "pair", silence_s=ends.silence_s)
+        self.link = LinkToTarget(ends.buses[0], process("w1"), "pair", silence_s=ends.silence_s)
         self.handed = HandedOver(ends.assignment, instance, self.link)
         loop = asyncio.get_running_loop()
         self.done: list[str] = []

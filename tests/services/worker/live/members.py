@@ -13,6 +13,7 @@ from services.worker.engine.mock.tokens import next_token
 from shared.messages.generation import SamplingParams, StreamPart
 from shared.messages.live import ZigzagAssignment
 from shared.messages.plans import ChainMember
+from tests.processes import INCARNATION
 
 NUM_LAYERS = 4
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
@@ -126,6 +127,7 @@ def assignment(**changes: object) -> ZigzagAssignment:
     def member(worker_id: str, epoch: int) -> ChainMember:
         return ChainMember(
             worker_id=worker_id,
+            incarnation=INCARNATION,
             instance_id=f"instance-of-{worker_id}",
             host=f"host-of-{worker_id}",
             transport_address=worker_id.encode(),

@@ -14,6 +14,7 @@ from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.common import Ack
 from shared.messages.live import LiveReport, Taken, WorkerOrder
+from tests.processes import process
 from tests.services.cluster import Cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
@@ -113,7 +114,7 @@ async def test_the_plan_is_superseded(redis_url: str) -> None:
         member = msgspec.structs.replace(target, instance_id="newer", epoch=target.epoch + 100)
         others = tuple(m for m in old.members if m.worker_id != target.worker_id)
         newer = msgspec.structs.replace(old, plan_id="plan-newer", members=(*others, member))
-        subject, order = subjects.worker_plans(target.worker_id), WorkerOrder(scale=newer)
+        subject, order = subjects.worker_plans(process(target.worker_id)), WorkerOrder(scale=newer)
         await cluster.client.publish_event(subject, order, message_id=newer.plan_id)
         await burst.ends()
         report = await _report(cluster)

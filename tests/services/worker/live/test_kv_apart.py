@@ -26,6 +26,7 @@ from shared.messages.common import Ack
 from shared.messages.live import Dissolved, PlanSplit, Pulled, PullKv
 from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
+from tests.processes import process
 from tests.services.cluster import Cluster
 from tests.services.waiting import eventually
 from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, PROMPTS, Burst, live_cluster
@@ -237,7 +238,7 @@ async def test_kv_is_sent_once_and_only_of_what_the_source_has_pulled(
         await burst.ends()
         assert wire.sent == len({(m.batch_id, m.first_layer) for m in seen}) > 0
         # What is settled is gone.
-        subject = subjects.worker_live(burst.target.worker_id, "pull_kv")
+        subject = subjects.worker_live(process(burst.target.worker_id), "pull_kv")
         await burst.clean()
         with pytest.raises(Exception, match="pair"):
             await cluster.client.request(subject, seen[0], Ack, timeout_s=RPC_S)

@@ -8,10 +8,11 @@ from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.live.steppers import SourceBatch
 from shared.messages.generation import DecodePlace, StreamPart
+from tests.processes import INCARNATION
 from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
 from tests.services.worker.live.test_source_stepper import Source
 
-ELSEWHERE = DecodePlace(worker_id="w9", instance_id="i9")
+ELSEWHERE = DecodePlace(worker_id="w9", incarnation=INCARNATION, instance_id="i9")
 
 
 def steps(source: Source, count: int) -> list[StreamPart]:

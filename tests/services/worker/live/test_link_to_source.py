@@ -16,6 +16,7 @@ from shared import subjects
 from shared.errors import Internal
 from shared.messages.common import Ack
 from shared.messages.live import PairEnded, Taken
+from tests.processes import process
 from tests.services.waiting import eventually
 from tests.services.worker.live.members import assignment
 from tests.shared.bus.memory import MemoryBroker
@@ -45,7 +46,7 @@ class Ends:
         return LinkToSource(assignment(), self.target, tensors, self.life, silence_s=silence_s)
 
     async def respond(self) -> None:
-        await self.source.respond(subjects.worker_live("w0", "taken"), Taken, self._answer)
+        await self.source.respond(subjects.worker_live(process("w0"), "taken"), Taken, self._answer)
 
     async def _answer(self, message: Taken) -> Ack:
         self.heard.append(message)
@@ -109,7 +110,7 @@ async def test_a_cut_connection_needs_no_silence(ends: Ends) -> None:
 
 
 async def test_the_end_is_told_if_it_can_be(ends: Ends) -> None:
-    await ends.source.subscribe(subjects.worker_pair_ended("w0"), PairEnded, ends.heard.append)
+    await ends.source.subscribe(subjects.worker_pair_ended(process("w0")), PairEnded, ends.heard.append)
     line = await ends.line()
     await line.tell_ended("why", ("b1",))
     await eventually(lambda: ends.heard == [PairEnded(pair_id="pair", reason="why", finished=("b1",))])

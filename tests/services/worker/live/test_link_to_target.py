@@ -21,6 +21,7 @@ from shared.messages.codec import Message
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.messages.live import LiveOffer, PairEnded, Seal, Settle
+from tests.processes import process
 from tests.services.waiting import eventually
 from tests.services.worker.live.members import assignment
 from tests.shared.bus.memory import MemoryBroker
@@ -42,12 +43,12 @@ class Line:
         """What the next questions get: an error, an answer once this is done, or an answer. Then only answers."""
 
     def link(self, silence_s: float = NEVER_S) -> LinkToTarget:
-        return LinkToTarget(self.source, "w1", "pair", silence_s=silence_s)
+        return LinkToTarget(self.source, process("w1"), "pair", silence_s=silence_s)
 
     async def respond(self, *operations: str) -> None:
         kinds: dict[str, type[Message]] = {"seal": Seal, "settle": Settle, "offer": LiveOffer}
         for operation in operations:
-            await self.target.respond(subjects.worker_live("w1", operation), kinds[operation], self._answer)
+            await self.target.respond(subjects.worker_live(process("w1"), operation), kinds[operation], self._answer)
 
     async def _answer(self, message: object) -> Ack:
         self.asked.append(message)
@@ -257,7 +258,7 @@ async def test_a_target_that_is_gone_ends_the_signs_of_life(line: Line, quick: C
 async def test_cancels_are_passed_on_before_claims_are_settled(line: Line, quick: Callable[..., None]) -> None:
     quick(KEEP_ALIVE_S=NEVER_S)
     await line.respond("settle")
-    await line.target.subscribe(subjects.worker_cancel("w1"), Cancel, line.asked.append)
+    await line.target.subscribe(subjects.worker_cancel(process("w1")), Cancel, line.asked.append)
     pair = line.link()
     async with alive(pair):
         pair.settle("c1")
@@ -273,7 +274,7 @@ async def test_cancels_are_passed_on_before_claims_are_settled(line: Line, quick
 
 async def test_the_end_is_told_if_it_can_be(line: Line) -> None:
     heard: list[PairEnded] = []
-    await line.target.subscribe(subjects.worker_pair_ended("w1"), PairEnded, heard.append)
+    await line.target.subscribe(subjects.worker_pair_ended(process("w1")), PairEnded, heard.append)
     pair = line.link()
     await pair.tell_ended("why")
     await eventually(lambda: heard == [PairEnded(pair_id="pair", reason="why")])

@@ -17,6 +17,7 @@ from shared.messages.common import Ack
 from shared.messages.generation import SamplingParams, Submit
 from shared.messages.live import Dissolve, Dissolved, HandOver, LiveOffer, ZigzagAssignment
 from tests.checkpoints import VOCAB_SIZE
+from tests.processes import process
 from tests.services.waiting import eventually
 from tests.services.worker.live.burst import NUM_TOKENS, PROMPTS, Burst, live_cluster
 
@@ -42,7 +43,7 @@ async def test_an_offer_that_is_repeated_while_it_is_accepted_does_no_harm(redis
             for e in cluster.broker.events
             if e.subject == subjects.zigzag_assignments()
         )
-        subject = subjects.worker_live(burst.target.worker_id, "offer")
+        subject = subjects.worker_live(process(burst.target.worker_id), "offer")
         offer = LiveOffer(assignment=assignment)
         await asyncio.gather(*(cluster.client.request(subject, offer, Ack, timeout_s=RPC_S) for _ in range(4)))
         (pair,) = (await cluster.record(burst.plan_id)).live
@@ -58,7 +59,7 @@ async def test_a_hand_over_that_is_repeated_is_one_batch(redis_url: str) -> None
         message = HandOver(
             pair_id=target.assignment.pair_id, batch_id="b", serial=99, layer_s=0.1, requests=_one_request(burst)
         )
-        subject = subjects.worker_live(burst.target.worker_id, "hand_over")
+        subject = subjects.worker_live(process(burst.target.worker_id), "hand_over")
         await asyncio.gather(*(cluster.client.request(subject, message, Ack, timeout_s=RPC_S) for _ in range(3)))
         num_known = target.batches.num_known
         unknown = tuple(msgspec.structs.replace(r, prompt_token_ids=(VOCAB_SIZE,)) for r in _one_request(burst))
@@ -111,7 +112,7 @@ async def test_the_answer_to_a_dissolution_can_be_had_again(redis_url: str) -> N
         await burst.clean()
         assert target.shares is not None
         again = Dissolve(pair_id=pair_id, claim_id=f"{pair_id}-end", first_serial=0, source_busy_s=0.0)
-        subject = subjects.worker_live(burst.target.worker_id, "dissolve")
+        subject = subjects.worker_live(process(burst.target.worker_id), "dissolve")
         assert await cluster.client.request(subject, again, Dissolved, timeout_s=RPC_S) == target.shares
 
 

@@ -16,6 +16,7 @@ from shared import subjects
 from shared.errors import BlitzError, Conflict, ContextLengthExceeded, NotFound, Overloaded, SentBack
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel, Resend, SamplingParams, Submit
+from tests.processes import process
 from tests.services.fake_gateway import PROMPT, FakeGateway, expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
@@ -341,8 +342,8 @@ class Owner:
         self.cancelled: list[Cancel] = []
 
     async def start(self) -> Owner:
-        await self._bus.respond(subjects.worker_resend("w9"), Resend, self._on_resend)
-        await self._bus.subscribe(subjects.worker_cancel("w9"), Cancel, self.cancelled.append)
+        await self._bus.respond(subjects.worker_resend(process("w9")), Resend, self._on_resend)
+        await self._bus.subscribe(subjects.worker_cancel(process("w9")), Cancel, self.cancelled.append)
         return self
 
     async def _on_resend(self, request: Resend) -> Ack:
@@ -400,7 +401,7 @@ async def give_away(alone: LoneWorker, *request_ids: str) -> list[Sequence]:
 
     engine = alone.worker.serving.engine
     lent = await asyncio.wrap_future(engine.call(lambda loop: loop.scheduler.lend()))
-    serving_of(alone).moved(lent, "w9")
+    serving_of(alone).moved(lent, process("w9"))
     await asyncio.wrap_future(engine.call(lambda loop: loop.scheduler.release_to_target(lent)))
     alone.resume()
     return lent
@@ -443,7 +444,7 @@ async def test_what_ended_before_it_could_go_is_nobodys(alone: LoneWorker) -> No
     owner = await Owner(alone).start()
     ended = guest(a_submit())
     ended.finished = True
-    serving_of(alone).moved([ended], "w9")
+    serving_of(alone).moved([ended], process("w9"))
     with pytest.raises(NotFound):
         await alone.gateway.resend("w0", "r")
     assert owner.asked == []

@@ -16,6 +16,7 @@ from shared.messages.codec import MalformedMessage, decode
 from shared.messages.common import Ack
 from shared.messages.copies import HoldCopy
 from shared.messages.generation import DecodePlace, GatewayHeartbeat, SamplingParams, Submit
+from tests.processes import INCARNATION, process
 from tests.services.fake_gateway import PROMPT, expected_tokens
 from tests.services.worker.lone_worker import LoneWorker, lone_worker, model_record
 
@@ -61,7 +62,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 async def refused(alone: LoneWorker, request: Submit) -> None:
     with pytest.raises(BadRequest):
-        await alone.gateway.bus.request(subjects.worker_submit("w0"), request, Ack, timeout_s=5)
+        await alone.gateway.bus.request(subjects.worker_submit(process("w0")), request, Ack, timeout_s=5)
 
 
 async def test_a_request_that_no_sampler_can_serve_is_refused(alone: LoneWorker) -> None:
@@ -77,7 +78,9 @@ async def test_a_request_of_a_gateway_that_nobody_can_answer_is_refused_and_the_
 ) -> None:
     instance_id = await alone.serve()
     await refused(alone, submit(instance_id, gateway_id=name))
-    await refused(alone, submit(instance_id, decode_at=DecodePlace(worker_id=name, instance_id="i")))
+    await refused(
+        alone, submit(instance_id, decode_at=DecodePlace(worker_id=name, incarnation=INCARNATION, instance_id="i"))
+    )
     await alone.gateway.submit("w0", instance_id, "next", max_tokens=3)
     await alone.gateway.end_of("next")
     assert alone.gateway.tokens("next") == expected_tokens(3)

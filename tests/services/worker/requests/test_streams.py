@@ -8,6 +8,7 @@ from services.worker.core.scheduling.gateways import Gone
 from services.worker.requests.streams import TERMINAL_TTL_S, Streams
 from shared.errors import NotFound
 from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
+from tests.processes import process
 
 
 def output(
@@ -23,7 +24,7 @@ def output(
 def streams() -> Streams:
     """One open stream ``r`` that continues after two tokens, with three of its own."""
     streams = Streams()
-    assert streams.open("r", 1, "gw", offset=2)
+    assert streams.open("r", 1, process("gw"), offset=2)
     for offset in (2, 3, 4):
         streams.take([output(offset, 10 + offset)], 0.0)
     return streams
@@ -33,8 +34,8 @@ def streams() -> Streams:
 def test_a_resend_has_everything_from_its_offset_with_logprobs(
     streams: Streams, offset: int, tokens: tuple[int, ...]
 ) -> None:
-    gateway_id, part = streams.resend("r", 1, offset)
-    assert gateway_id == "gw"
+    gateway, part = streams.resend("r", 1, offset)
+    assert gateway == process("gw")
     assert (part.offset, part.token_ids, part.finish_reason) == (offset, tokens, None)
     assert [-lp.logprob for lp in part.logprobs or ()] == list(tokens)
 
@@ -51,15 +52,15 @@ def test_what_is_not_here_is_not_resent(streams: Streams, request_id: str, attem
 
 
 def test_an_attempt_is_opened_once_and_only_a_newer_one_replaces_it(streams: Streams) -> None:
-    assert not streams.open("r", 1, "gw", 2)
-    assert not streams.open("r", 0, "gw", 2)
-    assert streams.open("r", 2, "gw", 4)
+    assert not streams.open("r", 1, process("gw"), 2)
+    assert not streams.open("r", 0, process("gw"), 2)
+    assert streams.open("r", 2, process("gw"), 4)
     assert streams.take([output(5, 15, attempt=1)], 0.0) == {}, "the older attempt has no listener"
     assert streams.resend("r", 2, 4)[1].token_ids == ()
 
 
 def test_forgetting_an_older_attempt_leaves_the_newer_one(streams: Streams) -> None:
-    streams.open("r", 2, "gw", 4)
+    streams.open("r", 2, process("gw"), 4)
     streams.forget("r", 1)
     assert streams.attempt_of("r") is not None
     streams.forget("r", 2)
@@ -69,13 +70,13 @@ def test_forgetting_an_older_attempt_leaves_the_newer_one(streams: Streams) -> N
 def test_a_step_gives_one_list_of_parts_for_each_gateway() -> None:
     streams = Streams()
     for request_id, gateway_id in (("a", "g1"), ("b", "g2"), ("c", "g1")):
-        streams.open(request_id, 1, gateway_id, 0)
+        streams.open(request_id, 1, process(gateway_id), 0)
     parts = streams.take([output(0, 1, request_id=r) for r in "abc"], 0.0)
-    assert {g: [p.request_id for p in ps] for g, ps in parts.items()} == {"g1": ["a", "c"], "g2": ["b"]}
+    assert {g.id: [p.request_id for p in ps] for g, ps in parts.items()} == {"g1": ["a", "c"], "g2": ["b"]}
 
 
 def test_ended_streams_are_forgotten_after_a_while_and_running_ones_never(streams: Streams) -> None:
-    streams.open("running", 1, "gw", 0)
+    streams.open("running", 1, process("gw"), 0)
     streams.take([output(5, 15, end="length")], 100.0)
     streams.expire(100.0 + TERMINAL_TTL_S)
     assert len(streams) == 2
@@ -85,7 +86,7 @@ def test_ended_streams_are_forgotten_after_a_while_and_running_ones_never(stream
 
 
 def test_a_dead_gateways_streams_go_together(streams: Streams) -> None:
-    streams.open("other", 1, "gw2", 0)
-    streams.forget_gateway(Gone("gw", ""))
+    streams.open("other", 1, process("gw2"), 0)
+    streams.forget_gateway(Gone(*process("gw")))
     assert streams.attempt_of("r") is None
     assert streams.attempt_of("other") is not None

@@ -21,8 +21,10 @@ from shared.errors import NoResponder, NotFound
 from shared.layout import CHECK_BYTES, layout_of
 from shared.messages.feeds import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, StopFeed
 from shared.messages.registry import FileDigest
+from shared.subjects import Process
 from shared.transport.base import Channel, TensorTransport
 from shared.unit_digests import block_checksums, unit_digest
+from tests.processes import INCARNATION
 from tests.records import spec
 from tests.shared.transport.memory import MemoryFabric
 
@@ -112,8 +114,8 @@ class Peer:
     async def channel(self, address: bytes, host: str) -> Channel:
         return await self.transport.connect(address, same_host=host == "h", timeout_s=2.0)
 
-    async def tell(self, worker_id: str, notice: FeedEnded) -> None:
-        receiver = self.everyone[worker_id]
+    async def tell(self, worker: Process, notice: FeedEnded) -> None:
+        receiver = self.everyone[worker.id]
         if not self.dead and not receiver.deaf and receiver.fill is not None:
             receiver.fill.on_feed_ended(notice)
 
@@ -185,6 +187,7 @@ class Client:
             kind="host" if upstream.kind == "host" else "gpu",
             chunk_bytes=self.chunk_bytes,
             worker_id=self.me.name,
+            incarnation=INCARNATION,
             host="h",
             transport_address=self.me.transport.address,
             epoch=self.me.epoch,

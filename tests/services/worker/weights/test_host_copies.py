@@ -20,6 +20,7 @@ from shared.messages.common import Ack
 from shared.messages.copies import CanRead, CopySource, DropCopy, HoldCopy
 from shared.messages.plans import Stripe
 from shared.messages.registry import HeartbeatAck, HostCopy
+from tests.processes import INCARNATION, process
 from tests.records import digests_of_zeros
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
@@ -38,7 +39,7 @@ async def holder() -> AsyncIterator[LoneWorker]:
 
 async def hold(alone: LoneWorker, *sources: CopySource, epoch: int = 1000) -> None:
     request = HoldCopy(model=alone.model, epoch=epoch, sources=sources)
-    await alone.planner.request(subjects.worker_hold_copy("w0"), request, Ack, timeout_s=5.0)
+    await alone.planner.request(subjects.worker_hold_copy(process("w0")), request, Ack, timeout_s=5.0)
 
 
 def inside(alone: LoneWorker) -> HostCopies:
@@ -47,7 +48,7 @@ def inside(alone: LoneWorker) -> HostCopies:
 
 async def drop(alone: LoneWorker) -> None:
     request = DropCopy(model_hash=alone.model.model_hash)
-    await alone.planner.request(subjects.worker_drop_copy("w0"), request, Ack, timeout_s=5.0)
+    await alone.planner.request(subjects.worker_drop_copy(process("w0")), request, Ack, timeout_s=5.0)
 
 
 def copies(alone: LoneWorker) -> tuple[HostCopy, ...]:
@@ -76,7 +77,7 @@ async def test_a_placed_copy_is_read_from_disk_and_gives_the_next_instance_its_w
 async def test_a_worker_says_whether_it_can_read_a_model_from_its_disk(holder: LoneWorker) -> None:
     async def ask(**changes: str) -> Ack:
         question = CanRead(model=msgspec.structs.replace(holder.model, **changes))
-        return await holder.planner.request(subjects.worker_can_read("w0"), question, Ack, timeout_s=5.0)
+        return await holder.planner.request(subjects.worker_can_read(process("w0")), question, Ack, timeout_s=5.0)
 
     assert await ask() == Ack()
     with pytest.raises(BadCheckpoint):
@@ -87,14 +88,16 @@ async def test_a_worker_says_whether_it_can_read_a_model_from_its_disk(holder: L
 
 async def test_a_copy_comes_from_the_instance_of_the_same_process(holder: LoneWorker) -> None:
     await holder.serve()
-    source = CopySource(worker_id="w0", host="host-of-w0", transport_address=b"", kind="gpu")
+    source = CopySource(worker_id="w0", incarnation=INCARNATION, host="host-of-w0", transport_address=b"", kind="gpu")
     holder.model = msgspec.structs.replace(holder.model, path="/gone")
     await hold(holder, source)
     await held(holder)
 
 
 async def test_where_a_copy_comes_from_is_reported_while_it_loads(holder: LoneWorker) -> None:
-    source = CopySource(worker_id="w9", host="host-of-w9", transport_address=b"nobody", kind="host")
+    source = CopySource(
+        worker_id="w9", incarnation=INCARNATION, host="host-of-w9", transport_address=b"nobody", kind="host"
+    )
     await hold(holder, source)
     await held(holder)  # from disk, in the end
     said = [(c.state, c.source) for beat in holder.pool.heartbeats for c in beat.host_copies]

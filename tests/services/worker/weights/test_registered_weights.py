@@ -20,6 +20,7 @@ from shared.errors import CheckpointChanged, Conflict, TransportError
 from shared.layout import CHECK_BYTES
 from shared.messages.common import Ack
 from shared.messages.copies import CanRead, HoldCopy
+from tests.processes import process
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 from tests.services.worker.weights.changed_checkpoint import copy_of_tiny, flip_on_disk, overwrite, write_wide
@@ -58,7 +59,7 @@ async def test_weights_that_were_overwritten_serve_nobody(alone: LoneWorker) -> 
 async def test_weights_that_were_overwritten_are_no_host_copy(alone: LoneWorker) -> None:
     overwrite(Path(alone.model.path))
     request = HoldCopy(model=alone.model, epoch=1000, sources=())
-    await alone.planner.request(subjects.worker_hold_copy("w0"), request, Ack, timeout_s=5.0)
+    await alone.planner.request(subjects.worker_hold_copy(process("w0")), request, Ack, timeout_s=5.0)
     await eventually(lambda: any(h.host_copies for h in alone.pool.heartbeats))
     await eventually(lambda: alone.pool.heartbeats[-1].host_copies == ())
     assert not [c for h in alone.pool.heartbeats for c in h.host_copies if c.state == "ready"]
@@ -73,7 +74,9 @@ async def test_a_changed_config_is_named_and_nothing_is_read(alone: LoneWorker) 
     [failed] = [p for p in alone.progress if p.event == "failed"]
     assert "config.json has changed since the model was registered" in failed.detail
     with pytest.raises(CheckpointChanged, match=r"config\.json"):
-        await alone.planner.request(subjects.worker_can_read("w0"), CanRead(model=alone.model), Ack, timeout_s=5.0)
+        await alone.planner.request(
+            subjects.worker_can_read(process("w0")), CanRead(model=alone.model), Ack, timeout_s=5.0
+        )
 
 
 async def test_a_record_without_digests_is_not_loaded(alone: LoneWorker) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.planner.core.fleet.defragmentation import LACKS_S, RESERVE_SHARE, REST_S, Relief, Serves, relief
 from services.planner.core.fleet.migration import MAX_DESTINATIONS
 from shared.messages.common import Role
+from tests.processes import process
 
 SMALL = 1000
 """Bytes of KV per token."""
@@ -30,7 +31,7 @@ def serves(
     kv: int = 1000,
 ) -> Serves:
     return Serves(
-        f"w-{name}",
+        process(f"w-{name}"),
         name,
         role,
         context,
@@ -52,7 +53,7 @@ def test_who_lacks_kv_gives_to_those_that_have_the_most_beyond_their_own_needs_a
     others = [serves("b", 400), serves("c", 600, head=200), serves("d", 90)]
     found = relief([serves("a", 100, 500), *others], SMALL)
     assert found is not None
-    assert (found.source.worker_id, named(found)) == ("w-a", [("b", 300), ("c", 300)])
+    assert (found.source.worker.id, named(found)) == ("w-a", [("b", 300), ("c", 300)])
     assert found.why == (
         "the first waiting request of a has lacked KV of 400 tokens for 0.5 s, and 2 others have that much to spare"
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from services.planner.core.fleet.migration import MAX_DESTINATIONS, Destinations, Goes, Stays
 from shared.messages.common import Role
+from tests.processes import process
 
 
 def stays(name: str, free: int = 1000, role: Role = "colocated", *, slots: int = 8, context: int = 4096) -> Stays:
-    return Stays(f"w-{name}", name, role, free, slots, context)
+    return Stays(process(f"w-{name}"), name, role, free, slots, context)
 
 
 def goes(name: str = "goes", role: Role = "colocated", *, kv: int = 500, context: int = 4096) -> Goes:

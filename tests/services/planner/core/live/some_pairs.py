@@ -6,6 +6,7 @@ import msgspec
 
 from shared.messages.live import LiveReport, ZigzagAssignment
 from shared.messages.plans import ChainMember
+from tests.processes import INCARNATION
 
 
 def assignment(source: str = "w0", target: str = "w1", **changes: object) -> ZigzagAssignment:
@@ -28,6 +29,7 @@ def assignment(source: str = "w0", target: str = "w1", **changes: object) -> Zig
 def _member(worker_id: str, epoch: int) -> ChainMember:
     return ChainMember(
         worker_id=worker_id,
+        incarnation=INCARNATION,
         instance_id=f"i{worker_id[1:]}",
         host="h",
         transport_address=worker_id.encode(),

@@ -11,12 +11,14 @@ from shared.messages.codec import decode, encode
 from shared.messages.common import MAX_COUNT
 from shared.messages.destinations import Destination, Destinations
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
+from tests.processes import INCARNATION
 from tests.records import profile
 
 
 def load(instance_id: str = "i0", **changes: object) -> LoadReport:
     report = LoadReport(
         worker_id=f"w-{instance_id}",
+        incarnation=INCARNATION,
         instance_id=instance_id,
         model="m",
         state="serving",
@@ -194,7 +196,7 @@ def test_kv_that_cannot_be_is_a_number_that_can_be_sent() -> None:
     view.on_load(load(kv_blocks_total=MAX_COUNT, kv_block_tokens=MAX_COUNT), 0.0)
     view.on_load(load("i1", kv_blocks_total=1, kv_blocks_used=MAX_COUNT, kv_block_tokens=MAX_COUNT), 0.0)
     for tokens in (view.free_kv_tokens("i0"), view.used_kv_tokens("i1")):
-        named = Destination(worker_id="w", instance_id="i", kv_tokens=tokens)
+        named = Destination(worker_id="w", incarnation=INCARNATION, instance_id="i", kv_tokens=tokens)
         message = Destinations(destinations=(named,), send_back="none")
         assert decode(encode(message), Destinations) == message
     assert view.free_kv_tokens("i1") == 0

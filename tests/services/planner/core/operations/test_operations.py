@@ -19,6 +19,7 @@ from shared.messages.live import LayerRuns
 from shared.messages.plans import DrainPlan, DrainTarget
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import WorkerRecord
+from tests.processes import INCARNATION
 from tests.records import model, worker_record
 from tests.services.planner.core.live.some_pairs import assignment, report
 
@@ -296,7 +297,11 @@ def test_the_registry_tells_what_lost_reports_did_not(state: InstanceState) -> N
 
 def test_a_revived_instance_that_still_drains_is_not_revived_yet() -> None:
     plan = DrainPlan(
-        plan_id="p", model="m", targets=(DrainTarget(worker_id="w1", instance_id="i-w1"),), revive=True, term=1
+        plan_id="p",
+        model="m",
+        targets=(DrainTarget(worker_id="w1", incarnation=INCARNATION, instance_id="i-w1"),),
+        revive=True,
+        term=1,
     )
     op = Operation.of_drain(plan, "out", 100.0, 110.0)
     op.check({"w1": worker_record("w1", model("m"), "draining")}, 105.0)
@@ -306,7 +311,7 @@ def test_a_revived_instance_that_still_drains_is_not_revived_yet() -> None:
 
 
 def test_a_drain_that_was_never_heard_of_is_over_and_one_that_was_takes_its_time() -> None:
-    targets = tuple(DrainTarget(worker_id=w, instance_id=f"i-{w}") for w in ("w1", "w2"))
+    targets = tuple(DrainTarget(worker_id=w, incarnation=INCARNATION, instance_id=f"i-{w}") for w in ("w1", "w2"))
     plan = DrainPlan(plan_id="p", model="m", targets=targets, revive=False, term=1)
     op = Operation.of_drain(plan, "in", 100.0, float("inf"), heed_by_s=115.0)
     workers = {

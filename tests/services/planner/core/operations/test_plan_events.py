@@ -24,6 +24,7 @@ from shared.messages.common import Role
 from shared.messages.destinations import Destination
 from shared.messages.plans import Chain, DrainPlan, DrainTarget, Hop, ScalePlan, Stripe
 from shared.messages.registry import LeaseGrant
+from tests.processes import INCARNATION
 from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, record
 
 
@@ -142,7 +143,7 @@ def test_a_plan_is_whole_again_from_its_parts_in_any_order_and_not_without_one()
 
 def test_each_target_is_told_what_concerns_it() -> None:
     plan = chain_of(1000)
-    told = dict(own_plans(plan))
+    told = {worker.id: own for worker, own in own_plans(plan)}
     assert set(told) == {worker_id for worker_id, _ in targets_of(plan)}
     assert max(len(encode(own)) for own in told.values()) < 8 * 1024
     order = [worker_id for worker_id, _ in targets_of(plan)]
@@ -163,7 +164,7 @@ def test_each_target_is_told_whether_it_keeps_a_copy_and_not_who_else_does() -> 
     for found in (*parts, *plans_from(reversed(parts)).values()):
         targets = {worker_id for worker_id, _ in targets_of(found)}
         assert {worker_id for worker_id in targets if found.keeps_on_host(worker_id)} == keepers & targets
-    told = dict(own_plans(plan))
+    told = {worker.id: own for worker, own in own_plans(plan)}
     assert {worker_id for worker_id, own in told.items() if own.keeps_on_host(worker_id)} == keepers
     assert max(len(own.keepers) for own in told.values()) == 1
 
@@ -171,16 +172,20 @@ def test_each_target_is_told_whether_it_keeps_a_copy_and_not_who_else_does() -> 
 @pytest.mark.parametrize("strategy", ["chain", "star", "disk", "host-cache"])
 def test_what_a_target_is_told_makes_sense_by_itself(strategy: Strategy) -> None:
     plan = event(EVERYTHING, 2, strategy)
-    for worker_id, own in own_plans(plan):
-        assert part_of(own, worker_id) == part_of(decode(encode(own), ScalePlan), worker_id)
-        assert part_of(own, worker_id) is not None
+    for worker, own in own_plans(plan):
+        assert part_of(own, worker.id) == part_of(decode(encode(own), ScalePlan), worker.id)
+        assert part_of(own, worker.id) is not None
 
 
 def test_drains_of_many_go_out_in_bounded_parts() -> None:
     names = [f"{i:032}" for i in range(MAX_DESTINATIONS)]
-    destinations = tuple(Destination(worker_id=n, instance_id=n, kv_tokens=1 << 20) for n in names)
+    destinations = tuple(
+        Destination(worker_id=n, incarnation=INCARNATION, instance_id=n, kv_tokens=1 << 20) for n in names
+    )
     targets = tuple(
-        DrainTarget(worker_id=f"worker-{i}", instance_id=f"instance-{i}", destinations=destinations)
+        DrainTarget(
+            worker_id=f"worker-{i}", incarnation=INCARNATION, instance_id=f"instance-{i}", destinations=destinations
+        )
         for i in range(1200)
     )
     parts = target_parts(DrainPlan(plan_id="p", model="m", targets=targets, term=1))

@@ -13,8 +13,9 @@ from services.worker.engine.mock.tokens import next_token
 from shared.errors import Internal, Overloaded
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
+from tests.processes import INCARNATION
 
-PLACE = DecodePlace(worker_id="w1", instance_id="i1")
+PLACE = DecodePlace(worker_id="w1", incarnation=INCARNATION, instance_id="i1")
 ERROR = ErrorInfo.of(Internal("boom"))
 
 

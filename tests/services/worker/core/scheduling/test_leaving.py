@@ -22,6 +22,7 @@ from services.worker.core.scheduling.speed import Speed
 from shared.errors import SentBack
 from shared.messages.common import ErrorInfo
 from shared.messages.destinations import Destination, SendBack
+from tests.processes import INCARNATION
 from tests.services.worker.core.scheduling.harness import config, held, names, request, step
 
 QUICK = KvPath(bytes_per_token=1000, bytes_per_s=1e9)
@@ -106,7 +107,7 @@ def test_what_has_a_slot_outside_of_steps_stays_where_it_is() -> None:
 
 
 def destination(name: str, kv_tokens: int) -> Destination:
-    return Destination(worker_id=f"w-{name}", instance_id=name, kv_tokens=kv_tokens)
+    return Destination(worker_id=f"w-{name}", incarnation=INCARNATION, instance_id=name, kv_tokens=kv_tokens)
 
 
 def test_requests_spread_by_what_each_taker_can_still_be_given() -> None:
