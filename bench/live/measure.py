@@ -129,7 +129,7 @@ class _Bench:
         self._alone: tuple[Answer, ...] = ()
 
     async def measure(self, modes: tuple[Mode, ...], repetitions: int) -> list[Run]:
-        bus = await self._stack.bus_as("worker")
+        bus = await self._stack.bus_as("planner")
         await bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self._on_assignment)
         engine: EngineKind = self._workload.engine
         self._say(f"{engine}: each prompt alone, then once through, not counted")

@@ -14,6 +14,7 @@ from shared.bus.nats import NatsBus
 from shared.errors import BlitzError, Unavailable
 from shared.messages.admin import Status
 from shared.messages.operations import ScaleRecord
+from shared.permissions import User
 from tests import plain_http
 
 PATIENCE_S = 60.0
@@ -89,11 +90,9 @@ async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: fl
 
 
 @contextlib.asynccontextmanager
-async def bus(stack: Stack) -> AsyncIterator[NatsBus]:
-    """As a planner, who hears the load of all, and what is wanted."""
-    connected = await NatsBus.connect(
-        stack.addresses.nats_url, name="planner", id="test", access=stack.nats_access("planner")
-    )
+async def bus(stack: Stack, user: User = "planner") -> AsyncIterator[NatsBus]:
+    """As a planner, who hears the load of all, and what is wanted; or as somebody else."""
+    connected = await NatsBus.connect(stack.addresses.nats_url, name=user, id="test", access=stack.nats_access(user))
     try:
         yield connected
     finally:

@@ -20,8 +20,9 @@ import pytest_asyncio
 from compose.stack import Stack
 from shared import subjects
 from shared.messages.admin import MAX_INSTANCES, SetModelBody
-from shared.messages.load import QueueReport
+from shared.messages.generation import GatewayHeartbeat
 from shared.registry import read_registry
+from shared.subjects import Process
 from tests.stack.client import bus, scale, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
 from tests.stack.hostile.attack import Attack, Probe, connections, held_bytes, services, tracebacks
@@ -61,12 +62,12 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
 
 async def facts_of(stack: Stack) -> Facts:
     """True names and values."""
-    heard: asyncio.Queue[QueueReport] = asyncio.Queue()
-    async with bus(stack) as planner:
-        await planner.subscribe(subjects.queue(), QueueReport, heard.put_nowait)
-        view = await read_registry(planner, timeout_s=5)
-        async with asyncio.timeout(5):
-            gateways = ((await heard.get()).gateway_id,)
+    heard: asyncio.Queue[GatewayHeartbeat] = asyncio.Queue()
+    async with bus(stack, "gateway") as gateway:
+        await gateway.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, heard.put_nowait)
+        view = await read_registry(gateway, timeout_s=5)
+        async with asyncio.timeout(15):
+            beat = await heard.get()
     workers = tuple(w.worker for w in view.workers)
     instance = next(w.instance for w in view.workers if w.instance is not None)
     serving = next(w.worker for w in view.workers if w.instance is instance)
@@ -74,15 +75,17 @@ async def facts_of(stack: Stack) -> Facts:
     model = view.models[MODEL]
     names = {
         "worker_id": ids, "worker_ids": ids, "source": ids, "target": ids, "targets": ids,
-        "gateway_id": (*gateways, "gw-9"), "instance_id": (instance.instance_id, ""),
-        "incarnation": (serving.incarnation, "", "0"), "host": (serving.host,),
+        "gateway_id": (beat.gateway_id, "gw-9"), "instance_id": (instance.instance_id, ""),
+        "incarnation": (serving.incarnation, "", "0"), "gateway_incarnation": (beat.incarnation, "0"),
+        "host": (serving.host,),
         "transport_address": tuple(w.transport_address for w in workers),
         "model": (MODEL, "other"), "name": (MODEL, "other"), "path": (model.path, "/nowhere"),
         "model_hash": (model.model_hash,), "layout_hash": (model.layout_hash,), "plan_id": (instance.plan_id, "other"),
         "epoch": (instance.epoch,), "publisher": (view.publisher,),
         "sequence": (view.routes_sequence + 1,), "version": (f"{view.publisher}/1",), "pieces": (b"\xff",),
     }  # fmt: skip
-    return Facts(ids, gateways, tuple(w.incarnation for w in workers), model, serving, instance, names)
+    gateways = (Process(beat.gateway_id, beat.incarnation),)
+    return Facts(tuple(w.process for w in workers), gateways, model, serving, instance, names)
 
 
 def cases(facts: Facts) -> list[Shot]:

@@ -17,6 +17,7 @@ from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.registry import WorkerInfo, WorkerRecord
 from shared.registry import RegistryReader, RegistryView
+from shared.subjects import Process
 from shared.transport.base import Channel, TensorTransport
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ class Peers:
         self._soon = asyncio.Event()
         self._num_workers = 0
         """In the registry, when it was read last."""
-        self._ahead: dict[tuple[str, int], Channel] = {}
-        """What was connected ahead, by incarnation and lane."""
+        self._ahead: dict[tuple[Process, int], Channel] = {}
+        """What was connected ahead, by process and lane."""
         self._missing_since_s: dict[bytes, float] = {}
 
     async def channel(self, address: bytes, host: str, *, lane: int = WEIGHT_LANE) -> Channel:
@@ -96,9 +97,9 @@ class Peers:
         view = await self._registry.read(timeout_s=_READ_TIMEOUT_S)
         self._num_workers = len(view.workers)
         self._forget_gone(view)
-        living = {w.worker.incarnation for w in view.workers}
+        living = {w.worker.process for w in view.workers}
         self._ahead = {key: c for key, c in self._ahead.items() if key[0] in living and c.alive}
-        fresh = [(w, lane) for w, lane in likely(view.workers, self._me) if (w.incarnation, lane) not in self._ahead]
+        fresh = [(w, lane) for w, lane in likely(view.workers, self._me) if (w.process, lane) not in self._ahead]
         dials = asyncio.Semaphore(_DIALS_AT_ONCE)
         async with asyncio.TaskGroup() as group:
             for worker, lane in fresh:
@@ -112,11 +113,11 @@ class Peers:
             except BlitzError as error:
                 log.info("peer %s cannot be connected now: %s", worker.worker_id, error)
                 return
-        self._ahead[worker.incarnation, lane] = channel
+        self._ahead[worker.process, lane] = channel
 
     def _forget_gone(self, view: RegistryView) -> None:
         """Release what peers hold open that have left the registry: inside a host nothing else tells of a death."""
-        if not any(w.worker.incarnation == self._me.incarnation for w in view.workers):
+        if not any(w.worker.process == self._me.process for w in view.workers):
             self._missing_since_s = {}  # a registry that does not know this worker knows little of the others
             return
         listed = {w.worker.transport_address for w in view.workers}
@@ -136,7 +137,7 @@ def shortest_pause_s(num_workers: int) -> float:
 def likely(workers: Sequence[WorkerRecord], me: WorkerInfo) -> list[tuple[WorkerInfo, int]]:
     """Whom a worker will probably exchange something with, and on which lane, the likeliest first."""
     others = [w for w in workers if w.worker.worker_id != me.worker_id]
-    mine = next((w for w in workers if w.worker.incarnation == me.incarnation), None)
+    mine = next((w for w in workers if w.worker.process == me.process), None)
     near = [w for w in others if w.worker.leaf == me.leaf]
     by_weights = sorted(near, key=lambda w: (w.instance is None and not w.host_copies, _spread(w.worker, me)))
     found = [(w.worker, WEIGHT_LANE) for w in by_weights[:MAX_PRECONNECTED]]

@@ -25,7 +25,6 @@ from shared.messages.operations import LiveRecord, ScaleRecord, TargetRecord
 from shared.messages.plans import ScalePlan
 from shared.messages.registry import InstanceInfo, LeaseGrant, LeaseWorkers, ReleaseWorkers
 from tests.bench.lab.labs import ENDS_WITHIN_S, Lab
-from tests.processes import process
 
 RATE = Rate.parse("120mbit")
 """The model's 34 MB take 2.3 s."""
@@ -124,8 +123,8 @@ class LiveLab(Lab):
 
     async def prepare(self) -> None:
         """Ask the one idle instance for everything that will be asked, and listen to what services tell each other."""
-        planner, bus = await self.stack.bus_as("planner"), await self.stack.bus_as("worker")
-        await subscribe_load(planner, self._on_load)
+        bus = await self.stack.bus_as("planner")
+        await subscribe_load(bus, self._on_load)
         await bus.subscribe_events(subjects.scale_plans(), ScalePlan, self._on_plan)
         await bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self._on_assignment)
         self._streams_alone = await self._long.alone(BURST[:NUM_STREAMS])
@@ -238,7 +237,7 @@ class LiveLab(Lab):
         newer = msgspec.structs.replace(
             old, plan_id=plan_id, members=(*[m for m in old.members if m is not target], member)
         )
-        subject, order = subjects.worker_plans(process(target.worker_id)), WorkerOrder(scale=newer)
+        subject, order = subjects.worker_plans(target.worker), WorkerOrder(scale=newer)
         planner = await self.stack.bus_as("planner")
         await planner.publish_event(subject, order, message_id=plan_id)
         return newer

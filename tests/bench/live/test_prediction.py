@@ -56,7 +56,7 @@ def test_layers_out_of_order_are_ready_with_the_one_before() -> None:
 
 
 def test_planned_times_are_the_planners_since_the_burst() -> None:
-    times = LoadTimes.of_assignment(assignment(), BURST_AT_S - 1)
+    times = LoadTimes.of_assignment(assignment(), 1.01)
     assert times is not None
     assert times.layers_s == pytest.approx((1.02, 1.04, 1.06, 1.08))
     assert times.loaded_s == pytest.approx(1.09)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -526,7 +525,7 @@ def test_status_shows_what_was_asked_for_by_hand_and_what_is_wanted_in_vain(
     gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = [STATUS["models"][0] | {"queued_requests": 7}]
-    floors = [{"model": "demo", "role": "prefill", "instances": 2, "until_s": time.time() + 100.5}]
+    floors = [{"model": "demo", "role": "prefill", "instances": 2, "left_s": 100.4}]
     floors.append(floors[0] | {"role": "colocated", "instances": 0})
     why = "2 of 2 more instances have no worker: no worker is spare"
     unplanned = [{"model": "demo", "role": "colocated", "wanted": 3, "why": why, "for_s": 12.3}]

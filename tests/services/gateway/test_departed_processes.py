@@ -17,6 +17,7 @@ from services.gateway.metrics import GatewayMetrics
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
 from shared.messages.registry import ModelRoute, RouteChanges
+from tests.processes import INCARNATION
 from tests.servers import Server, guarded_nats_server, password_of
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakeWorker
@@ -33,15 +34,16 @@ from shared.messages.common import Ack
 from shared.messages.generation import Resend, Submit
 
 async def main():
-    url, password = sys.argv[1:]
+    url, password, incarnation = sys.argv[1:]
+    me = subjects.Process("w0", incarnation)
     bus = await NatsBus.connect(
-        url, name="worker", id="w0", incarnation="cafe", access=NatsAccess(user="worker", password=password)
+        url, name="worker", id=me.id, incarnation=incarnation, access=NatsAccess(user="worker", password=password)
     )
     async def accept(_):
         print("submitted", flush=True)
         return Ack()
-    await bus.respond(subjects.worker_submit("w0"), Submit, accept)
-    await bus.respond(subjects.worker_resend("w0"), Resend, accept)
+    await bus.respond(subjects.worker_submit(me), Submit, accept)
+    await bus.respond(subjects.worker_resend(me), Resend, accept)
     print("connected", flush=True)
     await asyncio.Event().wait()
 
@@ -61,7 +63,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 def start_worker(server: Server) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, server.url, password_of("worker")], stdout=subprocess.PIPE
+        [sys.executable, "-c", WORKER, server.url, password_of("worker"), INCARNATION], stdout=subprocess.PIPE
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"connected\n"

@@ -35,7 +35,7 @@ async def begun(stack: Stack) -> tuple[asyncio.Task[str], FakeWorker, FakeWorker
 
 
 def departs(stack: Stack, worker: FakeWorker, reason: str, *, kind: str = "worker") -> None:
-    stack.broker.depart(Departure(kind, worker.name, "cafe", reason))
+    stack.broker.depart(Departure(kind, worker.name, INCARNATION, reason))
 
 
 def load(worker: FakeWorker) -> LoadReport:

@@ -20,7 +20,7 @@ from shared import subjects
 from shared.bus.wire import ERROR_CODE, SERVICE_ERROR, TRACEPARENT
 from shared.messages.codec import Message
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerInfo
-from tests.processes import process
+from shared.subjects import Process
 from tests.stack.hostile.targets import Target
 
 MAX_BYTES = 900_000
@@ -33,9 +33,8 @@ MAX_ROUNDS = 2
 class Facts:
     """True names and values of the stack under attack. ``names``: by the field that they may stand in."""
 
-    workers: tuple[str, ...]
-    gateways: tuple[str, ...]
-    incarnations: tuple[str, ...]
+    workers: tuple[Process, ...]
+    gateways: tuple[Process, ...]
     model: ModelRecord
     worker: WorkerInfo
     instance: InstanceInfo
@@ -251,9 +250,9 @@ def replies(facts: Facts) -> st.SearchStrategy[str | None]:
     worker, gateway = facts.workers[0], facts.gateways[0]
     theirs = st.sampled_from(
         ["_INBOX.pool.aaaa", "_INBOX.gateway.aaaa.b", "nobody.listens", subjects.pool("heartbeat"),
-         subjects.pool("snapshot"), subjects.planner("scale"), subjects.worker_submit(process(worker)), subjects.load(),
-         subjects.tokens(process(gateway)), subjects.scale_records(), subjects.scale_plans(),
-         subjects.worker_plans(process(worker)),
+         subjects.pool("snapshot"), subjects.planner("scale"), subjects.worker_submit(worker), subjects.load(),
+         subjects.tokens(gateway), subjects.scale_records(), subjects.scale_plans(),
+         subjects.worker_plans(worker),
          subjects.gateway_heartbeat(), "$JS.API.STREAM.INFO.BLITZ_PLANS", "$JS.ACK.BLITZ_PLANS.a.1.1.1.1.0"]
     )  # fmt: skip
     return weighted((7, st.none()), (1, theirs))
@@ -261,12 +260,10 @@ def replies(facts: Facts) -> st.SearchStrategy[str | None]:
 
 def addressed(target: Target, facts: Facts, dice: random.Random) -> str:
     """The subject, with the names of those that listen."""
-    subject = target.subject
-    if target.addressee:
-        number = dice.randrange(len(facts.workers if target.addressee == "worker" else facts.gateways))
-        name = (facts.workers if target.addressee == "worker" else facts.gateways)[number]
-        subject = subject.replace("*", name, 1).replace("*", facts.incarnations[number])
-    return subject.replace("*", facts.workers[0])
+    if not target.addressee:
+        return target.subject
+    process = dice.choice(facts.workers if target.addressee == "worker" else facts.gateways)
+    return target.subject.replace("*", process.id, 1).replace("*", process.incarnation, 1)
 
 
 def shots(target: Target, count: int, facts: Facts, *, without: Callable[[Shot, Facts], bool]) -> list[Shot]:

@@ -44,26 +44,27 @@ DECODE: dict[str, tuple[type[Message], type[Message]]] = {
     "release": (disaggregated.ReleaseDecode, common.Ack),
 }
 TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
-    "worker.*.submit": (generation.Submit, common.Ack),
-    "worker.*.cancel": (generation.Cancel, None),
-    "worker.*.ack": (generation.AckTerminal, None),
-    "worker.*.resend": (generation.Resend, common.Ack),
-    "gateway.*.tokens": (generation.TokenBatch, None),
+    "worker.*.*.submit": (generation.Submit, common.Ack),
+    "worker.*.*.cancel": (generation.Cancel, None),
+    "worker.*.*.ack": (generation.AckTerminal, None),
+    "worker.*.*.resend": (generation.Resend, common.Ack),
+    "gateway.*.*.tokens": (generation.TokenBatch, None),
     "gateway.heartbeat": (generation.GatewayHeartbeat, None),
-    "worker.*.feed": (feeds.Feed, common.Ack),
-    "worker.*.feed_state": (feeds.GetFeedState, feeds.FeedState),
-    "worker.*.stop_feed": (feeds.StopFeed, None),
-    "worker.*.feed_ended": (feeds.FeedEnded, None),
-    "worker.*.checksums": (feeds.GetChecksums, feeds.UnitChecksums),
-    "worker.*.fetch": (feeds.FetchRange, common.Ack),
-    "worker.*.pair_ended": (live.PairEnded, None),
+    "worker.*.*.feed": (feeds.Feed, common.Ack),
+    "worker.*.*.feed_state": (feeds.GetFeedState, feeds.FeedState),
+    "worker.*.*.stop_feed": (feeds.StopFeed, None),
+    "worker.*.*.feed_ended": (feeds.FeedEnded, None),
+    "worker.*.*.checksums": (feeds.GetChecksums, feeds.UnitChecksums),
+    "worker.*.*.fetch": (feeds.FetchRange, common.Ack),
+    "worker.*.*.pair_ended": (live.PairEnded, None),
     "gateway.*.holder": (identity.GetHolder, identity.Holder),
+    "gateway.*.*.holder": (identity.GetHolder, identity.Holder),
     "worker.*.holder": (identity.GetHolder, identity.Holder),
-    "worker.*.holder.*": (identity.GetHolder, identity.Holder),
-    "worker.*.hold_copy": (copies.HoldCopy, common.Ack),
-    "worker.*.drop_copy": (copies.DropCopy, common.Ack),
-    "worker.*.can_read": (copies.CanRead, common.Ack),
-    "worker.*.traffic": (traffic.GetTraffic, traffic.WorkerTraffic),
+    "worker.*.*.holder": (identity.GetHolder, identity.Holder),
+    "worker.*.*.hold_copy": (copies.HoldCopy, common.Ack),
+    "worker.*.*.drop_copy": (copies.DropCopy, common.Ack),
+    "worker.*.*.can_read": (copies.CanRead, common.Ack),
+    "worker.*.*.traffic": (traffic.GetTraffic, traffic.WorkerTraffic),
     "load.worker": (load.LoadReport, None),
     "load.hosts": (load.HostLoad, None),
     "load.gateway": (load.QueueReport, None),
@@ -94,7 +95,7 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "plans.drain": (plans.DrainPlan, None),
     "plans.mutate": (plans.MutatePlan, None),
     "plans.zigzag": (live.ZigzagAssignment, None),
-    "plans.worker.*": (live.WorkerOrder, None),
+    "plans.worker.*.*": (live.WorkerOrder, None),
     "records.scale": (operations.ScaleRecord, None),
     "nobody": (common.Ack, None),
 }
@@ -105,7 +106,7 @@ OTHERS = tuple(f"$SRV.{verb}" for verb in ("PING", "INFO", "STATS"))
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A subject that a user may publish on. ``*`` stands for the names of those that listen."""
+    """A subject that a user may publish on. ``*`` stands for the ids of those that listen, and their incarnations."""
 
     user: User
     subject: str
@@ -135,7 +136,7 @@ def _of_row(row: Row) -> Iterator[Target]:
     relative = row.subject.removeprefix(f"{subjects.PREFIX}.")
     users = [cast(User, kind) for kind in row.senders]
     assert set(users) <= set(USERS)
-    spoken = {"worker.*.live.*": LIVE, "worker.*.decode.*": DECODE}.get(relative)
+    spoken = {"worker.*.*.live.*": LIVE, "worker.*.*.decode.*": DECODE}.get(relative)
     for user in users:
         if spoken is not None:
             for operation, (takes, answers) in spoken.items():

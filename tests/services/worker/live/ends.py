@@ -300,7 +300,7 @@ class Ends:
                     raise self.refusals.pop(0)
                 return await handler(message)  # type: ignore[misc]
 
-            await self.buses[1].respond(subjects.worker_live("w1", operation), kind, respond)  # type: ignore[arg-type]
+            await self.buses[1].respond(subjects.worker_live(process("w1"), operation), kind, respond)  # type: ignore[arg-type]
 
 
 class FakeKvSender:

@@ -59,7 +59,7 @@ class Cluster:
         self.fabric = MemoryFabric()
         self.transports = {f"w{i}": self.fabric.start(name=f"w{i}") for i in range(5)}
         self.recording = Recording(self.transports["w0"])
-        self.me = worker("w0", transport_address=self.transports["w0"].address)
+        self.me = worker("w0", incarnation="w0-1", transport_address=self.transports["w0"].address)
         self.peers = Peers(self.broker.bus("w0"), self.recording, self.me, interval_s=0.02, gone_after_s=0.2)  # type: ignore[arg-type]
 
     def record(
