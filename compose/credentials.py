@@ -108,7 +108,8 @@ def _known(folder: Path) -> dict[str, str]:
         known = {name: (folder / name).read_text().strip() for name in _password_files() if (folder / name).exists()}
     except OSError as error:
         raise StackRefused(f"{error.filename} cannot be read: {error.strerror}") from error
-    missing = [name for name in _password_files() if not known.get(name)]
+    # A folder from before there were clusters gets what it lacks.
+    missing = [name for name in _password_files() if name != CLUSTER_PASSWORD and not known.get(name)]
     if known and missing:
         raise StackRefused(
             f"{folder} holds passwords, but no {', '.join(missing)}: --renew makes all anew, for all services at once"

@@ -48,10 +48,11 @@ class NatsBus(Bus):
         self._service = RpcService(link.client, kind, self._malformed, self._forget, about)
         self._subscriptions: set[Subscription] = set()
         prefix = f"{kind}-{secrets.token_hex(8)}"
-        self._stream = EventStream(link.client, link.refusals, consumer_prefix=prefix)
+        self._stream = EventStream(link.client, link.refusals, link.up, consumer_prefix=prefix)
         self._records = EventStream(
             link.client,
             link.refusals,
+            link.up,
             consumer_prefix=f"{prefix}-record",
             name=subjects.RECORD_STREAM,
             subject=subjects.scale_records(),
@@ -246,7 +247,8 @@ class NatsBus(Bus):
         self._subscriptions.discard(subscription)
 
     def _on_down(self) -> None:
-        drop_unsent(self._client, self._unbuffered)
+        # Nor plans: who published one was told that it was not, and has given its lease back.
+        drop_unsent(self._client, self._unbuffered, prefix=subjects.plans().removesuffix(">"))
 
     def _on_up_again(self) -> None:
         for subscription in self._subscriptions:

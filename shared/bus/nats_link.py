@@ -238,12 +238,13 @@ async def drain(client: Client, subscription: Subscription) -> None:
             await subscription.unsubscribe()
 
 
-def drop_unsent(client: Client, subjects: Collection[str]) -> None:
-    """Take messages on these subjects out of what is to be sent once the connection is there again."""
-    starts = tuple(f"{verb} {subject} ".encode() for subject in subjects for verb in ("PUB", "HPUB"))
-    if starts:
-        client._pending = [command for command in client._pending if not command.startswith(starts)]
-        client._pending_data_size = sum(map(len, client._pending))
+def drop_unsent(client: Client, subjects: Collection[str], *, prefix: str) -> None:
+    """Take messages on these subjects, and on those that begin so, out of what is to be sent once the connection is
+    there again."""
+    begin = (prefix, *(f"{subject} " for subject in subjects))
+    starts = tuple(f"{verb} {subject}".encode() for subject in begin for verb in ("PUB", "HPUB"))
+    client._pending = [command for command in client._pending if not command.startswith(starts)]
+    client._pending_data_size = sum(map(len, client._pending))
 
 
 async def end(task: asyncio.Task[None]) -> None:

@@ -79,6 +79,7 @@ class EventStream:
         self,
         client: Client,
         refusals: Refusals,
+        up: asyncio.Event,
         *,
         consumer_prefix: str,
         name: str = subjects.PLAN_STREAM,
@@ -86,6 +87,8 @@ class EventStream:
         limits: StreamLimits = PLAN_LIMITS,
     ) -> None:
         self._client = client
+        self._up = up
+        """Set while the connection is there."""
         self.clock = StreamClock()
         self.jetstream: JetStreamContext = client.jetstream(timeout=_API_TIMEOUT_S)
         self.name = name
@@ -177,6 +180,8 @@ class EventStream:
                     refused.ends(limit)
                     unmade.ends(limit)
                     while True:
+                        # Not buffered while down: an event that was given up would be new to the stream afterwards.
+                        await self._up.wait()
                         try:
                             if not self._known:
                                 await self._make()

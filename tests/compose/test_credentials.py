@@ -105,3 +105,12 @@ def test_passwords_of_which_some_are_missing_are_not_mixed_with_new_ones(
     assert run(["credentials", str(tmp_path)]) == 1
     assert "no nats-pool.password: --renew" in capsys.readouterr().err
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+def test_a_folder_from_before_there_were_clusters_keeps_its_passwords_and_gets_what_it_lacks(tmp_path: Path) -> None:
+    make(tmp_path)
+    before = (tmp_path / password_file("worker")).read_text()
+    (tmp_path / CLUSTER_PASSWORD).unlink()
+    make(tmp_path, renew=False, cluster=("nats-0:6222",))
+    assert (tmp_path / password_file("worker")).read_text() == before
+    assert (tmp_path / CLUSTER_PASSWORD).read_text().strip() in (tmp_path / NATS_CONF).read_text()

@@ -185,7 +185,7 @@ class GatewayApp:
             status = status or error.http_status
         except Exception as error:
             request.error = Internal.code
-            log.error("%s %s failed (request %s)", scope["method"], scope["path"], request.request_id, exc_info=error)
+            log.error("%s %r failed (request %s)", scope["method"], scope["path"], request.request_id, exc_info=error)
             # FastAPI has answered, and raised it again.
             if hot is not None or not status:
                 await self._answer(Internal(_FAULT), status, counting_send)

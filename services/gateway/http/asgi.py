@@ -55,7 +55,9 @@ def client_of(scope: Scope) -> str:
         return f"key {key!r}"
     address = (scope.get("client") or ("?", 0))[0]
     if ":" in address:
-        address = str(ipaddress.ip_network((address.partition("%")[0], IPV6_NETWORK_BITS), strict=False))
+        ip = ipaddress.IPv6Address(address.partition("%")[0])
+        # Where one listener serves both, IPv4 addresses come in a network of IPv6: each is another client's.
+        address = str(ip.ipv4_mapped or ipaddress.ip_network((ip, IPV6_NETWORK_BITS), strict=False))
     return f"address {address}"
 
 

@@ -151,12 +151,15 @@ _TO_LONE_SURROGATE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+(?=\\u[dD])",
     re.DOTALL,
 )
+MAX_SEARCHED_BYTES = 64 * 1024
 _ESCAPE_CHARACTERS = 6
 """Of ``\\uXXXX``."""
 
 
 def _not_json(error: Exception, type_: Any, raw: bytes, name: str) -> BadRequest:
-    lone = _TO_LONE_SURROGATE.match(raw) if isinstance(error, msgspec.DecodeError) else None
+    # Of a long body the place is not looked for: a search by ``re`` stops all threads.
+    searched = isinstance(error, msgspec.DecodeError) and len(raw) <= MAX_SEARCHED_BYTES
+    lone = _TO_LONE_SURROGATE.match(raw) if searched else None
     if lone is None:
         return BadRequest(f"{name or 'the request body'} is not valid JSON: {error}", param=name or None)
     # The decoder does not say where it is: it is in the field that differs if another character takes its place.

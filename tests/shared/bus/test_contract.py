@@ -500,3 +500,17 @@ async def test_close_flushes_awaits_handlers_and_ends_the_bus(place: Place) -> N
     with pytest.raises(Unavailable):
         await here.publish(plain, cancel())
     await here.close()
+
+
+async def test_an_event_that_was_given_up_while_the_bus_was_down_does_not_come_later(place: Place) -> None:
+    bus, on = await place.bus("a"), event_subject()
+    await bus.publish_event(on, cancel(0), message_id=f"{on}-before")
+    await place.go_down()
+    await eventually(lambda: bus.connected_since_s is None)
+    with pytest.raises(Unavailable):
+        await bus.publish_event(on, cancel(1), message_id=f"{on}-given-up")
+    await place.go_up()
+    await eventually(lambda: bus.connected_since_s is not None)
+    await bus.publish_event(on, cancel(2), message_id=f"{on}-after")
+    stored = await bus.past_events(on, Cancel, limit=9)
+    assert [found.event for found in stored] == [cancel(0), cancel(2)]

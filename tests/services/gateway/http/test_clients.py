@@ -101,6 +101,7 @@ async def test_by_default_no_page_and_with_a_star_every_page(
     ("address", "client"),
     [
         ("10.0.0.1", "address 10.0.0.1"),
+        ("::ffff:10.0.0.1", "address 10.0.0.1"),
         ("2001:db8::1:2", "address 2001:db8::/64"),
         ("fe80::1%eth0", "address fe80::/64"),
     ],
