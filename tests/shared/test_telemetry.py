@@ -91,7 +91,6 @@ def test_a_collector_that_is_away_is_said_once_per_outage() -> None:
     patient = {"OTEL_EXPORTER_OTLP_TIMEOUT": "1", "OTEL_BSP_SCHEDULE_DELAY": "600000"}
     lost, again, lost_again = run(OUTAGES, **environ, **patient)
     assert lost.startswith("traces are lost until the collector answers: ")
-    assert port in lost
     assert again == "the collector takes traces again"
     assert lost_again.startswith("traces are lost")
 

@@ -79,6 +79,7 @@ async def test_demands_that_come_while_one_is_planned_become_one_more_look(rig: 
     for _ in range(20):
         await rig.demand(1)
     await eventually(lambda: rig.pool.num_snapshots == before + 2)
+    await eventually(rig.records)
     assert len(await rig.records()) == 1
     assert rig.pool.num_snapshots <= before + 3, "twenty demands are not twenty looks"
     assert len(rig.plans()) == 1

@@ -186,5 +186,5 @@ class Burst:
             loop = worker.serving.engine.loop
             await eventually(lambda loop=loop: loop.partial is None and loop.num_requests == 0)
             loop.scheduler.check()
-            assert loop.scheduler.pool.num_used == 0
+            await eventually(lambda loop=loop: loop.scheduler.pool.num_used == 0)
             assert not loop.scheduler.table.lending
