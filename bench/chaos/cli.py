@@ -82,6 +82,10 @@ def command(
             raise BadRequest("--fleet has prefill and decode instances of its own: without --roles", param="fleet")
         if fleet and setting.workers < _DEFAULT_WORKERS:
             raise BadRequest(f"--fleet needs 4 workers at least, not {setting.workers}", param="workers")
+        if skew and engine == "mock":
+            raise BadRequest(
+                "--skew needs --engine torch: libfaketime breaks the sleep of the mock engine", param="skew"
+            )
         check_folder(json_file)
 
     async def measure(folder: Path) -> Result:
