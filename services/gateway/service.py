@@ -222,6 +222,8 @@ class Gateway:
     def _on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
         if heartbeat.gateway_id != self.config.gateway_id or heartbeat.incarnation == self._incarnation:
             return
+        if not subjects.is_name(heartbeat.incarnation):
+            return  # nobody could answer for it
         # Both started without an answer from the other, or were separated: one of them ends.
         self._rival = heartbeat.incarnation
         self._rival_heard.set()
@@ -242,10 +244,10 @@ class Gateway:
 
     async def _holder(self, incarnation: str) -> Holder | None:
         """That other process, if it lives."""
+        subject = subjects.gateway_holder(self.config.gateway_id, incarnation)
         try:
-            subject = subjects.gateway_holder(self.config.gateway_id, incarnation)
             return await self.bus.request(subject, GetHolder(), Holder, timeout_s=ASK_TIMEOUT_S)
-        except (BlitzError, ValueError) as error:  # or a name that no process can have
+        except BlitzError as error:
             log.debug("no answer about who holds the id of this gateway: %s", error)
             return None
 

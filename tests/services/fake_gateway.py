@@ -64,7 +64,7 @@ class FakeGateway:
 
     async def submit(
         self,
-        worker_id: str,
+        worker: str | Process,
         instance_id: str,
         request_id: str,
         *,
@@ -77,7 +77,7 @@ class FakeGateway:
         may_wait: bool = True,
         temperature: float = 0.0,
     ) -> Ack:
-        """One Submit RPC. Raises the worker's typed refusal."""
+        """One Submit RPC. A worker of which only the id is given is the first of it. Raises its typed refusal."""
         request = Submit(
             request_id=request_id,
             attempt=attempt,
@@ -93,7 +93,8 @@ class FakeGateway:
             gateway_incarnation=self.incarnation,
             may_wait=may_wait,
         )
-        return await self.bus.request(subjects.worker_submit(process(worker_id)), request, Ack, timeout_s=RPC_TIMEOUT_S)
+        named = worker if isinstance(worker, Process) else process(worker)
+        return await self.bus.request(subjects.worker_submit(named), request, Ack, timeout_s=RPC_TIMEOUT_S)
 
     async def resend(self, worker_id: str, request_id: str, *, attempt: int = 1, offset: int = 0) -> Ack:
         request = Resend(request_id=request_id, attempt=attempt, offset=offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from services.gateway.http.app import GatewayApp
@@ -15,6 +16,7 @@ from shared.errors import DuplicateId
 from shared.messages.generation import GatewayHeartbeat
 from shared.messages.identity import GetHolder, Holder
 from shared.process import ProcessState
+from shared.subjects import Process
 from tests.services.gateway.conftest import CONFIG, Stack
 from tests.services.gateway.test_failover import collect
 from tests.services.waiting import TIMEOUT_S, eventually
@@ -42,6 +44,23 @@ async def test_a_gateway_whose_id_is_held_ends_and_the_other_ones_streams_go_on(
     worker.resume.set()
     assert await answer == "hello"
     assert worker.cancels == []
+
+
+async def test_what_workers_send_to_an_earlier_start_does_not_reach_the_next(stack: Stack) -> None:
+    [worker] = stack.workers
+    worker.pause_after = 2
+    answer = asyncio.create_task(collect(stack))
+    await stack.until(lambda: worker.submits)
+    [submit] = worker.submits
+    await stack.received(2)
+    for name, gateway in (("theirs", Process("gw-test", "0")), ("mine", submit.gateway)):
+        await worker.send(gateway, worker.part(msgspec.structs.replace(submit, request_id=name), 0, [1]))
+        if name == "theirs":
+            await worker.send(gateway, worker.part(submit, 2, list(b"X")))
+    await stack.until(lambda: worker.cancels)
+    assert [cancel.request_id for cancel in worker.cancels] == ["mine"], "it tells of what came to it, and nobody wants"
+    worker.resume.set()
+    assert await answer == "hello"
 
 
 FIRST, LAST = "0000000000001-abc", "zzzzzzzzzzzzz-abc"
@@ -90,6 +109,6 @@ async def test_a_gateway_that_hears_one_that_has_held_its_id_for_less_time_stays
     await stays(await heard(MemoryBroker(), name, held_s=0.0))
 
 
-@pytest.mark.parametrize("name", [FIRST, LAST])
+@pytest.mark.parametrize("name", [FIRST, LAST, "", "no name"])
 async def test_a_gateway_does_not_end_for_a_heartbeat_of_nobody(name: str) -> None:
     await stays(await heard(MemoryBroker(), name))

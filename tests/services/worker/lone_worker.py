@@ -27,7 +27,6 @@ from shared.messages.plans import (
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import ModelRecord
 from tests.checkpoints import tiny_checkpoint
-from tests.processes import INCARNATION, process
 from tests.services.fake_gateway import FakeGateway
 from tests.services.fake_pool import FakePool
 from tests.services.waiting import eventually
@@ -80,7 +79,7 @@ class LoneWorker:
     def chain_member(self, instance_id: str, epoch: int) -> ChainMember:
         return ChainMember(
             worker_id="w0",
-            incarnation=INCARNATION,
+            incarnation=self.worker.process.incarnation,
             instance_id=instance_id,
             host=self.worker.config.host,
             transport_address=self.worker.transport.address,
@@ -117,7 +116,7 @@ class LoneWorker:
             order = WorkerOrder(mutate=plan)
         else:
             order = WorkerOrder(scale=plan) if isinstance(plan, ScalePlan) else WorkerOrder(drain=plan)
-        await self.planner.publish_event(subjects.worker_plans(process("w0")), order, message_id=plan.plan_id)
+        await self.planner.publish_event(subjects.worker_plans(self.worker.process), order, message_id=plan.plan_id)
 
     async def serve(self, *, epoch: int = 10) -> str:
         """Load the model; the id of the instance, once it serves."""
@@ -128,13 +127,15 @@ class LoneWorker:
 
     async def drain(self, instance_id: str, plan_id: str = "drain-1", *, revive: bool = False) -> None:
         """Publish a drain, or a revival."""
-        target = DrainTarget(worker_id="w0", incarnation=INCARNATION, instance_id=instance_id)
+        target = DrainTarget(worker_id="w0", incarnation=self.worker.process.incarnation, instance_id=instance_id)
         await self.publish(DrainPlan(plan_id=plan_id, model=self.model.name, targets=(target,), revive=revive, term=1))
 
     async def mutate(self, instance_id: str, role: Role, plan_id: str = "mutate-1", **fields: object) -> None:
         """Publish a mutation."""
         defaults: dict[str, object] = {"planned_s": time.monotonic(), "valid_s": 60.0, "term": 1}
-        target = MutateTarget(worker_id="w0", incarnation=INCARNATION, instance_id=instance_id, was="colocated")
+        target = MutateTarget(
+            worker_id="w0", incarnation=self.worker.process.incarnation, instance_id=instance_id, was="colocated"
+        )
         await self.publish(
             MutatePlan(plan_id=plan_id, model=self.model.name, targets=(target,), role=role, **(defaults | fields))  # type: ignore[arg-type]
         )
@@ -147,7 +148,7 @@ class LoneWorker:
         await eventually(lambda: event in self.events(plan_id))
 
     async def submit(self, instance_id: str, request_id: str, **fields: object) -> None:
-        await self.gateway.submit("w0", instance_id, request_id, **fields)  # type: ignore[arg-type]
+        await self.gateway.submit(self.worker.process, instance_id, request_id, **fields)  # type: ignore[arg-type]
 
     async def pause(self) -> None:
         """Let the engine run no step until ``resume``."""

@@ -10,7 +10,8 @@ from services.worker.orders import Orders
 from shared import subjects
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
-from tests.processes import process
+from shared.subjects import Process
+from tests.processes import INCARNATION, process
 from tests.records import model
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
@@ -85,6 +86,14 @@ async def test_what_is_for_others_is_not_heard(heard: Heard) -> None:
     await heard.settle()
     assert heard.all == ["mine"]
     assert len(heard.broker.readers) == 1, "one consumer"
+
+
+async def test_what_was_ordered_from_an_earlier_start_is_not_heard_by_the_next(heard: Heard) -> None:
+    for incarnation, name in (("0", "earlier"), (INCARNATION, "mine"), ("2", "later")):
+        subject = subjects.worker_plans(Process("w0", incarnation))
+        await heard.planner.publish_event(subject, WorkerOrder(scale=plan(name)), message_id=name)
+    await heard.settle()
+    assert heard.all == ["mine"]
 
 
 async def test_the_order_of_different_kinds_is_kept(heard: Heard) -> None:
