@@ -31,7 +31,7 @@ _MEMBER = re.compile(r"([A-Za-z0-9._-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class NatsCluster:
     """NATS servers that are one bus. Each is started with this configuration and a ``--name`` of its own."""
 
     members: tuple[str, ...]
@@ -93,7 +93,7 @@ def _nats_files(passwords: Mapping[str, str], http: str, cluster: tuple[str, ...
     users: dict[User, str] = {user: passwords[password_file(user)] for user in USERS}
     if not cluster:
         return {NATS_CONF: nats_conf(users, http=http)}
-    members = Cluster(cluster, passwords[CLUSTER_PASSWORD])
+    members = NatsCluster(cluster, passwords[CLUSTER_PASSWORD])
     if len({member.rpartition(":")[2] for member in cluster}) == 1:
         return {NATS_CONF: nats_conf(users, http=http, cluster=members)}
     return {
@@ -121,7 +121,7 @@ def nats_conf(
     passwords: Mapping[User, str],
     *,
     http: str = "",
-    cluster: Cluster | None = None,
+    cluster: NatsCluster | None = None,
     others: Mapping[str, tuple[str, Grant]] | None = None,
 ) -> str:
     """The whole configuration. ``others``: users besides those of the table, with password and rights (tests)."""
@@ -150,7 +150,7 @@ def nats_conf(
     return "\n".join(parts)
 
 
-def _cluster(cluster: Cluster) -> str:
+def _cluster(cluster: NatsCluster) -> str:
     listen = cluster.listen or f"0.0.0.0:{cluster.members[0].rpartition(':')[2]}"
     routes = [f"nats-route://{CLUSTER_USER}:{cluster.password}@{member}" for member in cluster.members]
     lines = [

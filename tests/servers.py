@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from compose.credentials import Cluster, nats_conf
+from compose.credentials import NatsCluster, nats_conf
 from compose.ports import free_port
 from shared.permissions import USERS, Grant
 
@@ -102,7 +102,7 @@ def nats_cluster(folder: Path, size: int) -> list[Server]:
     servers = []
     for number, port in enumerate(ports):
         config = folder / f"nats-{number}.conf"
-        cluster = Cluster(members, "cluster-password", listen=members[number])
+        cluster = NatsCluster(members, "cluster-password", listen=members[number])
         passwords = {user: password_of(user) for user in USERS}
         monitor = free_port()
         config.write_text(nats_conf(passwords, http=f"127.0.0.1:{monitor}", cluster=cluster))
