@@ -15,7 +15,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo https://dow
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format bench clean install
+.PHONY: help up test lint format reference bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -42,17 +42,21 @@ up: $(STAMP) ## Start everything and serve until Ctrl-C (ARGS="MODEL_DIR --worke
 test: $(STAMP) ## Run the tests (ARGS="-k name ...")
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ARGS)
 
-lint: $(STAMP) ## Check style, types, import order, private names and wall clocks
+lint: $(STAMP) ## Check style, types, import order, names and wall clocks
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python .ci/private_names.py
+	@$(BIN)/python .ci/class_names.py
 	@$(BIN)/python .ci/wall_clocks.py
 
 format: $(STAMP) ## Put the code into its format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+reference: $(STAMP) ## Make docs/reference again (settings, metrics, commands)
+	@$(BIN)/python -m compose.reference
 
 bench: $(STAMP) ## Measure this machine (ARGS="--help" lists what)
 	@$(BIN)/blitzscale bench $(ARGS)

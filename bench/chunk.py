@@ -22,10 +22,10 @@ from rich.table import Table
 from bench.command_line import JsonFile, check_folder, red_line, write
 from bench.stats import Summary
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.base import Engine
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from shared.errors import Internal
 from shared.messages.generation import SamplingParams
@@ -73,10 +73,10 @@ class Way:
     prompt_tokens_per_s: float
 
 
-def _request(name: str, num_tokens: int, max_tokens: int) -> Request:
+def _request(name: str, num_tokens: int, max_tokens: int) -> ActiveSequence:
     params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
     prompt = tuple(1 + (len(name) * 31 + position * 7) % 250 for position in range(num_tokens))
-    return Request(request_id=name, attempt=1, gateway_id="bench", prompt=prompt, params=params)
+    return ActiveSequence(request_id=name, attempt=1, gateway_id="bench", prompt=prompt, params=params)
 
 
 def _run(engine: Engine, settings: ChunkBenchSettings, slo_tbt_s: float) -> tuple[list[float], list[float], float]:

@@ -249,7 +249,9 @@ class _Window:
 
 
 def command(
-    chunk_kib: Annotated[list[int] | None, typer.Option(help="Chunk size in KiB; may be given more than once.")] = None,
+    chunk_kib: Annotated[
+        list[int] | None, typer.Option(help="Chunk size in KiB, by default 512, 1024 and 8192; repeatable.")
+    ] = None,
     total_mib: Annotated[int, typer.Option(min=1, help="Bytes per measurement, in MiB.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are reported.")] = 5,
     window: Annotated[int | None, typer.Option(min=1, help="Chunks in flight. [default: as the data plane]")] = None,

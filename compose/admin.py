@@ -115,11 +115,13 @@ class AdminClient:
         served_as: Serving | None = None,
         weight: float | None = None,
         advise: bool | None = None,
+        no_room_timeout_s: float | None = None,
     ) -> ModelStatus:
         """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``.
 
         ``min_instances``: None for one, or for none with a keep-alive. ``slo_ttft_s``, ``slo_tbt_s``: objectives for
-        the time to the first token and between two; None: the services' own.
+        the time to the first token and between two; None: the services' own. ``no_room_timeout_s``: None for the
+        gateway's.
         """
         body = AddModelBody(
             path=path,
@@ -132,6 +134,7 @@ class AdminClient:
             served_as=served_as,
             weight=weight,
             advise=advise,
+            no_room_timeout_s=no_room_timeout_s,
         )
         return await self._call("POST", "/admin/models", ModelStatus, body=body, timeout_s=ADD_TIMEOUT_S)
 

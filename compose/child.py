@@ -15,7 +15,7 @@ from typing import Literal
 
 from compose.die_with_parent import die_with_parent
 from compose.errors import ProcessGaveUp
-from compose.forking import ForkServer, Process
+from compose.forking import ChildProcess, ForkServer
 from compose.log_lines import LineSink, LineSplitter, ProcessLog
 from compose.readiness import READY_FD_VARIABLE, Probe, ReadyPipe, until_answer
 from compose.restart_policy import RestartCounter, RestartPolicy
@@ -80,7 +80,7 @@ class Child:
         self._on_give_up = on_give_up
         self._restarts = RestartCounter(policy)
         self._stable_s = policy.stable_s
-        self._process: Process | None = None
+        self._process: ChildProcess | None = None
         self._ready_pipe: ReadyPipe | None = None
         self._ready = False
         self._keeper: asyncio.Task[None] | None = None
@@ -164,14 +164,14 @@ class Child:
         self._ready_pipe = pipe
         self.state = "running"
 
-    async def _fork(self, env: Mapping[str, str], pipe: ReadyPipe | None) -> Process | None:
+    async def _fork(self, env: Mapping[str, str], pipe: ReadyPipe | None) -> ChildProcess | None:
         server, argv = self.spec.forks, self.spec.argv
         if server is None or argv[:2] != (sys.executable, "-m") or len(argv) != 3 or not server.suits(env):
             return None
         fds = {} if pipe is None else {READY_FD_VARIABLE: pipe.writing}
         return await server.spawn(self.name, argv[2], env, self.spec.cwd, fds, network=self.spec.network)
 
-    async def _execute(self, env: Mapping[str, str], pipe: ReadyPipe | None) -> Process:
+    async def _execute(self, env: Mapping[str, str], pipe: ReadyPipe | None) -> ChildProcess:
         network = self.spec.network
         return await asyncio.create_subprocess_exec(
             # It becomes the command, it does not fork.
@@ -249,7 +249,7 @@ class Child:
             await asyncio.gather(reader, return_exceptions=True)
         return returncode
 
-    async def _copy_output(self, process: Process) -> None:
+    async def _copy_output(self, process: ChildProcess) -> None:
         assert process.stdout is not None
         splitter = LineSplitter()
         while data := await process.stdout.read(_READ_BYTES):

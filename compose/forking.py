@@ -28,7 +28,7 @@ _FIXED = ("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC
 _ANSWER_S = 60.0
 
 
-class Process(Protocol):
+class ChildProcess(Protocol):
     """What the supervisor wants of a child; ``asyncio.subprocess.Process`` has it."""
 
     @property
@@ -123,7 +123,7 @@ class ForkServer:
         fds: Mapping[str, int],
         *,
         network: str = "",
-    ) -> Process | None:
+    ) -> ChildProcess | None:
         """Like ``python -m module``. ``fds``: what it inherits, by the variable that tells it the number. ``network``:
         the network namespace to run in. None: it must be started otherwise, as the server is gone."""
         if self._ready is None or not await self._is_ready(self._ready) or self._socket is None:

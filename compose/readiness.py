@@ -22,8 +22,8 @@ class ReadyPipe:
         os.set_blocking(self._reading, False)
 
     @contextlib.contextmanager
-    def listening(self, told: Callable[[], None]) -> Iterator[None]:
-        """For as long as the child runs, which has its end by now. ``told()``: it wrote."""
+    def listening(self, on_ready: Callable[[], None]) -> Iterator[None]:
+        """For as long as the child runs, which has its end by now. ``on_ready()``: it wrote."""
         loop = asyncio.get_running_loop()
 
         def read() -> None:
@@ -31,7 +31,7 @@ class ReadyPipe:
             loop.remove_reader(self._reading)
             with contextlib.suppress(BlockingIOError):
                 if os.read(self._reading, 64):
-                    told()
+                    on_ready()
 
         os.close(self.writing)
         loop.add_reader(self._reading, read)

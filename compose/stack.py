@@ -175,7 +175,7 @@ class Stack(RunningStack):
 
     async def _become_ready(self, deadline_s: float, timeout_s: float) -> Status:
         models = preflight.model_names(self.config.models)
-        told = ""
+        announced = ""
         registered: set[str] = set()
         while True:
             try:
@@ -204,9 +204,9 @@ class Stack(RunningStack):
                 missing = (
                     "waiting for the gateway" if error.code == "gateway_unreachable" else f"waiting: {error.message}"
                 )
-            if missing != told:
+            if missing != announced:
                 self._say(missing)
-                told = missing
+                announced = missing
             if time.monotonic() > deadline_s:
                 raise StackNotReady(f"not ready after {timeout_s:g} s: {missing}; see {self.state_dir.logs}")
             await asyncio.sleep(_POLL_S)

@@ -34,7 +34,7 @@ UnitKind = Literal["layer", "embed", "final"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """One checkpoint tensor inside a slot: rows ``row .. row+shape[0]`` of the fused tensor."""
 
     checkpoint_name: str
@@ -50,7 +50,7 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _unit(kind: UnitKind, index: int, offset: int, rows: list[_Row], item_bytes:
         cursor = _align(cursor, TENSOR_ALIGN_BYTES)
         parts, row = [], 0
         for checkpoint_name, num_rows in pieces:
-            parts.append(Part(checkpoint_name, row, (num_rows, *shape[1:])))
+            parts.append(TensorPart(checkpoint_name, row, (num_rows, *shape[1:])))
             row += num_rows
         num_bytes = prod(shape) * item_bytes
         slots.append(Slot(name, shape, cursor, num_bytes, tuple(parts)))

@@ -125,7 +125,6 @@ TABLE: tuple[Row, ...] = (
             "set_model": _GATEWAY,
             "remove_model": _GATEWAY,
             "cordon_worker": _GATEWAY,
-            "lease": _PLANNER,
             "lease_batch": _PLANNER,
             "release": _PLANNER,
             "set_floor": _PLANNER,

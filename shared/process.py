@@ -34,7 +34,8 @@ LogFormat = Literal["text", "json"]
 _LAG_EVERY_S = 0.1
 _LAG = Histogram(
     "blitz_event_loop_lag_seconds",
-    "How much later than asked for the event loop of this process ran something",
+    "How much later than asked for the event loop ran something, looked at ten times a second; over 0.5 s, heartbeats "
+    "are at risk.",
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
 CLEAN_UP_S = 5.0

@@ -89,6 +89,7 @@ class DecodeFit(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
     base_s: Share
+    """A step takes ``base_s + requests · request_s + (tokens of all contexts) · context_token_s``."""
     request_s: Share
     context_token_s: Share
     error: Share
@@ -103,9 +104,12 @@ class PrefillFit(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
     base_s: Share
+    """A prompt takes ``steps · base_s + tokens · token_s + pairs · pair_s``, a pair being a token and one that it
+    attends to."""
     token_s: Share
     pair_s: Share
     error: Share
+    """As of decode."""
 
 
 class Derived(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +128,7 @@ class Derived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module."""
+    """Times are medians. A profile is of one model, layout, engine, device and version of the program."""
 
     format: Literal["blitzscale-profile.v1"] = FORMAT
     version: Name
@@ -142,17 +146,20 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: Number
     kv_bytes_per_token: Number
     chunk_tokens: Number
+    """In chunks of so many tokens prompts were computed."""
     prefill: Annotated[tuple[PrefillPoint, ...], Meta(min_length=1, max_length=MAX_POINTS)]
     """By length, rising."""
     decode: Annotated[tuple[DecodePoint, ...], Meta(min_length=1, max_length=MAX_POINTS)]
     load: Annotated[tuple[LoadPoint, ...], Meta(max_length=10)] = ()
     mutation_s: Seconds = MUTATION_S
+    """To give an instance another role: as the stack at ``--url`` recorded it, else assumed."""
     mutation_is_measured: bool = False
     decode_fit: DecodeFit
     prefill_fit: PrefillFit
     step_fit: StepFit | None = None
+    """Nearer than the two fits where steps are no line, as a GPU's."""
     derived: Derived | None = None
-    """None: measured here."""
+    """Computed from published figures; null: measured here."""
 
     def __post_init__(self) -> None:
         lengths = [point.prompt_tokens for point in self.prefill]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from shared.bus.access import ANYBODY, NatsAccess
 from shared.bus.nats import NatsBus
@@ -21,7 +21,7 @@ from shared.telemetry import setup_telemetry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
-    """The settings that every service has. See ``docs/configuration.md``."""
+    """The settings that every service has; each adds its own. ``docs/reference/settings.md`` lists them all."""
 
     nats_url: str = "nats://127.0.0.1:4222"
     nats: NatsAccess = ANYBODY
@@ -39,6 +39,16 @@ class ServiceConfig:
         """Of this process, in its log; empty: the kind of service."""
         return ""
 
+    @classmethod
+    def read(cls, env: Settings) -> Self:
+        """Every setting, with what the reference says of it. Raises ``SettingsError``."""
+        return cls(**process_settings(env), **health_settings(env))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Self:
+        """Raises ``SettingsError`` naming the variable and its value."""
+        return cls.read(Settings(environ))
+
 
 C = TypeVar("C", bound=ServiceConfig)
 
@@ -46,26 +56,60 @@ C = TypeVar("C", bound=ServiceConfig)
 def process_settings(env: Settings) -> dict[str, Any]:
     """What of a ``ServiceConfig`` concerns bus and process. Raises ``SettingsError``."""
     return {
-        "nats_url": env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
+        "nats_url": env.text(
+            "BLITZ_NATS_URL",
+            "NATS servers, separated by commas. A service that reaches none of them within 10 s ends.",
+            default="nats://127.0.0.1:4222",
+        ),
         "nats": NatsAccess.from_env(env),
-        "log_level": env.log_level("BLITZ_LOG_LEVEL"),
-        "log_format": env.choice("BLITZ_LOG_FORMAT", ("text", "json"), default="text"),
-        "die_with_parent": env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
-        "ready_fd": env.integer("BLITZ_READY_FD", default=0, minimum=0),
+        "log_level": env.log_level("BLITZ_LOG_LEVEL", "What is logged: this and above."),
+        "log_format": env.choice(
+            "BLITZ_LOG_FORMAT",
+            "`json`: an object per line, with the fields of the gateway's line per request.",
+            ("text", "json"),
+            default="text",
+        ),
+        "die_with_parent": env.boolean(
+            "BLITZ_DIE_WITH_PARENT",
+            "Drain and end when the parent process ends (Linux), for supervisors of your own.",
+            default=False,
+        ),
+        "ready_fd": env.integer(
+            "BLITZ_READY_FD",
+            "File descriptor to which the service writes a line once it is ready, for supervisors. 0: none.",
+            default=0,
+            minimum=0,
+        ),
     }
 
 
 def health_settings(env: Settings) -> dict[str, Any]:
     """Where a ``ServiceConfig`` has the endpoint of ``shared.health``. Raises ``SettingsError``."""
     return {
-        "health_port": env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
-        "health_host": env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
+        "health_port": env.integer(
+            "BLITZ_HEALTH_PORT",
+            "Port of `/live`, `/health`, `/ready` and `/metrics`; 0: none. For `blitzscale up`: the first of the ports "
+            "of its services. The images set 9090.",
+            default=0,
+            minimum=0,
+            maximum=65535,
+        ),
+        "health_host": env.text(
+            "BLITZ_HEALTH_HOST",
+            "Address of that port. The images set 0.0.0.0, which probes from other machines or containers need.",
+            default="127.0.0.1",
+        ),
     }
 
 
 def profiles_path(env: Settings) -> Path | None:
     """A directory of profiles, or one of them (``shared.profile_directory``). None: there are none."""
-    path = env.text("BLITZ_PROFILES", default="")
+    path = env.text(
+        "BLITZ_PROFILES",
+        "Directory of profiles (`*.json`), or one of them. Monitor and planner notice files that come or change later; "
+        "a worker reads them when it loads a model.",
+        default="",
+    )
     return Path(path) if path else None
 
 

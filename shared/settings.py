@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,32 +28,79 @@ class SettingsError(BlitzError):
     code = "bad_settings"
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A variable as its reader asks for it: a row of ``docs/reference/settings.md``."""
+
+    key: str
+    meaning: str
+    default: str = ""
+    """As one would write it into the environment, or in words. Empty: none."""
+    values: str = ""
+    """Which values it takes. Empty: any text."""
+
+
 class Settings:
     """Getters over ``environ``. A default of None makes a setting required; empty values count as unset.
 
-    Every getter raises ``SettingsError``.
+    ``meaning`` is for the reference, and so is ``shown``: the default in words, where it depends on the machine. Every
+    getter raises ``SettingsError``.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
+        self.asked: dict[str, Setting] = {}
+        """What was asked for, by key."""
 
-    def text(self, key: str, *, default: str | None = None) -> str:
+    def text(self, key: str, meaning: str, *, default: str | None = None, shown: str | None = None) -> str:
         """The value without surrounding blanks."""
+        self._ask(key, meaning, default, shown)
         return self._read(key, default, str)
 
     def integer(
-        self, key: str, *, default: int | None = None, minimum: int | None = None, maximum: int | None = None
+        self,
+        key: str,
+        meaning: str,
+        *,
+        default: int | None = None,
+        minimum: int | None = None,
+        maximum: int | None = None,
+        shown: str | None = None,
     ) -> int:
         """A whole number within the bounds, which are inclusive."""
+        self._ask(key, meaning, default, shown, _range(minimum, maximum))
         return self._read(key, default, lambda value: _number(key, value, int, "a whole number", minimum, maximum))
 
     def number(
-        self, key: str, *, default: float | None = None, minimum: float | None = None, maximum: float | None = None
+        self,
+        key: str,
+        meaning: str,
+        *,
+        default: float | None = None,
+        minimum: float | None = None,
+        maximum: float | None = None,
     ) -> float:
         """A finite number within the bounds, which are inclusive."""
+        self._ask(key, meaning, default, None, _range(minimum, maximum))
         return self._read(key, default, lambda value: _number(key, value, float, "a number", minimum, maximum))
 
-    def boolean(self, key: str, *, default: bool | None = None) -> bool:
+    def integer_or_none(self, key: str, meaning: str, *, minimum: int | None = None) -> int | None:
+        """As ``integer``. None: unset."""
+        if self._value(key) is None:
+            self._ask(key, meaning, None, None, _range(minimum, None))
+            return None
+        return self.integer(key, meaning, minimum=minimum)
+
+    def number_or_none(
+        self, key: str, meaning: str, *, minimum: float | None = None, shown: str | None = None
+    ) -> float | None:
+        """As ``number``. None: unset; ``shown`` says what happens then."""
+        if self._value(key) is None:
+            self._ask(key, meaning, None, shown, _range(minimum, None))
+            return None
+        return self.number(key, meaning, minimum=minimum)
+
+    def boolean(self, key: str, meaning: str, *, default: bool | None = None) -> bool:
         """1, true, yes, on; 0, false, no, off; in any case."""
 
         def convert(value: str) -> bool:
@@ -60,9 +108,10 @@ class Settings:
                 raise _error(key, value, "must be true or false")
             return value.lower() in _TRUE
 
+        self._ask(key, meaning, default, None, "`true`, `false`")
         return self._read(key, default, convert)
 
-    def choice(self, key: str, choices: tuple[Choice, ...], *, default: Choice | None = None) -> Choice:
+    def choice(self, key: str, meaning: str, choices: tuple[Choice, ...], *, default: Choice | None = None) -> Choice:
         """One of ``choices``."""
 
         def convert(value: str) -> Choice:
@@ -71,13 +120,15 @@ class Settings:
                     return choice
             raise _error(key, value, f"must be one of {', '.join(choices)}")
 
+        self._ask(key, meaning, default, None, ", ".join(f"`{choice}`" for choice in choices))
         return self._read(key, default, convert)
 
-    def listing(self, key: str, *, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    def listing(self, key: str, meaning: str, *, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
         """Values separated by commas; blanks around them and empty ones are left out."""
+        self._ask(key, meaning, ",".join(default or ()), None, "separated by commas")
         return self._read(key, default, lambda value: tuple(i.strip() for i in value.split(",") if i.strip()))
 
-    def duration_s(self, key: str, *, default: float | None = None, minimum: float = 0.0) -> float:
+    def duration_s(self, key: str, meaning: str, *, default: float | None = None, minimum: float = 0.0) -> float:
         """Seconds; takes a unit of ms, s, m or h, and none means seconds."""
 
         def convert(value: str) -> float:
@@ -89,10 +140,12 @@ class Settings:
                 raise _error(key, value, f"must be at least {minimum:g} s")
             return seconds
 
+        self._ask(key, meaning, default, None, _range(minimum, None))
         return self._read(key, default, convert)
 
-    def log_level(self, key: str, *, default: str = "info") -> str:
+    def log_level(self, key: str, meaning: str, *, default: str = "info") -> str:
         """The name of a level of ``logging``, in any case."""
+        self._ask(key, meaning, default, None, "`debug`, `info`, `warning`, `error`, `critical`")
         value = self._value(key)
         if value is None:
             return default
@@ -100,11 +153,13 @@ class Settings:
             raise _error(key, value, "must be debug, info, warning, error or critical")
         return value
 
-    def secret(self, key: str) -> str | None:
+    def secret(self, key: str, meaning: str) -> str | None:
         """The value of ``key``, or what stands in the file that ``KEY_FILE`` names (a mounted secret). None: neither.
 
         Its errors never show the secret.
         """
+        self._ask(key, meaning, None, None)
+        self._ask(f"{key}_FILE", f"File that holds `{key}` (a mounted secret).", None, None, "file")
         value, path = self._value(key), self._value(f"{key}_FILE")
         if path is None:
             return value
@@ -119,14 +174,18 @@ class Settings:
             raise _error(f"{key}_FILE", path, "the file is empty")
         return text
 
-    def file(self, key: str) -> Path | None:
-        """A file that exists. None: unset."""
+    def file(self, key: str, meaning: str, *, shown: str | None = None) -> Path | None:
+        """A file that exists. None: unset; ``shown`` says what happens then."""
+        self._ask(key, meaning, None, shown, "file")
         value = self._value(key)
         if value is None:
             return None
         if not Path(value).is_file():
             raise _error(key, value, "there is no such file")
         return Path(value)
+
+    def _ask(self, key: str, meaning: str, default: object, shown: str | None, values: str = "") -> None:
+        self.asked[key] = Setting(key, meaning, _written(default) if shown is None else shown, values)
 
     def _value(self, key: str) -> str | None:
         return self._environ.get(key, "").strip() or None
@@ -138,6 +197,25 @@ class Settings:
         if default is None:
             raise SettingsError(f"{key} is not set and has no default", param=key)
         return default
+
+
+def _written(value: object) -> str:
+    match value:
+        case None | "":
+            return ""
+        case bool():
+            return f"`{str(value).lower()}`"
+        case float():
+            return f"`{value:.12g}`"
+    return f"`{value}`"
+
+
+def _range(minimum: float | None, maximum: float | None) -> str:
+    if minimum is not None and maximum is not None:
+        return f"{minimum:.12g} to {maximum:.12g}"
+    if minimum is not None:
+        return f"≥ {minimum:.12g}"
+    return "" if maximum is None else f"≤ {maximum:.12g}"
 
 
 def _number(key: str, value: str, convert: Callable[[str], T], what: str, minimum: T | None, maximum: T | None) -> T:

@@ -34,10 +34,11 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True):
     dense: Annotated[tuple[DensePoint, ...], Meta(min_length=1, max_length=1000)]
     """By tokens, rising; seconds never fall."""
     prompts_s: Share
-    """Of a step with any prompt, as ``decodes_s`` of one in which any request decodes."""
+    """Attention of prompts adds ``prompts_s + tokens · prompt_token_s + pairs · pair_s``."""
     prompt_token_s: Share
     pair_s: Share
     decodes_s: Share
+    """Attention of decodes adds ``decodes_s + requests · request_s + (tokens of all contexts) · context_token_s``."""
     request_s: Share
     context_token_s: Share
     error: Share

@@ -19,7 +19,7 @@ RECORD_STREAM = "BLITZ_RECORDS"
 """JetStream stream that keeps the newest records of scale operations, whatever their age."""
 
 POOL_OPERATIONS = (
-    "heartbeat", "add_model", "set_model", "remove_model", "restore_model", "snapshot", "lease", "lease_batch",
+    "heartbeat", "add_model", "set_model", "remove_model", "restore_model", "snapshot", "lease_batch",
     "release", "set_floor", "retire_copy", "lead", "cordon_worker",
 )  # fmt: skip
 PLANNER_OPERATIONS = ("destinations", "scale", "record", "records", "split")

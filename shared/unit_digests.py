@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shared.layout import CHECK_BYTES, ArenaLayout, Part, Unit
+from shared.layout import CHECK_BYTES, ArenaLayout, TensorPart, Unit
 from shared.model_spec import DTYPE_BYTES
 from shared.safetensors_header import TensorEntry
 from shared.tensor_file import opened, read_tensor
@@ -105,7 +105,7 @@ def _steps(dtype: str, unit: Unit, tensors: Mapping[str, TensorEntry]) -> Iterat
         yield step[:filled]
 
 
-def _in_order(dtype: str, unit: Unit) -> Iterator[tuple[Part | None, int]]:
+def _in_order(dtype: str, unit: Unit) -> Iterator[tuple[TensorPart | None, int]]:
     """What the unit's bytes are, and how many: parts of its tensors, or (None) the zeros between them."""
     cursor = unit.offset
     for slot in unit.slots:

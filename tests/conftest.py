@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.loop_watch import LoopWatch
+from tests.moved_clock import MovedClock, MovedLoop, moved_time
 from tests.otlp import OtlpReceiver
 from tests.servers import nats_server, redis_server
 
@@ -28,6 +30,44 @@ LONG = (
     "tests/services/worker/core/scheduling/test_lending_machine.py",
 )
 """Modules of few tests that take as long as those with stacks."""
+MOVED_CLOCK = (
+    "tests/services/monitor/",
+    "tests/services/planner/",
+    "tests/services/gateway/test_dispatcher.py",
+    "tests/services/gateway/test_tokenizer_store.py",
+    "tests/services/worker/kv_transfer/test_decode_client.py",
+    "tests/services/worker/kv_transfer/test_transfer.py",
+    "tests/services/worker/live/test_link_to_source.py",
+    "tests/services/worker/live/test_link_to_target.py",
+    "tests/services/worker/test_link.py",
+    "tests/services/worker/test_orders.py",
+    "tests/services/worker/weights/test_host_store.py",
+    "tests/services/worker/weights/test_pace.py",
+    "tests/shared/test_aio.py",
+    "tests/shared/test_identity.py",
+    "tests/shared/test_load_feed.py",
+    "tests/test_moved_clock.py",
+)
+"""What runs in one event loop, with no sockets, processes or threads of its own, has a clock that stands still while
+there is something to do (``tests/moved_clock.py``)."""
+
+
+@pytest.fixture(autouse=True)
+def moved_clock(request: pytest.FixtureRequest) -> Iterator[MovedClock | None]:
+    """The clock of a test of ``MOVED_CLOCK``, which can also be moved by hand."""
+    if _is_moved(request.node):
+        with moved_time() as clock:
+            yield clock
+    else:
+        yield None
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"moved": MovedLoop} if _is_moved(item) else {"real": asyncio.new_event_loop}
+
+
+def _is_moved(item: pytest.Item) -> bool:
+    return item.nodeid.startswith(MOVED_CLOCK) and item.get_closest_marker("asyncio") is not None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -53,7 +53,7 @@ class OtlpReceiver:
         with self._changed:
             return list(self._spans)
 
-    def wait_for(self, predicate: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 10.0) -> list[ReceivedSpan]:
+    def wait_for(self, predicate: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 120.0) -> list[ReceivedSpan]:
         """All spans, once ``predicate`` holds for them; AssertionError listing them otherwise."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:

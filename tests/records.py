@@ -7,6 +7,7 @@ from typing import Any
 
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import InstanceState, Role
+from shared.messages.plans import DrainTarget
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo, WorkerRecord
 from shared.model_spec import ModelSpec
 from shared.profile import DecodeFit, DecodePoint, LoadPoint, PrefillFit, PrefillPoint, Profile, program_version
@@ -136,6 +137,11 @@ def heartbeat(
         leaving=leaving,
         **fields,  # type: ignore[arg-type]
     )
+
+
+def targets(*named: tuple[str, str]) -> tuple[DrainTarget, ...]:
+    """Instances that a plan names, by (worker id, instance id)."""
+    return tuple([DrainTarget(worker_id=w, incarnation=INCARNATION, instance_id=i) for w, i in named])
 
 
 def view(*workers: WorkerRecord, models: tuple[ModelRecord, ...] = (), **fields: Any) -> RegistryView:

@@ -17,7 +17,7 @@ from compose.credentials import NatsCluster, nats_conf
 from compose.ports import free_port
 from shared.permissions import USERS, Grant
 
-START_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 120.0
 
 
 def binary(name: str, *also: Path) -> str:

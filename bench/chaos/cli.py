@@ -26,7 +26,9 @@ def command(
     *,
     seconds: Annotated[float, typer.Option(min=1, max=3600, metavar="S", help="How long members are killed.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Decides who is killed when, what is scaled, and what is asked.")] = 0,
-    kill: Annotated[str, typer.Option(metavar="KIND,KIND", help="Kinds of members to kill.")] = ",".join(KINDS),
+    kill: Annotated[
+        str, typer.Option(metavar="KIND,KIND", help="Kinds of members to kill; one named twice, twice as often.")
+    ] = ",".join(KINDS),
     every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Mean time between two kills.")] = 3.0,
     how: Annotated[
         Literal["KILL", "TERM", "STOP"],
@@ -49,7 +51,12 @@ def command(
     ] = 1,
     skew: Annotated[
         float,
-        typer.Option(min=0, max=86400, metavar="S", help="Set each service's clock ahead and behind by this, in turn."),
+        typer.Option(
+            min=0,
+            max=86400,
+            metavar="S",
+            help="Set each service's clock ahead and behind by this, in turn; needs libfaketime.",
+        ),
     ] = 0.0,
     model_dir: Annotated[Path | None, typer.Option(help="Checkpoint; by default the demo model.")] = None,
     state_dir: Annotated[
@@ -82,10 +89,6 @@ def command(
             raise BadRequest("--fleet has prefill and decode instances of its own: without --roles", param="fleet")
         if fleet and setting.workers < _DEFAULT_WORKERS:
             raise BadRequest(f"--fleet needs 4 workers at least, not {setting.workers}", param="workers")
-        if skew and engine == "mock":
-            raise BadRequest(
-                "--skew needs --engine torch: libfaketime breaks the sleep of the mock engine", param="skew"
-            )
         check_folder(json_file)
 
     async def measure(folder: Path) -> Result:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.chaos.injected_fault import now_s
 from bench.chaos.plan import ClockStep
-from bench.chaos.strike import now_s
 from shared.errors import BadRequest
 
 _PLACES = ("/usr/lib", "/usr/local/lib", "/lib")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from bench.chaos.answer import Answer, Failure, Reader
 from bench.chaos.gateways import Gateway
+from bench.chaos.injected_fault import now_s
 from bench.chaos.load import ask
 from bench.chaos.question import Question
-from bench.chaos.strike import now_s
 from compose.errors import StackError
 
 _AT_ONCE = 8

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bench.chaos.strike import Strike
+from bench.chaos.injected_fault import InjectedFault
 from bench.stream_client import Endpoint, StreamClient, StreamFailed
 
 _POLL_S = 0.05
@@ -22,7 +22,7 @@ class Gateway:
     url: str
     client: StreamClient
     down: bool = False
-    strikes: list[Strike] = field(default_factory=list)
+    faults: list[InjectedFault] = field(default_factory=list)
 
 
 class Gateways:
@@ -35,12 +35,12 @@ class Gateways:
     def __getitem__(self, name: str) -> Gateway:
         return self._gateways[name]
 
-    def struck(self, strike: Strike) -> None:
+    def fault_injected(self, fault: InjectedFault) -> None:
         """Before the signal is sent. A stopped gateway keeps its place: what is sent to it waits in its socket."""
-        gateway = self._gateways.get(strike.member)
-        if gateway is None or not strike.ends:
+        gateway = self._gateways.get(fault.member)
+        if gateway is None or not fault.ends:
             return
-        gateway.strikes.append(strike)
+        gateway.faults.append(fault)
         gateway.down = True
         gateway.client.close()
 

@@ -12,7 +12,7 @@ now_s = time.perf_counter
 
 
 @dataclass(slots=True)
-class Strike:
+class InjectedFault:
     """One signal that was sent. Times are ``now_s``."""
 
     member: str
@@ -33,5 +33,5 @@ class Strike:
         return self.how == "TERM"
 
     def holds(self, at_s: float) -> bool:
-        """The member was struck at that time, and neither gone nor continued."""
+        """It was injected by that time, and the member is neither gone nor continued."""
         return self.at_s <= at_s and (self.over_s is None or at_s < self.over_s)

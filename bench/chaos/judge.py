@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.chaos.answer import Answer, Failure
-from bench.chaos.strike import Strike
+from bench.chaos.injected_fault import InjectedFault
 
 Verdict = Literal["right", "different", "failed", "lost_with_gateway", "refused_without_gateway"]
 
@@ -32,9 +32,9 @@ def judge(
     *,
     sent_s: float,
     ended_s: float,
-    gateway_strikes: Sequence[Strike],
+    gateway_faults: Sequence[InjectedFault],
 ) -> Outcome:
-    """``gateway_strikes``: those at the gateway that held the request, in order.
+    """``gateway_faults``: those at the gateway that held the request, in order.
 
     A broken answer is lost with its gateway only if that one was killed (or told to end, and ended) while it held the
     request, and the answer broke then. A request that was not taken because its gateway was ending is refused.
@@ -44,18 +44,18 @@ def judge(
         difference = got.difference(expected)
         return Outcome("different", difference) if difference else Outcome("right")
     why = f"{got.kind}: {got.detail}"
-    for strike in gateway_strikes:
-        if not strike.ends or not _concerns(strike, sent_s, ended_s):
+    for fault in gateway_faults:
+        if not fault.ends or not _concerns(fault, sent_s, ended_s):
             continue
-        if got.kind == "connect" or (got.kind == "http_503" and strike.drains):
+        if got.kind == "connect" or (got.kind == "http_503" and fault.drains):
             return Outcome("refused_without_gateway", why)
-        if got.kind in BROKEN and sent_s <= strike.at_s:
+        if got.kind in BROKEN and sent_s <= fault.at_s:
             return Outcome("lost_with_gateway", why)
     return Outcome("failed", why)
 
 
-def _concerns(strike: Strike, sent_s: float, ended_s: float) -> bool:
+def _concerns(fault: InjectedFault, sent_s: float, ended_s: float) -> bool:
     """Whether the request ended while its gateway did."""
-    gone_s = strike.at_s if strike.ends and not strike.drains else strike.over_s
+    gone_s = fault.at_s if fault.ends and not fault.drains else fault.over_s
     until_s = math.inf if gone_s is None else gone_s + NOTICED_S
-    return strike.at_s <= ended_s <= until_s and (gone_s is None or sent_s <= gone_s)
+    return fault.at_s <= ended_s <= until_s and (gone_s is None or sent_s <= gone_s)

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from bench.chaos.injected_fault import InjectedFault, now_s
 from bench.chaos.plan import Kill, kind_of
-from bench.chaos.strike import Strike, now_s
 
 _POLL_S = 0.02
 
@@ -28,20 +28,20 @@ class Processes(Protocol):
 
 
 class Killer:
-    """``before`` is called with each strike just before its signal is sent, ``after`` once a new process runs in the
+    """``before`` is called with each fault just before its signal is sent, ``after`` once a new process runs in the
     place of one that is gone."""
 
     def __init__(
         self,
         processes: Processes,
         *,
-        before: Callable[[Strike], None] = lambda _: None,
-        after: Callable[[Strike], Awaitable[None]] | None = None,
+        before: Callable[[InjectedFault], None] = lambda _: None,
+        after: Callable[[InjectedFault], Awaitable[None]] | None = None,
     ) -> None:
         self._processes = processes
         self._before = before
         self._after = after
-        self.strikes: list[Strike] = []
+        self.faults: list[InjectedFault] = []
         self.skipped: Counter[str] = Counter()
         """Kills, by kind, that found no member running."""
 
@@ -55,19 +55,19 @@ class Killer:
                     if member is None:
                         self.skipped[kill.kind] += 1
                         continue
-                    following.create_task(self._follow(kill, self._strike(kill, member)))
+                    following.create_task(self._follow(kill, self._inject(kill, member)))
         finally:
-            for strike in self.strikes:
-                if not strike.ends and strike.over_s is None:
-                    self._continue(strike)
+            for fault in self.faults:
+                if not fault.ends and fault.over_s is None:
+                    self._continue(fault)
 
-    def of(self, member: str) -> list[Strike]:
+    def of(self, member: str) -> list[InjectedFault]:
         """What was done to one member, in order."""
-        return [strike for strike in self.strikes if strike.member == member]
+        return [fault for fault in self.faults if fault.member == member]
 
     def kills(self) -> dict[str, int]:
         """How many, by kind."""
-        return dict(sorted(Counter(strike.kind for strike in self.strikes).items()))
+        return dict(sorted(Counter(fault.kind for fault in self.faults).items()))
 
     def _choose(self, kill: Kill) -> str | None:
         names = sorted(name for name in self._processes.names() if kind_of(name) == kill.kind)
@@ -78,28 +78,28 @@ class Killer:
         # One that was told to end, or stopped, is let alone until that is over.
         return next((name for name in names[first:] + names[:first] if name not in away), None)
 
-    def _strike(self, kill: Kill, member: str) -> tuple[Strike, int | None]:
+    def _inject(self, kill: Kill, member: str) -> tuple[InjectedFault, int | None]:
         pid = self._processes.pid(member)
-        strike = Strike(member, kill.kind, kill.how, now_s())
-        self.strikes.append(strike)
-        self._before(strike)
+        fault = InjectedFault(member, kill.kind, kill.how, now_s())
+        self.faults.append(fault)
+        self._before(fault)
         self._processes.signal(member, signal.Signals[f"SIG{kill.how}"])
-        return strike, pid
+        return fault, pid
 
-    async def _follow(self, kill: Kill, struck: tuple[Strike, int | None]) -> None:
-        strike, pid = struck
+    async def _follow(self, kill: Kill, injected: tuple[InjectedFault, int | None]) -> None:
+        fault, pid = injected
         if kill.how == "STOP":
             await asyncio.sleep(kill.stopped_s)
-            self._continue(strike)
+            self._continue(fault)
             return
-        while self._processes.pid(strike.member) == pid:
+        while self._processes.pid(fault.member) == pid:
             await asyncio.sleep(_POLL_S)
-        strike.over_s = now_s()
-        while self._processes.pid(strike.member) is None:
+        fault.over_s = now_s()
+        while self._processes.pid(fault.member) is None:
             await asyncio.sleep(_POLL_S)
         if self._after is not None:
-            await self._after(strike)
+            await self._after(fault)
 
-    def _continue(self, strike: Strike) -> None:
-        strike.over_s = now_s()
-        self._processes.signal(strike.member, signal.SIGCONT)
+    def _continue(self, fault: InjectedFault) -> None:
+        fault.over_s = now_s()
+        self._processes.signal(fault.member, signal.SIGCONT)

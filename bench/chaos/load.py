@@ -10,9 +10,9 @@ from typing import Any
 
 from bench.chaos.answer import Answer, Failure, Reader
 from bench.chaos.gateways import Gateway, Gateways
+from bench.chaos.injected_fault import now_s
 from bench.chaos.judge import Outcome, judge
 from bench.chaos.question import Question
-from bench.chaos.strike import now_s
 from bench.stream_client import StreamFailed
 
 SILENCE_S = 90.0
@@ -104,7 +104,7 @@ class Load:
         reader, got = await ask(gateway, model, question, stream=stream, silence_s=self._silence_s)
         ended_s = now_s()
         expected = self._expected[question.index]
-        outcome = judge(got, expected, sent_s=sent_s, ended_s=ended_s, gateway_strikes=gateway.strikes)
+        outcome = judge(got, expected, sent_s=sent_s, ended_s=ended_s, gateway_faults=gateway.faults)
         record = Record(
             question=question,
             model=model,

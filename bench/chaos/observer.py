@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from bench.chaos.strike import Strike, now_s
+from bench.chaos.injected_fault import InjectedFault, now_s
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
@@ -53,7 +53,7 @@ class Observer:
         self._max_running = max_running
         self._seats: dict[str, _Seats] = {}
         self._holders: dict[str, list[Holding]] = {}
-        self._strikes: dict[str, Strike] = {}
+        self._faults: dict[str, InjectedFault] = {}
         self._gateways: set[Process] = set()
         self._tasks = OwnedTasks()
         self._loads: dict[str, tuple[float, LoadReport]] = {}
@@ -73,16 +73,16 @@ class Observer:
         await subscribe_load(bus, self.on_load)
         await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, on_gateway)
 
-    def struck(self, strike: Strike) -> None:
+    def fault_injected(self, fault: InjectedFault) -> None:
         """A worker is killed, told to end or stopped: from now on it has no free seat."""
-        self._strikes[strike.member] = strike
-        self._seats.setdefault(strike.member, _Seats()).note(strike.at_s, "")
+        self._faults[fault.member] = fault
+        self._seats.setdefault(fault.member, _Seats()).note(fault.at_s, "")
 
     def on_load(self, report: LoadReport) -> None:
         """A worker tells its load."""
         at_s = now_s()
-        strike = self._strikes.get(report.worker_id)
-        if strike is not None and (strike.over_s is None or at_s < strike.over_s + IN_FLIGHT_S):
+        fault = self._faults.get(report.worker_id)
+        if fault is not None and (fault.over_s is None or at_s < fault.over_s + IN_FLIGHT_S):
             return
         self._loads[report.worker_id] = (at_s, report)
         takes = report.state == "serving" and report.role != "decode"

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from bench.chaos.injected_fault import InjectedFault
 from bench.chaos.load import Record
 from bench.chaos.observer import Holding, Observer
-from bench.chaos.strike import Strike
 
 MOVED_WITHIN_S = 0.5
 """Between a token on the bus and its event at the client, at most: the events share the machine with everything."""
@@ -44,9 +44,9 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """One stream's silence around a strike at its worker."""
+    """One stream's silence around a fault at its worker."""
 
-    strike: Strike
+    fault: InjectedFault
     response_id: str
     seconds: float
     recompute_s: float
@@ -58,55 +58,55 @@ class Pause:
 
 
 def pauses(
-    records: Sequence[Record], strikes: Sequence[Strike], observer: Observer, prefill: Prefill
+    records: Sequence[Record], faults: Sequence[InjectedFault], observer: Observer, prefill: Prefill
 ) -> tuple[Pause, ...]:
-    """Of all streams with a token on both sides of a strike at their worker. Those that had none before wait for their
+    """Of all streams with a token on both sides of a fault at their worker. Those that had none before wait for their
     first, and those that ended at the worker did not pause."""
     found = []
-    for strike in strikes:
-        if strike.kind != "worker":
+    for fault in faults:
+        if fault.kind != "worker":
             continue
         for record in records:
             times_s = record.token_times_s
-            if not times_s or not times_s[0] <= strike.at_s < record.ended_s:
+            if not times_s or not times_s[0] <= fault.at_s < record.ended_s:
                 continue
             holders = observer.holders(record.response_id)
-            if _holder(holders, strike.at_s) != strike.member:
+            if _holder(holders, fault.at_s) != fault.member:
                 continue
-            until_s = _until_s(holders, strike)
-            gap = _longest_gap(times_s, strike.at_s, until_s) if until_s is not None else None
+            until_s = _until_s(holders, fault)
+            gap = _longest_gap(times_s, fault.at_s, until_s) if until_s is not None else None
             if gap is None:
                 continue
-            found.append(_pause(record, strike, gap, strikes, observer, prefill))
+            found.append(_pause(record, fault, gap, faults, observer, prefill))
     return tuple(found)
 
 
 def _pause(
     record: Record,
-    strike: Strike,
+    fault: InjectedFault,
     gap: tuple[float, float],
-    strikes: Sequence[Strike],
+    faults: Sequence[InjectedFault],
     observer: Observer,
     prefill: Prefill,
 ) -> Pause:
     began_s, ended_s = gap
     done = sum(at_s <= began_s for at_s in record.token_times_s)
-    looks = [strike.at_s]
+    looks = [fault.at_s]
     while (at_s := looks[-1] + _LOOK_EVERY_S) < ended_s:
         looks.append(at_s)
     beside = [
         other.member
-        for other in strikes
-        if other is not strike
+        for other in faults
+        if other is not fault
         and other.at_s < ended_s
         and (other.over_s is None or other.over_s + COMING_BACK_S > began_s)
     ]
     return Pause(
-        strike=strike,
+        fault=fault,
         response_id=record.response_id,
         seconds=ended_s - began_s,
         recompute_s=prefill.seconds(len(record.question.prompt) + done),
-        had_seats=all(observer.free_elsewhere(record.model, strike.member, at_s) for at_s in looks),
+        had_seats=all(observer.free_elsewhere(record.model, fault.member, at_s) for at_s in looks),
         beside=tuple(beside),
     )
 
@@ -117,15 +117,15 @@ def _holder(holders: Sequence[Holding], at_s: float) -> str:
     return before[-1] if before else ""
 
 
-def _until_s(holders: Sequence[Holding], strike: Strike) -> float | None:
+def _until_s(holders: Sequence[Holding], fault: InjectedFault) -> float | None:
     """Until when the stream must have begun to stand still, and be it for a moment; None: it did not have to."""
-    moved_s = next((holding.since_s for holding in holders if holding.since_s > strike.at_s), None)
+    moved_s = next((holding.since_s for holding in holders if holding.since_s > fault.at_s), None)
     if moved_s is None:
-        if strike.drains:
+        if fault.drains:
             # It ended where it was.
             return None
         # It went on where it was, or nobody heard where: the bus was down.
-        moved_s = strike.over_s if not strike.ends and strike.over_s is not None else strike.at_s
+        moved_s = fault.over_s if not fault.ends and fault.over_s is not None else fault.at_s
     return moved_s + MOVED_WITHIN_S
 
 

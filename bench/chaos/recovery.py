@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from bench.chaos.answer import Answer, Failure
 from bench.chaos.gateways import Gateway
+from bench.chaos.injected_fault import InjectedFault, now_s
 from bench.chaos.load import ask
 from bench.chaos.observer import Observer
 from bench.chaos.question import Question
-from bench.chaos.result import Aftermath
+from bench.chaos.result import Recovery
 from bench.chaos.setting import SLEEPY, SPLIT
-from bench.chaos.strike import Strike, now_s
 from compose.stack import Stack
 from shared.errors import BlitzError
 from shared.messages.admin import Status
@@ -26,17 +26,17 @@ _RECENT_S = 1.0
 _ASKED_AGAIN = 12
 
 
-async def look(
+async def check_recovery(
     stack: Stack,
     gateway: Gateway,
     models: Sequence[str],
     questions: Sequence[Question],
     expected: Mapping[int, Answer],
-    strikes: Sequence[Strike],
+    faults: Sequence[InjectedFault],
     observer: Observer,
-) -> Aftermath:
+) -> Recovery:
     """Wait until the stack is whole and its workers are empty, and ask some questions again."""
-    since_s = max((s.over_s or s.at_s for s in strikes), default=now_s())
+    since_s = max((s.over_s or s.at_s for s in faults), default=now_s())
     num_workers = stack.config.workers
     whole_s = await _until_whole(stack, models, num_workers)
     left = await _until_empty(observer)
@@ -48,9 +48,9 @@ async def look(
             wrong.append(f"{model}, question {question.index}: {got.kind}: {got.detail}")
         elif difference := got.difference(expected[question.index]):
             wrong.append(f"{model}, question {question.index}: {difference}")
-    ended = Counter(s.member for s in strikes if s.ends)
+    ended = Counter(s.member for s in faults if s.ends)
     restarts = {name: child.num_restarts - ended[name] for name, child in stack.processes.items()}
-    return Aftermath(
+    return Recovery(
         whole_again_s=None if whole_s is None else max(0.0, whole_s - since_s),
         asked=len(again),
         wrong=tuple(wrong),

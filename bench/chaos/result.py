@@ -7,23 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.chaos.injected_fault import InjectedFault
 from bench.chaos.judge import Verdict
 from bench.chaos.load import Record
 from bench.chaos.pauses import Pause
-from bench.chaos.strike import Strike
 from bench.stats import percentile
 
 MAX_EXAMPLES = 40
 _BEFORE_S = 12.0
-"""Strikes so long before a request's end may have to do with it."""
+"""Faults so long before a request's end may have to do with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Aftermath:
+class Recovery:
     """What was seen once nothing was killed any more."""
 
     whole_again_s: float | None
-    """From the last strike's end until every worker was there and every model had its instances; None: never."""
+    """From the last fault's end until every worker was there and every model had its instances; None: never."""
     asked: int
     """Questions asked of the idle stack again."""
     wrong: tuple[str, ...]
@@ -40,11 +40,11 @@ class Result:
 
     records: Sequence[Record]
     unsent: int
-    strikes: Sequence[Strike]
+    faults: Sequence[InjectedFault]
     skipped: Mapping[str, int]
     scales: Mapping[str, int]
     pauses: Sequence[Pause]
-    aftermath: Aftermath
+    recovery: Recovery
     start_s: float
     end_s: float
 
@@ -69,14 +69,14 @@ class Result:
     @property
     def problems(self) -> list[str]:
         """Why this is no success; empty: it is one."""
-        aftermath = self.aftermath
+        recovery = self.recovery
         found = [
             (self.requests == 0, "no request was answered"),
             (self.count("failed") > 0, f"{self.count('failed')} requests failed"),
             (self.count("different") > 0, f"{self.count('different')} answers differ from the idle instance's"),
-            (aftermath.whole_again_s is None, "the stack did not become whole again"),
-            (bool(aftermath.wrong), f"{len(aftermath.wrong)} answers were wrong when it was over"),
-            (bool(aftermath.left_behind), f"left behind: {'; '.join(aftermath.left_behind)}"),
+            (recovery.whole_again_s is None, "the stack did not become whole again"),
+            (bool(recovery.wrong), f"{len(recovery.wrong)} answers were wrong when it was over"),
+            (bool(recovery.left_behind), f"left behind: {'; '.join(recovery.left_behind)}"),
         ]
         return [why for is_so, why in found if is_so]
 
@@ -84,7 +84,7 @@ class Result:
         """For JSON."""
         counted = self.counted
         alone = [pause for pause in counted if not pause.beside]
-        aftermath = self.aftermath
+        recovery = self.recovery
         return {
             "requests": self.requests,
             "right": self.count("right"),
@@ -92,8 +92,8 @@ class Result:
             "different": self.count("different"),
             "lost_with_gateway": self.count("lost_with_gateway"),
             "refused_without_gateway": self.refused,
-            "kills": dict(sorted(Counter(strike.kind for strike in self.strikes).items())),
-            "num_kills": len(self.strikes),
+            "kills": dict(sorted(Counter(fault.kind for fault in self.faults).items())),
+            "num_kills": len(self.faults),
             "kills_skipped": dict(self.skipped),
             "ending_s_max": self._endings(),
             "pause_s_p50": _percentile((pause.seconds for pause in counted), 50),
@@ -109,25 +109,25 @@ class Result:
             "first_token_s_p99": _percentile(self._first_tokens(), 99),
             "first_token_s_max": _percentile(self._first_tokens(), 100),
             "scales": dict(sorted(self.scales.items())),
-            "whole_again_s": _rounded(aftermath.whole_again_s),
-            "asked_again": aftermath.asked,
-            "wrong_again": list(aftermath.wrong),
-            "left_behind": list(aftermath.left_behind),
-            "unasked_restarts": dict(aftermath.unasked_restarts),
+            "whole_again_s": _rounded(recovery.whole_again_s),
+            "asked_again": recovery.asked,
+            "wrong_again": list(recovery.wrong),
+            "left_behind": list(recovery.left_behind),
+            "unasked_restarts": dict(recovery.unasked_restarts),
             "chaos_s": round(self.end_s - self.start_s, 2),
             "longest_pauses": [self._pause(p) for p in sorted(counted, key=lambda p: -p.seconds)[:5]],
             "examples": [self._example(record) for record in self.records if self._bad(record)][:MAX_EXAMPLES],
             "strikes": [
-                {"at_s": round(s.at_s - self.start_s, 2), "member": s.member, "signal": s.how} for s in self.strikes
+                {"at_s": round(s.at_s - self.start_s, 2), "member": s.member, "signal": s.how} for s in self.faults
             ],
         }
 
     def _endings(self) -> dict[str, float]:
         """The longest time from SIGTERM to the process's end, by kind."""
         longest: dict[str, float] = {}
-        for strike in self.strikes:
-            if strike.drains and strike.over_s is not None:
-                longest[strike.kind] = max(longest.get(strike.kind, 0.0), round(strike.over_s - strike.at_s, 2))
+        for fault in self.faults:
+            if fault.drains and fault.over_s is not None:
+                longest[fault.kind] = max(longest.get(fault.kind, 0.0), round(fault.over_s - fault.at_s, 2))
         return dict(sorted(longest.items()))
 
     def _first_tokens(self) -> list[float]:
@@ -150,9 +150,9 @@ class Result:
             "ended_s": round(record.ended_s - self.start_s, 3),
             "events": len(record.token_times_s),
             "strikes_before": [
-                f"{strike.member} {strike.how} at {strike.at_s - self.start_s:.2f}"
-                for strike in self.strikes
-                if record.sent_s - _BEFORE_S < strike.at_s < record.ended_s
+                f"{fault.member} {fault.how} at {fault.at_s - self.start_s:.2f}"
+                for fault in self.faults
+                if record.sent_s - _BEFORE_S < fault.at_s < record.ended_s
             ],
         }
 
@@ -160,8 +160,8 @@ class Result:
         return {
             "seconds": round(pause.seconds, 3),
             "recompute_s": round(pause.recompute_s, 3),
-            "member": pause.strike.member,
-            "struck_s": round(pause.strike.at_s - self.start_s, 2),
+            "member": pause.fault.member,
+            "struck_s": round(pause.fault.at_s - self.start_s, 2),
             "beside": list(pause.beside),
             "response_id": pause.response_id,
         }

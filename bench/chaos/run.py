@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.chaos.aftermath import is_whole, look
 from bench.chaos.clocks import clock_file, set_clock, step_clocks
 from bench.chaos.expect import ChaosFailed, expect
 from bench.chaos.gateways import Gateways
+from bench.chaos.injected_fault import InjectedFault, now_s
 from bench.chaos.killer import Killer
 from bench.chaos.load import Load, Record
 from bench.chaos.observer import Observer
 from bench.chaos.pauses import Prefill, pauses
 from bench.chaos.plan import DrainWish, Plan, ScaleWish, ServingWish, Wish, kind_of, make_plan
 from bench.chaos.question import make_questions
+from bench.chaos.recovery import check_recovery, is_whole
 from bench.chaos.result import Result
 from bench.chaos.scaler import Scaler
 from bench.chaos.setting import MAX_RUNNING, SLEEPY, SLEEPY_KEEP_ALIVE_S, SPLIT, SWITCHED, Setting
-from bench.chaos.strike import Strike, now_s
 from compose.stack import Stack
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError
@@ -120,21 +120,21 @@ class _Chaos:
             end_s = now_s()
             if setting.fleet:
                 await self._use_all_workers()
-            strikes = self._killer.strikes
+            faults = self._killer.faults
             return Result(
                 records=load.records,
                 unsent=load.unsent,
-                strikes=strikes,
+                faults=faults,
                 skipped=self._killer.skipped,
                 scales=scaler.outcomes,
-                pauses=pauses(load.records, strikes, self._observer, Prefill.of(expected.first_tokens)),
-                aftermath=await look(
+                pauses=pauses(load.records, faults, self._observer, Prefill.of(expected.first_tokens)),
+                recovery=await check_recovery(
                     self._stack,
                     self._gateways["gateway"],
                     setting.models(name),
                     questions,
                     expected.answers,
-                    strikes,
+                    faults,
                     self._observer,
                 ),
                 start_s=start_s,
@@ -172,7 +172,7 @@ class _Chaos:
                 self._say("no more kills: waiting for the last answers")
                 await asking
         except TimeoutError as error:
-            away = [strike.member for strike in self._killer.strikes if strike.over_s is None]
+            away = [fault.member for fault in self._killer.faults if fault.over_s is None]
             raise ChaosFailed(f"not over in time; processes that did not come back: {away or 'none'}") from error
 
     async def _add_models(self) -> None:
@@ -224,14 +224,14 @@ class _Chaos:
             record = await admin.scale_record(record.plan_id, wait_s=min(_SCALE_POLL_S, left_s))
         return record
 
-    def _before(self, strike: Strike) -> None:
-        self._observer.struck(strike)
-        self._gateways.struck(strike)
-        self._say(f"SIG{strike.how} to {strike.member}")
+    def _before(self, fault: InjectedFault) -> None:
+        self._observer.fault_injected(fault)
+        self._gateways.fault_injected(fault)
+        self._say(f"SIG{fault.how} to {fault.member}")
 
-    async def _after(self, strike: Strike) -> None:
-        if strike.kind == "gateway":
-            await self._gateways.revive(strike.member)
+    async def _after(self, fault: InjectedFault) -> None:
+        if fault.kind == "gateway":
+            await self._gateways.revive(fault.member)
 
     def _tell(self, record: Record) -> None:
         if record.outcome.verdict in ("failed", "different"):

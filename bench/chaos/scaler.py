@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
+from bench.chaos.injected_fault import now_s
 from bench.chaos.plan import DrainWish, ScaleWish, ServingWish, Wish
-from bench.chaos.strike import now_s
 from shared.errors import BlitzError
 
 Ask = Callable[[Wish], Awaitable[str]]

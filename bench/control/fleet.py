@@ -15,8 +15,8 @@ import msgspec
 import uvloop
 
 from bench.control.instance import SimInstance
-from bench.control.looker import Looker
 from bench.control.orders import Counts, FleetResult, FleetSpec, Order, Served
+from bench.control.registry_poller import RegistryPoller
 from bench.control.setting import WORKERS_PER_HOST
 from bench.control.worker import SimWorker
 from services.worker.instance.host_group import HostGroup, group_name
@@ -118,16 +118,16 @@ class Fleet:
             nic_gbps=100.0,
             host_cache_bytes=256 * _MIB,
         )
-        looker = Looker(bus, info.leaf)
+        poller = RegistryPoller(bus, info.leaf)
         worker = SimWorker(bus, info, load_s=spec.load_s, serving=self._on_serving)
-        worker.changed = looker.look_soon
+        worker.changed = poller.poll_soon
         try:
             await worker.start()
         except BaseException:
             await bus.close()
             raise
         await worker.registered.wait()
-        self._tasks.start(looker.run())
+        self._tasks.start(poller.run())
         return bus, worker
 
     async def _report_host(self, members: Sequence[tuple[WatchedBus, SimWorker]], phase: float) -> None:

@@ -78,7 +78,6 @@ class SimInstance:
             model=self.record.name,
             state=self.state,
             role=self.role,
-            published_at_s=time.time(),
             queued_requests=0,
             queued_tokens=0,
             running_requests=len(self._running),

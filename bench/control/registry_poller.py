@@ -40,8 +40,8 @@ class _Page(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
     workers: tuple[_Record, ...] = ()
 
 
-class Looker:
-    """``run`` looks until cancelled: often while the cluster forms or this worker changes, then now and then."""
+class RegistryPoller:
+    """``run`` polls until cancelled: often while the cluster forms or this worker changes, then now and then."""
 
     def __init__(self, bus: Bus, leaf: str) -> None:
         self._bus = bus
@@ -50,14 +50,14 @@ class Looker:
         self._soon = asyncio.Event()
         self._version = ""
 
-    def look_soon(self) -> None:
+    def poll_soon(self) -> None:
         self._soon.set()
 
     async def run(self) -> None:
         delay_s = _SOON_S
         while True:
             with contextlib.suppress(BlitzError):
-                if await self._look():
+                if await self._poll():
                     delay_s = _SOON_S
             delay_s = max(delay_s, shortest_pause_s(len(self._known)))
             soon_s = min(max(_SOON_S, len(self._known) / OWN_LOOKS_PER_S), delay_s)
@@ -68,7 +68,7 @@ class Looker:
             delay_s = min(_INTERVAL_S, _SOON_S if self._soon.is_set() else delay_s * 1.5)
             self._soon.clear()
 
-    async def _look(self) -> bool:
+    async def _poll(self) -> bool:
         """Whether there is somebody new on the leaf, whom a worker would connect to."""
         request, version, fresh = GetSnapshot(since=self._version), "", False
         while True:

@@ -14,7 +14,7 @@ from typing import Any
 from bench.control.instance import SimInstance
 from services.worker.core.upstreams import part_of
 from services.worker.instance.progress import ProgressReporter
-from services.worker.instance.registration import Registration, Standing
+from services.worker.instance.registration import Registration, WorkerStanding
 from services.worker.orders import Orders
 from shared import subjects
 from shared.aio import OwnedTasks
@@ -101,13 +101,13 @@ class SimWorker:
         self._registration.changed()
         self.changed()
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> WorkerStanding:
         instance = self.instance
         state: InstanceState = "spare" if instance is None else instance.state
         # What a NIC that nobody uses shows: a little, and never the same.
         rates = random.uniform(0.0, 0.01), random.uniform(0.0, 0.01)
         copies = tuple(copy for _, copy in self._copies.values())
-        return Standing(state, None if instance is None else instance.info(), copies, *rates)
+        return WorkerStanding(state, None if instance is None else instance.info(), copies, *rates)
 
     def _record(self, model_hash: str) -> ModelRecord | None:
         if self.instance is not None and self.instance.record.model_hash == model_hash:

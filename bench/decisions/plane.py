@@ -23,7 +23,7 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.planner import Planner
 from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.settings import PlanSettings
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies_policy import copy_rules
 from services.pool.core.loads import LoadLimits
 from shared.messages.generation import SamplingParams
@@ -50,7 +50,7 @@ class ControlPlane:
         self._ids: Counter[str] = Counter()
         self._settings = PlanSettings()
         self._pool = SimRegistry(self._clock, lambda _model, _routes: None)
-        self._copies = Cluster((), LoadLimits())
+        self._copies = ClusterView((), LoadLimits())
         self._rules = copy_rules("one", self._copies)
         self._seen = 0
         """The registry's version that placement knows."""
@@ -73,7 +73,7 @@ class ControlPlane:
         return f"{kind}-{self._ids[kind]:06}"
 
     def _take_view(self) -> None:
-        self._pool.registry.routes.take("sim", self.now_s)
+        self._pool.registry.routes.take("sim")
         changed = self._routes.apply_view(self._pool.view())
         for name in sorted(changed.models):
             self._take_routes(name)
@@ -147,7 +147,7 @@ class ControlPlane:
     def routes_change(self) -> None:
         """What the pool says of routes reaches the gateway."""
         with self._watch("pool", "cuts route changes"):
-            events, _ = self._pool.registry.routes.take("sim", self.now_s)
+            events, _ = self._pool.registry.routes.take("sim")
         for event in events:
             with self._watch("gateway", "route change"):
                 changed = self._routes.apply_changes(event)
@@ -225,7 +225,6 @@ class ControlPlane:
         demand = Demand(
             publisher="monitor",
             sequence=1,
-            published_at_s=self.now_s,
             model=model,
             role="colocated",
             desired=desired,

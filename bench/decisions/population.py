@@ -195,7 +195,6 @@ class Population:
             model=instance.model,
             state=instance.state,
             role=instance.role,
-            published_at_s=now_s,
             queued_requests=queued,
             queued_tokens=1024 * queued,
             running_requests=running,
@@ -230,7 +229,7 @@ class Population:
             )
             for model in self.models
         ]
-        return QueueReport(gateway_id=gateway_id, published_at_s=now_s, models=tuple(queues))
+        return QueueReport(gateway_id=gateway_id, models=tuple(queues))
 
 
 def _cluster(hosts: int) -> Cluster:

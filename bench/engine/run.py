@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
 from shared.errors import Internal
@@ -68,7 +68,7 @@ def run_engine(
     started_s = time.perf_counter()
     for index, prompt in enumerate(prompts):
         own = msgspec.structs.replace(params, max_tokens=num_tokens, seed=index)
-        loop.add(Sequence(request_id=str(index), attempt=1, gateway_id="bench", prompt=tuple(prompt), params=own))
+        loop.add(ActiveSequence(request_id=str(index), attempt=1, gateway_id="bench", prompt=tuple(prompt), params=own))
     while loop.has_work:
         step = loop.step()
         for output in step.outputs if step is not None else ():

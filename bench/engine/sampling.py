@@ -18,7 +18,7 @@ import torch
 
 from bench.engine.run import BLOCK_SIZE, GREEDY, EngineBenchSettings, prompts_of, run_engine
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HostArena
@@ -58,7 +58,7 @@ class _TimedEngine(TorchEngine):
 
     sample_s: list[float]
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[Request]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[ActiveSequence]) -> list[Sampled]:
         started_s = time.perf_counter()
         sampled = super().sample(logits, rows)
         if len(rows) > 1:

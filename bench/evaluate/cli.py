@@ -13,11 +13,11 @@ import uvloop
 from bench import machine
 from bench.command_line import GiveBack, JsonFile, one_line, say, show, until_signal, usage, write
 from bench.evaluate import order
-from bench.evaluate.kept import Runs
 from bench.evaluate.measure import Evaluation, Outcome, Setting
 from bench.evaluate.models import MODELS, Model, find_model
 from bench.evaluate.result import Summary
 from bench.evaluate.run import CONTEXT_TOKENS, LEAD_IN_S, Bench, nic_rate
+from bench.evaluate.saved_run import Runs
 from bench.evaluate.simulated import SimulatedLab
 from bench.evaluate.windows import Window, Windows, beside, choose, count
 from bench.lab import system as lab_system
@@ -44,7 +44,9 @@ def command(
         str | None, typer.Option(metavar="NAME", help=f"Instead of a trace: a look-alike of {', '.join(FIGURES)}.")
     ] = None,
     duration: Annotated[float, typer.Option(metavar="S", help="Of the look-alike.")] = 300.0,
-    systems: Annotated[str, typer.Option(metavar="NAME,NAME", help=f"Of {', '.join(SYSTEMS)}.")] = DEFAULT,
+    systems: Annotated[
+        str, typer.Option(metavar="NAME,NAME", help=f"Of {', '.join(SYSTEMS)}; also sllm-60s, sllm-never.")
+    ] = DEFAULT,
     ablation: Annotated[bool, typer.Option("--ablation", help=f"Also {', '.join(ABLATION)}.")] = False,
     model: Annotated[
         str, typer.Option(help=f"{', '.join(MODELS)}: whose profile the mock engine plays.")

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.evaluate.kept import Kept
+from bench.evaluate.saved_run import SavedRun
 from bench.replay.document import RequestRow
 from bench.replay.objectives import FACTOR, Slo
 
@@ -27,7 +27,7 @@ _Values = npt.NDArray[np.float64]
 class Judged:
     """A run, with the objectives of its repetition. Relative ones need a run of ``static-full``."""
 
-    run: Kept
+    run: SavedRun
     relative: Slo | None
     absolute: Slo
 
@@ -37,7 +37,7 @@ class Judged:
         return bool(self.run.document.void)
 
 
-def relative_slo(static_full: Kept) -> Slo | None:
+def relative_slo(static_full: SavedRun) -> Slo | None:
     """Five times its means (the paper, section 6.2). None: nothing was completed, or the run is void."""
     result = static_full.document.result
     if static_full.document.void or result.ttft_s is None or result.tbt_s is None:

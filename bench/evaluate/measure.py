@@ -13,10 +13,10 @@ import msgspec
 
 from bench.evaluate import search
 from bench.evaluate.figures import Judged, relative_slo
-from bench.evaluate.kept import Kept, Plan, Runs, digest
 from bench.evaluate.models import Model
 from bench.evaluate.order import base_of, shuffled
 from bench.evaluate.run import GPU
+from bench.evaluate.saved_run import Plan, Runs, SavedRun, digest
 from bench.evaluate.windows import Window, Windows
 from bench.lab.errors import LabFailed
 from bench.replay.document import Document
@@ -28,7 +28,7 @@ from shared.messages.common import Role
 from shared.profile import Profile
 
 Say = Callable[[str], None]
-Run = Callable[[System, Plan, Trace], Awaitable[Kept]]
+Run = Callable[[System, Plan, Trace], Awaitable[SavedRun]]
 Simulated = Callable[[System, Plan, Trace], Document]
 HOLDS = 0.99
 """Of the requests that can be within the absolute objectives at all: at such rates ``static-full`` holds."""
@@ -100,7 +100,7 @@ class Outcome:
     """All runs, by repetition and window, then by system."""
 
     found: Found
-    runs: tuple[tuple[dict[str, Kept], ...], ...]
+    runs: tuple[tuple[dict[str, SavedRun], ...], ...]
 
     def judged(self, repetition: int, window: int, system: str, model: Model) -> Judged:
         """With the objectives of its repetition. Raises ``KeyError``."""
@@ -124,7 +124,7 @@ class Evaluation:
         self._splits: dict[tuple[int, float], Split] = {}
 
     async def run(self) -> Outcome:
-        """Raises what a run raises; finished runs are kept."""
+        """Raises what a run raises; finished runs are saved."""
         setting = self._setting
         highest = None
         if setting.scale == "half":
@@ -139,16 +139,16 @@ class Evaluation:
         for repetition in range(setting.repetitions):
             windows = []
             for number, window in enumerate(setting.windows.measured):
-                kept: dict[str, Kept] = {}
+                saved: dict[str, SavedRun] = {}
                 for system in shuffled(setting.systems, setting.seed, repetition, number):
-                    instances = await self._instances(system, factor, kept)
+                    instances = await self._instances(system, factor, saved)
                     if not system.scales:
                         total = sum(instances.values())
                         splits[system.name if system.size == "full" else f"{system.name} ({total})"] = instances
-                    kept[system.name] = await self._kept(
+                    saved[system.name] = await self._saved(
                         self._plan("measured", system, window, instances, factor, repetition), factor
                     )
-                windows.append(kept)
+                windows.append(saved)
             repetitions.append(tuple(windows))
         found = Found(
             scale_rate=factor,
@@ -159,10 +159,10 @@ class Evaluation:
         )
         return Outcome(found, tuple(repetitions))
 
-    async def _instances(self, system: System, factor: float, kept: dict[str, Kept]) -> dict[Role, int]:
+    async def _instances(self, system: System, factor: float, saved: dict[str, SavedRun]) -> dict[Role, int]:
         if system.scales:
             return dict.fromkeys(system.roles, 1)
-        mean = kept[base_of(system)].mean_instances if system.size == "half" else 0.0
+        mean = saved[base_of(system)].mean_instances if system.size == "half" else 0.0
         number = system.num_instances(self._setting.workers, mean)
         if system.serving == "colocated":
             return {"colocated": number}
@@ -235,7 +235,7 @@ class Evaluation:
 
     async def _tried(self, plan: Plan, factor: float) -> Document:
         if self._setting.search == "lab":
-            return (await self._kept(plan, factor)).document
+            return (await self._saved(plan, factor)).document
         document = await asyncio.to_thread(self._simulated, find(plan.system), plan, self._trace(factor))
         self._say(f"simulated: {_line(plan, document)}")
         return document
@@ -272,8 +272,8 @@ class Evaluation:
     def _scaled(self, factor: float) -> Trace:
         return scale_rate(self._setting.trace, factor, seed=self._setting.seed)
 
-    async def _kept(self, plan: Plan, factor: float) -> Kept:
-        """The run of a plan: the one that is kept, or a new one. A void one is repeated once."""
+    async def _saved(self, plan: Plan, factor: float) -> SavedRun:
+        """The run of a plan: the one that is saved, or a new one. A void one is repeated once."""
         known = self._runs.find(plan)
         if known is not None:
             self._say(f"{plan.name}: there already{_voids(known)}")
@@ -320,5 +320,5 @@ def _line(plan: Plan, document: Document) -> str:
     )
 
 
-def _voids(run: Kept) -> str:
+def _voids(run: SavedRun) -> str:
     return f"; void: {'; '.join(run.document.void)}" if run.document.void else ""

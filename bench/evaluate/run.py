@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.evaluate import machine
-from bench.evaluate.kept import Kept, Placed, Plan
+from bench.evaluate.saved_run import Placed, Plan, SavedRun
 from bench.evaluate.windows import count
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
@@ -107,7 +107,7 @@ class Bench:
     record: Path | None = None
     """Where a folder of recordings of each run goes, if they are wanted."""
 
-    async def run(self, system: System, plan: Plan, trace: Trace) -> Kept:
+    async def run(self, system: System, plan: Plan, trace: Trace) -> SavedRun:
         """Raises ``StackError``, ``BlitzError`` and ``LabFailed``; everything is taken down again."""
         folder = self.folder / plan.name
         stack = LabStack(
@@ -132,7 +132,7 @@ class _Run:
         self._plan = plan
         self._trace = trace
 
-    async def measure(self, system: System) -> Kept:
+    async def measure(self, system: System) -> SavedRun:
         stack = self._stack
         wanted = self._plan.instances
         if not system.scales:
@@ -150,7 +150,7 @@ class _Run:
                 measured = await self._replay(client)
         finally:
             client.close()
-        return Kept.of(self._plan, placed, measured.document(self._bench.slo), measured.collector, watch.conditions)
+        return SavedRun.of(self._plan, placed, measured.document(self._bench.slo), measured.collector, watch.conditions)
 
     async def _serve(self, wanted: dict[Role, int]) -> None:
         deadline_s = time.monotonic() + READY_S

@@ -85,7 +85,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """In host memory, and whether the worker keeps it for itself (``HostCopy.cached``)."""
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A finished run."""
 
     plan: Plan
@@ -99,7 +99,9 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """Of which this is the last: a void run is repeated once."""
 
     @classmethod
-    def of(cls, plan: Plan, placed: Placed, document: Document, collector: Collector, conditions: Conditions) -> Kept:
+    def of(
+        cls, plan: Plan, placed: Placed, document: Document, collector: Collector, conditions: Conditions
+    ) -> SavedRun:
         """Add up."""
         gaps = {r.index: tuple(round(gap_s, _GAP_DIGITS) for gap_s in r.gaps_s) for r in collector.records}
         return cls(
@@ -111,7 +113,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
-    def read(cls, file: Path) -> Kept:
+    def read(cls, file: Path) -> SavedRun:
         """Raises ``BadRequest`` for a file that is no run."""
         try:
             own = msgspec.json.decode(file.read_bytes(), type=_Own)
@@ -154,16 +156,16 @@ class Runs:
         """Where a run is kept."""
         return self._folder / f"{plan.name}.json"
 
-    def find(self, plan: Plan) -> Kept | None:
+    def find(self, plan: Plan) -> SavedRun | None:
         """The finished run of a plan. None: there is none, or one of other settings, which does not count any more.
         Raises ``BadRequest`` for a file that is no run."""
         file = self.file(plan)
         if not file.exists():
             return None
-        found = Kept.read(file)
+        found = SavedRun.read(file)
         return found if found.plan == plan else None
 
-    def keep(self, run: Kept) -> None:
+    def keep(self, run: SavedRun) -> None:
         """Whole or not at all. Raises ``OSError``."""
         self._folder.mkdir(parents=True, exist_ok=True)
         own = _Own(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from bench.evaluate.kept import Placed, Plan
 from bench.evaluate.models import Model
 from bench.evaluate.run import CONTEXT_TOKENS, GPU, LEAD_IN_S, MIB, PATIENCE_S, SETTLE_S, kv_mib
+from bench.evaluate.saved_run import Placed, Plan
 from bench.evaluate.windows import count
 from bench.lab.played import Played
 from bench.replay.document import About, Document
@@ -19,8 +19,8 @@ from bench.sim.cluster import Cluster
 from bench.sim.gateway import GatewaySettings
 from bench.sim.latencies import Latencies
 from bench.sim.models import sim_model
-from bench.sim.outcome import Outcome
 from bench.sim.run import simulate
+from bench.sim.run_result import RunResult
 from bench.sim.setup import Frame, Imposed, Setup
 from bench.systems import Split, System
 from bench.traces.request import Trace
@@ -76,7 +76,7 @@ class SimulatedLab:
         placed: Placed | None = None,
         looks_after_s: float = 0.0,
         imposed: Sequence[Imposed] | None = None,
-    ) -> Outcome:
+    ) -> RunResult:
         """What a plan comes to. ``trace``: scaled. ``placed``: where instances and copies are at the beginning.
         ``looks_after_s``: of the monitor, which looks at intervals. ``imposed``: instead of what it asks for."""
         window = plan.window

@@ -10,8 +10,8 @@ from typing import Literal, cast
 import msgspec
 from msgspec.structs import asdict
 
-from bench.evaluate.kept import Kept, Placed, Plan
 from bench.evaluate.machine import Conditions
+from bench.evaluate.saved_run import Placed, Plan, SavedRun
 from bench.replay.observations import InstancePoint, Operation
 from shared.errors import BadRequest
 from shared.messages.common import Role
@@ -79,7 +79,7 @@ class Condensed(msgspec.Struct, frozen=True, kw_only=True):
     figures: Figures
 
     @classmethod
-    def of(cls, run: Kept) -> Condensed:
+    def of(cls, run: SavedRun) -> Condensed:
         """Raises ``BadRequest`` if the cluster was not observed."""
         document, cluster = run.document, run.document.cluster
         if cluster is None:
@@ -132,8 +132,8 @@ def read(path: Path) -> tuple[Condensed, ...]:
 
 
 def _read_folder(folder: Path) -> tuple[Condensed, ...]:
-    kept = (Kept.read(file) for file in sorted(folder.glob("*.json")))
-    return tuple(Condensed.of(run) for run in kept if run.plan.purpose == "measured")
+    saved = (SavedRun.read(file) for file in sorted(folder.glob("*.json")))
+    return tuple(Condensed.of(run) for run in saved if run.plan.purpose == "measured")
 
 
 def _read_file(file: Path) -> tuple[Condensed, ...]:

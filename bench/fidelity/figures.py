@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.evaluate.kept import Plan
+from bench.evaluate.saved_run import Plan
 from bench.fidelity.condensed import Figures
 from bench.replay.figures import COLOURS, Beside, Curve, Panel
 from bench.systems import find

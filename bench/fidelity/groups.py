@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from bench.evaluate.kept import Plan
+from bench.evaluate.saved_run import Plan
 from bench.fidelity.condensed import Condensed
 
 

@@ -7,15 +7,15 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from bench.evaluate.kept import Plan, digest
 from bench.evaluate.models import find_model
 from bench.evaluate.run import LEAD_IN_S
+from bench.evaluate.saved_run import Plan, digest
 from bench.evaluate.simulated import SimulatedLab
 from bench.fidelity.condensed import Condensed, Event, Figures
 from bench.replay.objectives import Slo
 from bench.sim.cluster import known_cluster
 from bench.sim.monitor import INTERVAL_S
-from bench.sim.outcome import Outcome, all_gaps
+from bench.sim.run_result import RunResult, all_gaps
 from bench.sim.setup import Imposed
 from bench.systems import find
 from bench.traces.request import Trace
@@ -48,7 +48,7 @@ class Simulation:
         """What a run comes to. ``phase``: 0 to 1, how far the monitor is between two looks when the run begins, which
         in the lab is by chance. ``imposed``: the planner is asked for what it was asked for in the lab, then."""
         plan = run.plan
-        outcome = self._lab(plan.model, plan.workers, plan.seed).run(
+        result = self._lab(plan.model, plan.workers, plan.seed).run(
             find(plan.system),
             plan,
             self._scaled(plan.scale_rate, plan.seed),
@@ -56,7 +56,7 @@ class Simulation:
             looks_after_s=phase * INTERVAL_S,
             imposed=_imposed(run) if imposed else None,
         )
-        return _figures(outcome)
+        return _figures(result)
 
     def repeated(self, runs: Sequence[Condensed]) -> list[Figures]:
         """As often as in the lab, five times at least, with phases that are evenly spread."""
@@ -101,17 +101,17 @@ def _lab(model: str, workers: int, seed: int) -> SimulatedLab:
     return SimulatedLab.of(find_model(model), known_cluster("lab"), workers=workers, seed=seed)
 
 
-def _figures(outcome: Outcome) -> Figures:
-    by_index = {record.index: record for record in outcome.records if record.failure is None}
-    found = [by_index.get(request.index) for request in outcome.requests]
+def _figures(result: RunResult) -> Figures:
+    by_index = {record.index: record for record in result.records if record.failure is None}
+    found = [by_index.get(request.index) for request in result.requests]
     gaps = all_gaps(list(by_index.values()))
-    events = [Event.of(operation, zero_s=outcome.zero_s) for operation in outcome.cluster.operations]
+    events = [Event.of(operation, zero_s=result.zero_s) for operation in result.cluster.operations]
     return Figures(
         ttft_s=tuple(None if record is None else record.ttft_s for record in found),
         mean_gap_s=tuple(None if record is None else record.mean_gap_s for record in found),
         tbt_mean_s=float(gaps.mean()) if len(gaps) else None,
         tbt_p99_s=float(np.percentile(gaps, 99)) if len(gaps) else None,
-        gpu_seconds=outcome.cluster.gpu_seconds,
+        gpu_seconds=result.cluster.gpu_seconds,
         failed=len(found) - len(by_index),
         # As of the lab, those of the window.
         events=tuple(event for event in events if event.at_s >= 0),

@@ -61,7 +61,7 @@ class RequestRow:
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about one replay. The keys are documented in docs/benchmarks.md."""
+    """Everything about one replay. docs/benchmarks.md explains the keys that do not explain themselves."""
 
     about: About
     result: Result

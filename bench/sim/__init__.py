@@ -12,8 +12,8 @@
     compute.py    what steps take, by their batches; runs of decode steps that are taken together
     engine.py     an instance's engine: the worker's scheduler, stepped on the clock
     instance.py   an instance: its states, its requests, its load
-    streams.py    requests as gateways and instances know each other's; told.py: what an instance tells of them;
-                  load_reports.py: when load is told
+    streams.py    requests as gateways and instances know each other's; token_reporter.py: what an instance tells of
+                  them; load_reports.py: when load is told
     kv.py         KV on its way from instances that compute prompts to those that decode them
     pair.py       a live pair: an instance that loads (pair_target.py) and its source; pair_steps.py: the layers that
                   both run; pair_tensors.py: what they send to each other
@@ -22,8 +22,8 @@
                   model together while it loads (pipelines.py)
     faults.py     workers that die, and come back with nothing
     processes.py  what goes on in virtual time, written in its order
-    seen.py       what is seen of a run; outcome.py: what it came to; evaluation.py: systems side by side;
-                  search.py: splits and rates
+    run_recorder.py   what is seen of a run; run_result.py: what it came to; evaluation.py: systems side by side;
+                      search.py: splits and rates
     what_if.py    the settings of a sweep; sweep.py runs them; frontier.py: which are not beaten, the cheapest, and
                   what equally good ones cost; frontier_panels.py draws them
     cli.py        the command; choices.py: what it names, and what cannot be simulated; tables.py: what it shows

@@ -11,11 +11,11 @@ from bench.sim.clock import Clock
 from bench.sim.compute import Compute
 from bench.sim.engine import TOKEN
 from bench.sim.streams import Key
-from bench.sim.told import Told
-from services.worker.core.kv_transfer import room
-from services.worker.core.kv_transfer.staging import Staging, Window
+from bench.sim.token_reporter import TokenReporter
+from services.worker.core.kv_admission import room
+from services.worker.core.kv_admission.staging import Staging, Window
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import BlitzError, Conflict, Overloaded
 from shared.messages.common import DECODES_FOR_OTHERS, Role
 
@@ -32,7 +32,7 @@ class Leaving(Protocol):
     """The decode instance has it; that is not known where it comes from yet."""
 
     @property
-    def sequence(self) -> Sequence: ...
+    def sequence(self) -> ActiveSequence: ...
     @property
     def num_tokens(self) -> int:
         """Of its context."""
@@ -54,7 +54,7 @@ class Reservation:
 
     __slots__ = ("sequence", "transfer", "window")
 
-    def __init__(self, sequence: Sequence, transfer: Leaving, window: Window) -> None:
+    def __init__(self, sequence: ActiveSequence, transfer: Leaving, window: Window) -> None:
         self.sequence = sequence
         """The decode instance's own."""
         self.transfer = transfer
@@ -87,10 +87,10 @@ class Decoder(Protocol):
 class Arrivals:
     """Of one instance. Whatever is asked is answered at once, or when the engine has done it."""
 
-    def __init__(self, clock: Clock, instance: Decoder, told: Told) -> None:
+    def __init__(self, clock: Clock, instance: Decoder, reporter: TokenReporter) -> None:
         self._clock = clock
         self._instance = instance
-        self._told = told
+        self._reporter = reporter
         self._staging = Staging()
         self._asking: dict[Key, Leaving] = {}
         """Who waits for an answer to a question for room."""
@@ -107,7 +107,7 @@ class Arrivals:
         """What there is of any request."""
         return {"asking": len(self._asking), "bytes on their way": self._staging.used_bytes}
 
-    def of(self, sequence: Sequence) -> Reservation | None:
+    def of(self, sequence: ActiveSequence) -> Reservation | None:
         return self._reserved.get(sequence.key)
 
     def begun_at_s(self, key: Key) -> float | None:
@@ -131,7 +131,7 @@ class Arrivals:
         except BlitzError as error:
             answer(error)
             return
-        sequence = Sequence(
+        sequence = ActiveSequence(
             request_id=theirs.request_id,
             attempt=theirs.attempt,
             gateway_id=theirs.gateway_id,
@@ -154,7 +154,7 @@ class Arrivals:
                 answer(Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now"))
                 return
             self._reserved[sequence.key] = reservation
-            self._told.add(sequence)
+            self._reporter.add(sequence)
             self._instance.began(DECODES_FOR_OTHERS)
             self._instance.changed()
             answer(reservation)
@@ -209,9 +209,9 @@ class Arrivals:
             if len(self._begun_at_s) > MAX_BEGUN:
                 self._begun_at_s.popitem(last=False)
             self._instance.scheduler.reservations.adopt(sequence, TOKEN, self._clock.now_s, computed_here=False)
-            self._told.take_over(sequence)
+            self._reporter.take_over(sequence)
             if sequence.finished:
-                self._told.ended(sequence.key)
+                self._reporter.ended(sequence.key)
             answer(True)
 
         self._instance.call(adopt, between_layers=True)
@@ -221,12 +221,12 @@ class Arrivals:
         sequence = reservation.sequence
         # What another sender has taken over stays.
         if self._reserved.get(sequence.key) is not reservation:
-            if sequence in self._told:
+            if sequence in self._reporter:
                 self._instance.cancel(sequence.key)
             return
         del self._reserved[sequence.key]
         reservation.window.close()
-        self._told.remove(sequence)
+        self._reporter.remove(sequence)
         reservations = self._instance.scheduler.reservations
         self._instance.call(lambda: reservations.release([sequence]), between_layers=True)
 
@@ -239,7 +239,7 @@ class Arrivals:
         """The instance is gone: requests that are not here yet stay where they come from."""
         for reservation in self._reserved.values():
             reservation.transfer.lost()
-            self._told.remove(reservation.sequence)
+            self._reporter.remove(reservation.sequence)
         for transfer in self._asking.values():
             transfer.lost()
         self._reserved.clear()

@@ -20,7 +20,7 @@ from bench.sim.cluster import known_clusters
 from bench.sim.evaluation import Evaluation, Evaluator
 from bench.sim.frontier_panels import frontier_panels
 from bench.sim.models import MODELS, SimModel, known_model
-from bench.sim.outcome import Outcome
+from bench.sim.run_result import RunResult
 from bench.sim.scale_out_report import asked_for, beside, check_alone, named_systems, simulated, tell
 from bench.sim.search import ATTAINED
 from bench.sim.setup import Setup
@@ -58,7 +58,11 @@ def simulate(
     *,
     trace: Annotated[Path | None, typer.Argument(metavar="TRACE", help="As for `blitzscale replay`.")] = None,
     cluster: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help=f"{', '.join(known_clusters())}, or a TOML file.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"{', '.join(known_clusters())}, or a TOML file. a and b: the paper's; large: 1,000 hosts.",
+        ),
     ] = "a",
     model: Annotated[str, typer.Option(help=", ".join(MODELS))] = "llama3-8b",
     degree: Annotated[int | None, typer.Option(metavar="N", help="GPUs of an instance (tensor parallelism).")] = None,
@@ -67,7 +71,11 @@ def simulate(
     ] = None,
     systems: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", help=f"Of {', '.join(SYSTEMS)}.", show_default=",".join(DEFAULT)),
+        typer.Option(
+            metavar="A,B,...",
+            help=f"Of {', '.join(SYSTEMS)}; also sllm-60s, sllm-never.",
+            show_default=",".join(DEFAULT),
+        ),
     ] = None,
     ablation: Annotated[
         bool, typer.Option("--ablation", help=f"Those of the ablation: {', '.join(ABLATION)}.")
@@ -109,7 +117,10 @@ def simulate(
     max_requests: Annotated[int | None, typer.Option(metavar="N", help="Stop after N requests.")] = None,
     kill_every: Annotated[
         float | None,
-        typer.Option(metavar="S", help="A worker with an instance dies every S seconds on average, by the seed."),
+        typer.Option(
+            metavar="S",
+            help="A worker with an instance dies every S seconds on average, by the seed; not with lambdascale.",
+        ),
     ] = None,
     give_back: GiveBack = GIVE_BACK_S,
     scale_out: Annotated[
@@ -210,9 +221,9 @@ def simulate(
             )
             documents: dict[str, Document] = {}
 
-            def finished(outcome: Outcome, relative: Slo) -> None:
+            def finished(result: RunResult, relative: Slo) -> None:
                 if png_file is not None or html_file is not None:
-                    documents[outcome.system] = outcome.document(about, relative)
+                    documents[result.system] = result.document(about, relative)
 
             evaluation = evaluator.evaluate(chosen, factor, finished)
         show(systems_table(evaluation))

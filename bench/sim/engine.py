@@ -14,7 +14,7 @@ from bench.sim.clock import Clock, Event
 from bench.sim.compute import Compute, DecodeRun
 from services.worker.core.scheduling.schedule import Sampled, ScheduledBatch
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import NUM_RECENT
 from services.worker.core.scheduling.turns import StepTurns
 from shared.messages.generation import StreamPart
@@ -58,7 +58,7 @@ class PartialSteps(Protocol):
     def accepted(self) -> None:
         """The instance has taken a request."""
 
-    def cancelled(self, sequence: Request) -> None:
+    def cancelled(self, sequence: ActiveSequence) -> None:
         """A request of the instance is not wanted any more."""
 
 
@@ -79,20 +79,22 @@ class EngineOwner(Protocol):
     def tell(self, outputs: Sequence[StreamPart]) -> None:
         """What a step brought now."""
 
-    def tell_run(self, requests: Sequence[Request], ends_s: Sequence[float], ended: Sequence[Request]) -> None:
+    def tell_run(
+        self, requests: Sequence[ActiveSequence], ends_s: Sequence[float], ended: Sequence[ActiveSequence]
+    ) -> None:
         """Decode steps that ended at these times brought a token for each of these requests; some ended with the
         last."""
 
     def ran(self, began_s: float, num_tokens: float) -> None:
         """A step that began then has computed so many prompt tokens; of tokens in one layer, the layer's share."""
 
-    def ran_first_layer(self, sequence: Request, end: int, step_ends_s: float) -> None:
+    def ran_first_layer(self, sequence: ActiveSequence, end: int, step_ends_s: float) -> None:
         """Of the context's tokens up to ``end``; of a request that another instance is to decode."""
 
-    def ran_chunk(self, sequence: Request) -> None:
+    def ran_chunk(self, sequence: ActiveSequence) -> None:
         """So have all layers of them."""
 
-    def computed(self, sequence: Request) -> None:
+    def computed(self, sequence: ActiveSequence) -> None:
         """Such a request has its first token, and is held unless that was its end."""
 
     def changed(self) -> None:

@@ -11,8 +11,8 @@ import msgspec
 from bench.replay.objectives import FACTOR, Slo
 from bench.replay.plan import PlannedRequest, Shape, plan_requests
 from bench.sim.compute import Compute
-from bench.sim.outcome import Figures, Outcome, figures, means
 from bench.sim.run import simulate
+from bench.sim.run_result import Figures, RunResult, figures, means
 from bench.sim.search import ATTAINED, best_split, highest_factor
 from bench.sim.setup import Setup
 from bench.systems import SYSTEMS, Split, System
@@ -61,7 +61,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 class Run(NamedTuple):
     """A system on requests. ``split``: of the instances of one that does not scale."""
 
-    outcome: Outcome
+    result: RunResult
     split: Split | None = None
 
 
@@ -107,7 +107,7 @@ class Evaluator:
             requests = self.requests(factor)
             within = self.within_reach(requests)
             goal = ATTAINED * within / len(requests)
-            share = self.run(FULL, requests, factor, enough=goal).outcome.judged_by(self.absolute()).share
+            share = self.run(FULL, requests, factor, enough=goal).result.judged_by(self.absolute()).share
             self.say(
                 f"{FULL.name}: {share:.2%} within the absolute objectives at {factor:.4g} times the rate; of "
                 f"{within / len(requests):.2%} that are within reach"
@@ -137,9 +137,9 @@ class Evaluator:
         self,
         systems: Sequence[System],
         factor: float,
-        finished: Callable[[Outcome, Slo], None] = lambda _outcome, _relative: None,
+        finished: Callable[[RunResult, Slo], None] = lambda _result, _relative: None,
     ) -> Evaluation:
-        """All of them, on the same requests. ``finished`` gets each outcome with the relative objectives; no outcome is
+        """All of them, on the same requests. ``finished`` gets each result with the relative objectives; no result is
         kept. After Ctrl-C: those that have finished by then; raises ``KeyboardInterrupt`` if none has."""
         requests = self.requests(factor)
         by = next((system for system in systems if system.name == FULL.name), systems[0])
@@ -148,17 +148,17 @@ class Evaluator:
         # First the one by which the others are judged; those that are half of another's size come after it.
         try:
             for system in sorted(systems, key=lambda one: (one is not by, one.size == "half")):
-                outcome, split = self.run(system, requests, factor)
+                result, split = self.run(system, requests, factor)
                 if system is by:
-                    ttft_s, tbt_s = means(outcome)
+                    ttft_s, tbt_s = means(result)
                     relative = Slo(
                         FACTOR * ttft_s if ttft_s is not None else None, FACTOR * tbt_s if tbt_s is not None else None
                     )
-                rows[system.name] = figures(outcome, relative, self.absolute(), split)
-                finished(outcome, relative)
-                died = f", {outcome.num_died} workers died" if outcome.num_died else ""
+                rows[system.name] = figures(result, relative, self.absolute(), split)
+                finished(result, relative)
+                died = f", {result.num_died} workers died" if result.num_died else ""
                 self.say(
-                    f"{system.name}: {len(outcome.records)} of {len(requests)} requests, {outcome.num_events} events"
+                    f"{system.name}: {len(result.records)} of {len(requests)} requests, {result.num_events} events"
                     f"{died}"
                 )
         except KeyboardInterrupt:
@@ -194,9 +194,9 @@ class Evaluator:
         ``enough``: a share of requests within the absolute objectives with which the first split will do.
         """
         if system.scales:
-            outcome = simulate(self.setup, system, requests)
-            self._mean_gpus[system.name, factor] = outcome.mean_instances
-            return Run(outcome)
+            result = simulate(self.setup, system, requests)
+            self._mean_gpus[system.name, factor] = result.mean_instances
+            return Run(result)
         total = system.num_instances(self.setup.num_workers, self._mean(system, requests, factor))
         if system.serving == "colocated":
             return Run(simulate(self.setup, system, requests, colocated=total))
@@ -207,11 +207,11 @@ class Evaluator:
             nonlocal found
             if found is not None and found[0][0] >= enough:
                 return (0.0,)
-            outcome = simulate(self.setup, system, requests, split=split)
-            reached = (outcome.judged_by(self.absolute()).share, -(means(outcome)[0] or float("inf")))
+            result = simulate(self.setup, system, requests, split=split)
+            reached = (result.judged_by(self.absolute()).share, -(means(result)[0] or float("inf")))
             # As the search has it: of equals, the one with the fewest prefill instances.
             if found is None or (*reached, -split.prefill) > found[0]:
-                found = (*reached, -split.prefill), Run(outcome, split)
+                found = (*reached, -split.prefill), Run(result, split)
             return reached
 
         best_split(self._likely(system.splits(total)), score)

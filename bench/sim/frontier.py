@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from bench.sim.outcome import Figures
+from bench.sim.run_result import Figures
 
 SAME = 0.01
 """Costs that differ by no more are the same: what decides then is the number of GPUs, and the slower NICs."""

@@ -25,7 +25,7 @@ from bench.sim.streams import Key
 from services.gateway.core import failover
 from services.gateway.core.queue_reports import LEAST_REPORT_S, QUEUE_REPORT_EVERY_S, Arrivals, QueueReports
 from services.gateway.core.router import TICK_S, Assignment, Router
-from services.gateway.core.stream import Phase, StreamState, Verdict
+from services.gateway.core.stream import PartVerdict, Phase, StreamState
 from shared.errors import BlitzError, DeadlineExceeded, Overloaded
 from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
 from shared.messages.load import LoadReport, QueueReport
@@ -169,7 +169,7 @@ class SimGateway:
                 continue
             was, part = it.stream.phase, self._part(it.stream, tokens)
             verdict = self._accept(it, part, worker, instance_id)
-            if verdict is not Verdict.NEW or len(it.stream.output_token_ids) > it.request.output_tokens:
+            if verdict is not PartVerdict.NEW or len(it.stream.output_token_ids) > it.request.output_tokens:
                 raise ValueError(f"{len(ends_s)} tokens of {key[0]} from {worker}: {verdict.value}, {it.stream}")
             if not it.times_s:
                 it.worker_id = worker.id
@@ -335,7 +335,7 @@ class SimGateway:
             token_ids=tokens,
         )
 
-    def _accept(self, it: _Request, part: StreamPart, worker: Process, instance_id: str) -> Verdict:
+    def _accept(self, it: _Request, part: StreamPart, worker: Process, instance_id: str) -> PartVerdict:
         stream = it.stream
         verdict, _ = stream.accept(part)
         if stream.taken_over(part, verdict, instance_id=instance_id, worker=worker):
@@ -435,7 +435,7 @@ class SimGateway:
     def _report(self) -> None:
         now_s = self._clock.now_s
         self._reporting, self._reported_s = None, now_s
-        report = self._reports.report(self._routes, inflight=self._inflight, published_at_s=now_s)
+        report = self._reports.report(self._routes, inflight=self._inflight)
         if report.models:
             self._on_queues(report)
         if report.models or self._requests:

@@ -14,7 +14,7 @@ from bench.sim.clock import Clock
 from bench.sim.fabric import Fabric, Path
 from bench.sim.flows import Flow, Network
 from bench.sim.latencies import Latencies
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies_policy import CopiesPolicy, copy_rules
 from services.pool.core.loads import LoadLimits
 from services.pool.core.steps import Ask, Drop, Hold
@@ -60,7 +60,7 @@ class HostCopies:
         """The same, of those that load."""
         self._down: set[str] = set()
         """Workers that have died and are not back."""
-        self._cluster = Cluster((), LoadLimits())
+        self._cluster = ClusterView((), LoadLimits())
         self._rules = copy_rules(policy, self._cluster, keep_copies_s)
         self._serial = 0
         self.on_change: Callable[[str], None] = lambda _worker_id: None

@@ -17,13 +17,13 @@ from bench.sim.kv import Departures, KvPaths
 from bench.sim.load_reports import REPORT_EVERY_S, LoadReports
 from bench.sim.migration import Migrator
 from bench.sim.streams import Key, Listener, Stream, sequence_of
-from bench.sim.told import Told
+from bench.sim.token_reporter import TokenReporter
 from services.worker.core.lifecycle import InstanceLifecycle
 from services.worker.core.load import load_report
 from services.worker.core.scheduling.request_checks import check_slot
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import Conflict, SentBack
 from shared.messages.common import TAKES_PROMPTS, InstanceState, Role
 from shared.messages.destinations import Destination, SendBack
@@ -78,8 +78,8 @@ class SimInstance:
         self._migrator = None
         if kv is not None and self._departures is not None:
             self._migrator = Migrator(clock, self, kv, self._departures)
-        self._told = Told(clock, listener, worker, instance_id)
-        self.arrivals = Arrivals(clock, self, self._told)
+        self._reporter = TokenReporter(clock, listener, worker, instance_id)
+        self.arrivals = Arrivals(clock, self, self._reporter)
         self._engine = SimEngine(clock, self.scheduler, compute, self)
         self._on_report, self._on_idle = on_report, on_idle
         self._on_ran = on_ran
@@ -145,14 +145,14 @@ class SimInstance:
         begun = [] if self._departures is None else self._departures.kill()
         begun += [] if self._migrator is None else self._migrator.kill()
         self.arrivals.kill()
-        return [request_id for request_id in self._told.clear() if request_id not in begun]
+        return [request_id for request_id in self._reporter.clear() if request_id not in begun]
 
     def check_empty(self) -> None:
         """Raises ``AssertionError`` unless nothing of any request is left here."""
         self.scheduler.check()
         held = {
             "requests": self.num_requests,
-            "told of": len(self._told),
+            "told of": len(self._reporter),
             "leaving": 0 if self._departures is None else len(self._departures.transfers),
             "moving": 0 if self._migrator is None else len(self._migrator),
             "blocks": self.scheduler.pool.num_used,
@@ -169,14 +169,14 @@ class SimInstance:
         if self.state == "draining":
             raise SentBack(f"instance {self.instance_id} drains")
         self.check_admits()
-        older = [key for n in range(stream.attempt) if self._told.of(key := (stream.request_id, n)) is not None]
+        older = [key for n in range(stream.attempt) if self._reporter.of(key := (stream.request_id, n)) is not None]
         if not older and not may_wait:
             check_slot(self.instance_id, self.num_requests, self.scheduler.config.max_num_sequences)
         for key in older:
             self.cancel(key)
         sequence = sequence_of(stream, decode_at)
         self.scheduler.add(sequence, self._clock.now_s)
-        self._told.add(sequence)
+        self._reporter.add(sequence)
         self.began(TAKES_PROMPTS)
         if self.partial is not None:
             self.partial.accepted()
@@ -184,10 +184,10 @@ class SimInstance:
 
     def cancel(self, key: Key) -> None:
         """Nobody wants this attempt any more. Nothing is told of it."""
-        sequence = self._told.of(key)
+        sequence = self._reporter.of(key)
         if sequence is None:
             return
-        self._told.remove(sequence)
+        self._reporter.remove(sequence)
         arriving = self.arrivals.of(sequence)
         if arriving is not None:
             self.arrivals.release(arriving)
@@ -215,9 +215,9 @@ class SimInstance:
         if self.state != "serving":
             raise Conflict(f"{self.instance_id} takes no requests: it is {self.state}")
 
-    def left(self, sequence: Request) -> None:
+    def left(self, sequence: ActiveSequence) -> None:
         """Another instance decodes it."""
-        self._told.remove(sequence)
+        self._reporter.remove(sequence)
         self.arrivals.left(sequence.key)
 
         def leave() -> None:
@@ -231,17 +231,17 @@ class SimInstance:
 
     # --- for pairs ---------------------------------------------------------------------------
 
-    def took(self, sequences: Iterable[Request]) -> None:
+    def took(self, sequences: Iterable[ActiveSequence]) -> None:
         """Another instance's requests are this one's from now on."""
         for sequence in sequences:
-            self._told.take_over(sequence)
+            self._reporter.take_over(sequence)
 
-    def gave(self, sequences: Iterable[Request]) -> None:
+    def gave(self, sequences: Iterable[ActiveSequence]) -> None:
         """These are another instance's from now on."""
         for sequence in sequences:
-            self._told.remove(sequence)
+            self._reporter.remove(sequence)
 
-    def ran_layers(self, sequence: Request, first_layer: int, num_layers: int) -> None:
+    def ran_layers(self, sequence: ActiveSequence, first_layer: int, num_layers: int) -> None:
         """Layers ``first_layer <= i < num_layers`` of a whole context have run here, outside of steps. If another
         instance is to decode it, that is asked for room, and the KV of all layers since the first leaves; that of
         others only if the members have joined. Else all of it leaves once the context is computed."""
@@ -250,23 +250,23 @@ class SimInstance:
         if not first_layer or self.sends(sequence):
             self._departures.ran_layers(sequence, num_layers)
 
-    def join(self, sequences: Sequence[Request], there: Sequence[Request], source: SimInstance) -> bool:
+    def join(self, sequences: Sequence[ActiveSequence], there: Sequence[ActiveSequence], source: SimInstance) -> bool:
         """At a pair's target: whether KV of a batch that the source pulls goes from both straight to where its requests
         are to be decoded. ``there``: the source's own."""
         if self._departures is None or source._departures is None or any(s.decode_at is None for s in sequences):
             return False
         return self._departures.join(sequences, there, source._departures)
 
-    def sends(self, sequence: Request) -> bool:
+    def sends(self, sequence: ActiveSequence) -> bool:
         """Its KV leaves for another instance, as far as is known."""
         return self._departures is not None and self._departures.sends(sequence)
 
-    def computed_rest(self, sequence: Request) -> None:
+    def computed_rest(self, sequence: ActiveSequence) -> None:
         """At the source: a context of which KV leaves from both has its first token."""
         if self._departures is not None and self.scheduler.reservations.token_of(sequence) is not None:
             self._departures.computed(sequence)
 
-    def forget(self, sequences: Iterable[Request]) -> None:
+    def forget(self, sequences: Iterable[ActiveSequence]) -> None:
         """The other member goes on with these, from whatever layer: none of their KV leaves from here any more."""
         if self._departures is not None:
             self._departures.forget(sequences)
@@ -304,15 +304,15 @@ class SimInstance:
         if self._on_ran is not None:
             self._on_ran(began_s, num_tokens)
 
-    def ran_first_layer(self, sequence: Request, end: int, step_ends_s: float) -> None:
+    def ran_first_layer(self, sequence: ActiveSequence, end: int, step_ends_s: float) -> None:
         if self._departures is not None:
             self._departures.ran_first_layer(sequence, end, step_ends_s)
 
-    def ran_chunk(self, sequence: Request) -> None:
+    def ran_chunk(self, sequence: ActiveSequence) -> None:
         if self._departures is not None:
             self._departures.step_ended(sequence)
 
-    def computed(self, sequence: Request) -> None:
+    def computed(self, sequence: ActiveSequence) -> None:
         if self._departures is None:
             self.scheduler.reservations.decode_here(sequence)
         else:
@@ -327,11 +327,13 @@ class SimInstance:
 
     def tell(self, outputs: Iterable[StreamPart]) -> None:
         """Of requests that are here, what they got now."""
-        self._told.tell(outputs)
+        self._reporter.report(outputs)
 
-    def tell_run(self, requests: Iterable[Request], ends_s: Sequence[float], ended: Iterable[Request]) -> None:
+    def tell_run(
+        self, requests: Iterable[ActiveSequence], ends_s: Sequence[float], ended: Iterable[ActiveSequence]
+    ) -> None:
         """Of decode steps that ended at these times; some requests ended with the last."""
-        self._told.tell_run(requests, ends_s, ended)
+        self._reporter.report_run(requests, ends_s, ended)
 
     # --- load --------------------------------------------------------------------------------
 
@@ -363,5 +365,4 @@ class SimInstance:
             busy_s_total=self._engine.busy_s_total(ahead),
             load_s=self.load_s,
             now_s=now_s,
-            unix_s=now_s,
         )

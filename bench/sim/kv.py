@@ -19,9 +19,9 @@ from bench.sim.clock import Clock, Event
 from bench.sim.compute import Compute
 from bench.sim.flows import BYTES_PER_GBIT, Flow, Network
 from bench.sim.sharing import Resource
-from services.worker.core.kv_transfer import room
+from services.worker.core.kv_admission import room
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import BlitzError, Overloaded
 from shared.messages.generation import DecodePlace
 
@@ -41,7 +41,7 @@ class Member(Protocol):
     def arrivals(self) -> Arrivals: ...
 
     def call(self, function: Callable[[], object], *, between_layers: bool = False) -> None: ...
-    def left(self, sequence: Sequence) -> None: ...
+    def left(self, sequence: ActiveSequence) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class KvPaths:
 class KvTransfer:
     """Of one request; a prefill instance's."""
 
-    sequence: Sequence
+    sequence: ActiveSequence
     departures: Departures
     decoder: Member
     num_tokens: int
@@ -126,7 +126,7 @@ class Departures:
 
     # --- what the engine says ----------------------------------------------------------------
 
-    def ran_first_layer(self, sequence: Sequence, end: int, step_ends_s: float) -> None:
+    def ran_first_layer(self, sequence: ActiveSequence, end: int, step_ends_s: float) -> None:
         """Of the context's tokens up to ``end``, whose step ends then."""
         transfer = self._transfer(sequence, end)
         if transfer is None or transfer.by_layer or end <= transfer.known_tokens:
@@ -134,7 +134,7 @@ class Departures:
         transfer.known_tokens, transfer.chunk_ends_s = end, step_ends_s
         self._send(transfer)
 
-    def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
+    def ran_layers(self, sequence: ActiveSequence, num_layers: int) -> None:
         """So many layers of the whole context have run, outside of steps."""
         is_new = sequence.key not in self.transfers
         transfer = self._transfer(sequence, sequence.num_tokens)
@@ -145,14 +145,14 @@ class Departures:
             transfer.layers_ready = num_layers
             self._send(transfer)
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
+    def forget(self, sequences: Iterable[ActiveSequence]) -> None:
         """What becomes of these is decided elsewhere: nothing leaves from here any more."""
         for sequence in sequences:
             transfer = self._forget(sequence)
             if transfer is not None:
                 self._release(transfer)
 
-    def join(self, sequences: Iterable[Sequence], there: Iterable[Sequence], source: Departures) -> bool:
+    def join(self, sequences: Iterable[ActiveSequence], there: Iterable[ActiveSequence], source: Departures) -> bool:
         """At a pair's target, of a batch that the source pulls: KV of its layers leaves here, that of the others from
         the source, whose own requests ``there`` are. False if one of them has no room where it is to be decoded:
         nothing leaves here then."""
@@ -166,7 +166,7 @@ class Departures:
             source.take_rest(transfer, other)
         return True
 
-    def take_rest(self, before: KvTransfer, sequence: Sequence) -> None:
+    def take_rest(self, before: KvTransfer, sequence: ActiveSequence) -> None:
         """At the source: what ``before`` does not send leaves from here."""
         rest = KvTransfer(sequence, self, before.decoder, before.num_tokens, 0, before.pauses)
         rest.by_layer, rest.layers_ready, rest.layers_sent = True, before.layers_ready, before.layers_ready
@@ -175,18 +175,18 @@ class Departures:
             before.reservation.transfer = rest
         self.transfers[sequence.key] = rest
 
-    def sends(self, sequence: Sequence) -> bool:
+    def sends(self, sequence: ActiveSequence) -> bool:
         """Its KV leaves, as far as is known."""
         transfer = self.transfers.get(sequence.key)
         return transfer is not None and not transfer.kept
 
-    def step_ended(self, sequence: Sequence) -> None:
+    def step_ended(self, sequence: ActiveSequence) -> None:
         """All layers of the chunk that was computed have run."""
         transfer = self.transfers.get(sequence.key)
         if transfer is not None and transfer.flow is not None and transfer.flow.cap_gbps < math.inf:
             self._paths.network.limit(transfer.flow, math.inf)
 
-    def computed(self, sequence: Sequence) -> None:
+    def computed(self, sequence: ActiveSequence) -> None:
         """It has its first token, and is held unless that was its end."""
         if sequence.finished:
             self.ended(sequence)
@@ -202,7 +202,7 @@ class Departures:
         self._send(transfer)
         self._begin_if_whole(transfer)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: ActiveSequence) -> None:
         """It has ended here, of itself or not."""
         transfer = self._forget(sequence)
         self._instance.scheduler.reservations.release_held(sequence)
@@ -238,7 +238,7 @@ class Departures:
 
     # --- room --------------------------------------------------------------------------------
 
-    def _transfer(self, sequence: Sequence, end: int, num_tokens: int = 0) -> KvTransfer | None:
+    def _transfer(self, sequence: ActiveSequence, end: int, num_tokens: int = 0) -> KvTransfer | None:
         """None if there is nothing to send. ``num_tokens``: of its context, if the sequence has its first token."""
         known = self.transfers.get(sequence.key)
         if known is not None:
@@ -280,7 +280,7 @@ class Departures:
             self._forget(sequence)
             self._instance.call(lambda: self._decode_here(sequence))
 
-    def _decode_here(self, sequence: Sequence) -> None:
+    def _decode_here(self, sequence: ActiveSequence) -> None:
         reservations = self._instance.scheduler.reservations
         if reservations.token_of(sequence) is None:
             reservations.decode_here(sequence)
@@ -358,7 +358,7 @@ class Departures:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def _forget(self, sequence: Sequence) -> KvTransfer | None:
+    def _forget(self, sequence: ActiveSequence) -> KvTransfer | None:
         transfer = self.transfers.pop(sequence.key, None)
         if transfer is not None:
             self._stop(transfer)

@@ -15,7 +15,7 @@ from typing import Protocol
 from bench.sim.clock import Clock
 from bench.sim.fabric import Fabric, Path
 from bench.sim.flows import Flow, Network
-from services.worker.core.upstreams import Part, Upstream
+from services.worker.core.upstreams import PlanPart, Upstream
 from shared.messages.plans import ScalePlan
 
 
@@ -39,7 +39,7 @@ class Load:
     """What one target receives."""
 
     plan: ScalePlan
-    part: Part
+    part: PlanPart
     weights: Weights
     gpu_id: str
     on_layers: Callable[[int], None] | None

@@ -12,9 +12,9 @@ from bench.sim.kv import Departures, KvPaths, Member
 from bench.sim.moves import Move
 from bench.sim.processes import Process, Signal, Steps
 from bench.sim.streams import Key
-from services.worker.core.kv_transfer.move_history import LOOK_S, MOVING_AT_ONCE, MoveHistory
+from services.worker.core.kv_admission.move_history import LOOK_S, MOVING_AT_ONCE, MoveHistory
 from services.worker.core.scheduling.leaving import KvPath, Moving, Takers, see_off, to_make_room
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import SentBack
 from shared.messages.common import ErrorInfo, InstanceState
 from shared.messages.destinations import Destination, SendBack
@@ -63,7 +63,7 @@ class Migrator:
         if self._instance.state == "serving" and self._clock.now_s <= until_s:
             self._start(self._move_some(Takers(plan.destinations), plan, until_s))
 
-    def ended(self, sequence: Request) -> None:
+    def ended(self, sequence: ActiveSequence) -> None:
         """It has ended here, of itself or not."""
         move = self._moves.get(sequence.key)
         if move is not None:

@@ -139,7 +139,6 @@ class SimMonitor:
         demand = Demand(
             publisher="monitor",
             sequence=self._sequence,
-            published_at_s=self._clock.now_s,
             model=wish.model,
             role=wish.role,
             desired=wish.desired,

@@ -12,7 +12,7 @@ from bench.sim.clock import Clock
 from bench.sim.flows import Flow
 from bench.sim.kv import KvPaths, Member
 from bench.sim.processes import Process, Signal, Steps
-from services.worker.core.kv_transfer.move_history import MORE_TOKENS, MoveHistory
+from services.worker.core.kv_admission.move_history import MORE_TOKENS, MoveHistory
 from services.worker.core.scheduling.leaving import Moving
 from shared.errors import BlitzError
 

@@ -2,8 +2,8 @@
 tensors.
 
 Who runs which layer, what is lent, pulled, kept and given is decided by ``shared.zigzag`` and
-``services.worker.core.live``. Here questions take a message's time each way, hidden states and KV are flows between the
-two, and what the engines do takes their instances' time. The order is the worker's: KV of pulled batches comes one
+``services.worker.core.pairing``. Here questions take a message's time each way, hidden states and KV are flows between
+the two, and what the engines do takes their instances' time. The order is the worker's: KV of pulled batches comes one
 batch after another, while their other layers run.
 
 Not simulated: embedding, copies to and from an engine, the pieces in which KV of a batch is asked for, and messages
@@ -24,10 +24,10 @@ from bench.sim.pair_steps import SourceSteps
 from bench.sim.pair_target import PairTarget
 from bench.sim.pair_tensors import PairPaths, PairTensors, on_engine
 from bench.sim.processes import Process, Signal, Steps
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.pair import PairLife, PairState
-from services.worker.core.live.source_queue import SourceQueue
-from services.worker.core.live.source_work import (
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.pair import PairLife, PairState
+from services.worker.core.pairing.source_queue import SourceQueue
+from services.worker.core.pairing.source_work import (
     LOOK_S,
     AfterPull,
     PullTime,
@@ -36,7 +36,7 @@ from services.worker.core.live.source_work import (
     after_pull,
     parts,
 )
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import Unavailable
 from shared.messages.common import TAKES_PROMPTS, ErrorInfo
 from shared.messages.live import Gate, LiveBatch, LiveReport, PlanSplit, ZigzagAssignment
@@ -502,7 +502,7 @@ class SimPair:
         )
         self._batches.append((done, now_s))
 
-    def _cancelled(self, sequence: Request) -> None:
+    def _cancelled(self, sequence: ActiveSequence) -> None:
         if self.queue.holds(*sequence.key):
             self._clock.after(self._paths.message_s, self.target.cancel, sequence.key)
 

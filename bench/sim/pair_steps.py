@@ -1,5 +1,5 @@
 """What the instances of a live pair run between their own steps, in virtual time. Which layer of which batch is decided
-by ``services.worker.core.live``; here it takes its time."""
+by ``services.worker.core.pairing``; here it takes its time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from bench.sim.compute import Compute
 from bench.sim.instance import SimInstance
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.source_work import Kv, SourceRun, SourceWork
-from services.worker.core.live.target_work import TargetRun, TargetWork
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.source_work import Kv, SourceRun, SourceWork
+from services.worker.core.pairing.target_work import TargetRun, TargetWork
 from services.worker.core.scheduling.prompt_cost import num_pairs
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 
 _TOKEN = Sampled(0)
 """Which tokens they are matters to nobody; this one ends nothing."""
@@ -50,7 +50,7 @@ class SourceSteps:
         on_done: Callable[[SourceRun], object],
         on_step: Callable[[], object],
         on_accepted: Callable[[], object],
-        on_cancelled: Callable[[Request], object],
+        on_cancelled: Callable[[ActiveSequence], object],
     ) -> None:
         """``on_done``: a batch has run all its layers, or has ended. ``on_step``: any step has ended."""
         self._member = member
@@ -117,7 +117,7 @@ class SourceSteps:
         """The instance has taken a request: it goes the way of the others."""
         self._on_accepted()
 
-    def cancelled(self, sequence: Request) -> None:
+    def cancelled(self, sequence: ActiveSequence) -> None:
         """A request of the instance is not wanted any more."""
         self._on_cancelled(sequence)
 
@@ -209,5 +209,5 @@ class TargetSteps:
     def accepted(self) -> None:
         """What comes to the target of itself is its scheduler's."""
 
-    def cancelled(self, sequence: Request) -> None:
+    def cancelled(self, sequence: ActiveSequence) -> None:
         """The source passes on what concerns the pair; what the target owns is its scheduler's."""

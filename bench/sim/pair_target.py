@@ -11,11 +11,11 @@ from bench.sim.instance import SimInstance
 from bench.sim.pair_steps import TargetSteps
 from bench.sim.pair_tensors import PairTensors, Sent, on_engine
 from bench.sim.processes import Signal, Steps
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.pair import PairLife
-from services.worker.core.live.source_work import PULL_WAIT_S
-from services.worker.core.live.target_work import TargetRun, TargetWork
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.pair import PairLife
+from services.worker.core.pairing.source_work import PULL_WAIT_S
+from services.worker.core.pairing.target_work import TargetRun, TargetWork
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.live import Gate, ZigzagAssignment
 from shared.zigzag.queue import Claim, Shares
 
@@ -107,7 +107,7 @@ class PairTarget:
         self.look()  # what was in the way of a later batch is gone
         return claim, False
 
-    def given(self, claim: Claim) -> tuple[Sent, tuple[Request, ...]] | None:
+    def given(self, claim: Claim) -> tuple[Sent, tuple[ActiveSequence, ...]] | None:
         """Hidden states of a claimed batch, and its requests here; None if nothing of it was run, or is left."""
         held = self._not_taken.get(claim.batch_id)
         return None if held is None or not claim.first_layer else (held.hidden, held.run.batch.sequences)
@@ -221,9 +221,9 @@ class PairTarget:
             held.hidden = self._tensors.send_hidden(self.instance, self._source, held.run.batch.num_tokens)
 
 
-def _copy(sequence: Request) -> Request:
+def _copy(sequence: ActiveSequence) -> ActiveSequence:
     """A request, as another instance knows it."""
-    return Request(
+    return ActiveSequence(
         request_id=sequence.request_id,
         attempt=sequence.attempt,
         gateway_id=sequence.gateway_id,

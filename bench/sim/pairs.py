@@ -15,7 +15,7 @@ from bench.sim.workers import Held, SimWorkers
 from services.planner.core.live.request import SplitRequest
 from services.planner.core.live.split import assign
 from services.planner.core.operations.pair_record import LivePair
-from services.worker.core.live.pair import why_no_source
+from services.worker.core.pairing.pair import why_no_source
 from shared.errors import BlitzError
 from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
 from shared.messages.plans import ChainMember

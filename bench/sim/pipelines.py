@@ -20,7 +20,7 @@ from bench.sim.flows import BYTES_PER_GBIT, Network
 from bench.sim.instance import SimInstance
 from services.worker.core.scheduling.prompt_cost import num_pairs
 from services.worker.core.scheduling.schedule import ScheduledBatch
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 
 
 class Stage(NamedTuple):
@@ -214,7 +214,7 @@ class PipelinedSteps:
     def __init__(self, pipeline: Pipeline, receiver: Receiver) -> None:
         self._pipeline = pipeline
         self._receiver = receiver
-        self._elsewhere: dict[tuple[str, int], Request] = {}
+        self._elsewhere: dict[tuple[str, int], ActiveSequence] = {}
         """Requests of which others have KV."""
 
     def batch_s(self, batch: ScheduledBatch, now_s: float) -> float:

@@ -85,9 +85,9 @@ class SimRegistry:
         return LeaseVerdicts(verdicts=tuple([self._lease(wanted) for wanted in batch.leases]))
 
     def _lease(self, wanted: LeaseWorkers) -> LeaseVerdict:
-        for worker_id in wanted.worker_ids:
-            entry = self.registry.workers.get(worker_id)
-            if entry is None or entry.report.state != "spare":
+        for at in wanted.workers:
+            worker_id, entry = at.worker_id, self.registry.workers.get(at.worker_id)
+            if entry is None or entry.report.state != "spare" or not self.registry.is_here(at.worker):
                 return LeaseVerdict.refused(wanted.plan_id, Conflict(f"worker {worker_id} is not spare"))
             lease = self.registry.leases.get(worker_id)
             if lease is not None and lease.plan_id != wanted.plan_id:
@@ -111,6 +111,6 @@ class SimRegistry:
     def _publish_routes(self) -> None:
         if not self.registry.routes.waiting:
             return
-        _, models = self.registry.routes.take("sim", self._clock.now_s)
+        _, models = self.registry.routes.take("sim")
         for name in sorted(models):
             self._on_routes(name, self.registry.table(name))

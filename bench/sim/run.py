@@ -25,13 +25,13 @@ from bench.sim.kv import KvPaths, Member
 from bench.sim.lambdascale import LambdaPipe
 from bench.sim.loading import Load, Loads, Transfers
 from bench.sim.monitor import SimMonitor
-from bench.sim.outcome import Outcome
 from bench.sim.pair_tensors import PairPaths
 from bench.sim.pairs import SimPairs
 from bench.sim.planner import SimPlanner
 from bench.sim.registry import SimRegistry
 from bench.sim.requests import SimRequest
-from bench.sim.seen import Seen
+from bench.sim.run_recorder import RunRecorder
+from bench.sim.run_result import RunResult
 from bench.sim.setup import GIB, Frame, Imposed, Setup
 from bench.sim.streams import Key
 from bench.sim.watch import Watch
@@ -70,7 +70,7 @@ def simulate(
     colocated: int | None = None,
     frame: Frame = Frame(),
     watch: Watch | None = None,
-) -> Outcome:
+) -> RunResult:
     """Run a system. ``split``, or the number of ``colocated`` ones: the instances of one that does not scale; of one
     that does, those that it has at least. ``watch``: sees single steps and loads."""
     return Simulation(setup, system, requests, split=split, colocated=colocated, frame=frame, watch=watch).run()
@@ -103,11 +103,11 @@ class Simulation:
         self._zero_s = math.inf
         self._imposed: dict[Role, Imposed] = {}
         """What was imposed last."""
-        self._seen = Seen(clock, network, fabric, model)
+        self._recorder = RunRecorder(clock, network, fabric, model)
         self._gateway = SimGateway(
             clock,
             self._submit,
-            self._seen.served.append,
+            self._recorder.served.append,
             on_queues=self._on_queues,
             cancel=self._cancel,
             settings=setup.gateway,
@@ -360,20 +360,20 @@ class Simulation:
         self._planner.on_queue(report)
 
     def _on_report(self, heartbeat: WorkerHeartbeat) -> None:
-        had_instance = self._seen.holds(heartbeat.worker.worker_id)
+        had_instance = self._recorder.holds(heartbeat.worker.worker_id)
         if not self._registry.report(heartbeat):
             return
         self._host_copies.put_report(heartbeat)
-        self._seen.report(heartbeat, self._host_copies.num_bytes)
+        self._recorder.report(heartbeat, self._host_copies.num_bytes)
         if had_instance and heartbeat.instance is None:
             self._planner.on_instances_gone()
 
     def _on_lease_over(self, worker_id: str, incarnation: str) -> None:
-        had_instance = self._seen.holds(worker_id)
+        had_instance = self._recorder.holds(worker_id)
         if not self._registry.forget(worker_id, incarnation):
             return
         self._host_copies.forget(worker_id)
-        self._seen.gone(worker_id, self._host_copies.num_bytes)
+        self._recorder.gone(worker_id, self._host_copies.num_bytes)
         if had_instance:
             self._planner.on_instances_gone()
 
@@ -400,7 +400,7 @@ class Simulation:
 
     # --- all of it ---------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
+    def run(self) -> RunResult:
         clock, requests = self._clock, self._requests
         # A unix time of 0 means "not yet" here and there.
         clock.run(SETTLE_S)
@@ -423,12 +423,14 @@ class Simulation:
         first_s, last_s = zero_s + requests[0].due_s, zero_s + requests[-1].due_s
         until_s = last_s if self._frame.counted_s is None else first_s + self._frame.counted_s
         clock.run(max(last_s, until_s))
-        while len(self._seen.served) < len(lead_in) + len(requests) and clock.now_s < last_s + self._setup.patience_s:
+        while (
+            len(self._recorder.served) < len(lead_in) + len(requests) and clock.now_s < last_s + self._setup.patience_s
+        ):
             clock.run(clock.now_s + 1.0)
         self._gateway.check_conserved()
         end_s = clock.now_s
         self._gateway.end()
-        return self._outcome(first_s, until_s, end_s)
+        return self._result(first_s, until_s, end_s)
 
     def check_nothing_held(self) -> None:
         """Raises ``AssertionError`` where something is left of requests. Call it after ``run`` ended them all; it lets
@@ -469,11 +471,10 @@ class Simulation:
             Demand(
                 publisher="imposed",
                 sequence=self._clock.num_happened,
-                published_at_s=self._clock.now_s,
                 model=self._record.name,
                 role=imposed.role,
                 desired=imposed.desired,
-                observed=self._seen.num_serving(imposed.role),
+                observed=self._recorder.num_serving(imposed.role),
                 triggered_ago_s=0.0,
                 reason="imposed",
                 term=1,
@@ -482,18 +483,18 @@ class Simulation:
             )
         )
 
-    def _outcome(self, begin_s: float, until_s: float, end_s: float) -> Outcome:
+    def _result(self, begin_s: float, until_s: float, end_s: float) -> RunResult:
         if self._watch is not None:
             self._watch.ended(
-                self._zero_s, self._seen.served, self._planner.all_records(), self._network.carried, self._fabric
+                self._zero_s, self._recorder.served, self._planner.all_records(), self._network.carried, self._fabric
             )
-        return Outcome(
+        return RunResult(
             system=self._system.name,
             requests=self._requests,
-            records=self._seen.records(),
+            records=self._recorder.records(),
             duration_s=end_s - begin_s,
             zero_s=self._zero_s,
-            cluster=self._seen.cluster(begin_s, until_s, self._planner.all_records()),
+            cluster=self._recorder.cluster(begin_s, until_s, self._planner.all_records()),
             num_events=self._clock.num_happened,
             num_died=self._faults.num_died,
         )

@@ -22,7 +22,7 @@ from shared.messages.registry import WorkerHeartbeat
 from shared.messages.traffic import Purpose
 
 
-class Seen:
+class RunRecorder:
     """Of one run."""
 
     def __init__(self, clock: Clock, network: Network, fabric: Fabric, model: SimModel) -> None:

@@ -17,7 +17,7 @@ from bench.replay.record import Collector, RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunResult:
     """One system's run."""
 
     system: str
@@ -88,18 +88,18 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Workers, each time that one died."""
 
 
-def figures(outcome: Outcome, relative: Slo, absolute: Slo, split: tuple[int, int] | None = None) -> Figures:
+def figures(result: RunResult, relative: Slo, absolute: Slo, split: tuple[int, int] | None = None) -> Figures:
     """A system's row, by these objectives."""
-    good = [record for record in outcome.records if record.failure is None]
+    good = [record for record in result.records if record.failure is None]
     ttft = np.array([record.ttft_s for record in good if record.ttft_s is not None])
     gaps = all_gaps(good)
     outs = [
         operation.trigger_to_serving_ms / 1000
-        for operation in outcome.cluster.operations
+        for operation in result.cluster.operations
         if operation.direction == "out" and operation.num_bytes and operation.trigger_to_serving_ms is not None
     ]
-    cluster = outcome.cluster
-    failures = [record.failure.kind for record in outcome.records if record.failure is not None]
+    cluster = result.cluster
+    failures = [record.failure.kind for record in result.records if record.failure is not None]
     unfinished = failures.count("unfinished")
     return Figures(
         ttft_mean_s=_mean(ttft),
@@ -107,27 +107,27 @@ def figures(outcome: Outcome, relative: Slo, absolute: Slo, split: tuple[int, in
         ttft_p99_s=_percentile(ttft, 99),
         tbt_mean_s=_mean(gaps),
         tbt_p99_s=_percentile(gaps, 99),
-        slo_attainment=outcome.judged_by(relative).share,
-        slo_attainment_absolute=outcome.judged_by(absolute).share,
+        slo_attainment=result.judged_by(relative).share,
+        slo_attainment_absolute=result.judged_by(absolute).share,
         gpu_seconds=cluster.gpu_seconds,
         gpu_seconds_by_role=cluster.gpu_seconds_by_role,
         host_cache_bytes_max=cluster.host_cache_max_bytes or 0,
         nic_bytes={str(purpose): count for purpose, count in (cluster.nic_bytes or {}).items()},
-        requests=len(outcome.requests),
+        requests=len(result.requests),
         failed=len(failures) - unfinished,
         unfinished=unfinished,
         scale_outs=len(outs),
         scale_out_p50_s=_percentile(np.array(outs), 50),
         scale_out_max_s=max(outs, default=None),
-        mean_gpus=outcome.mean_instances,
+        mean_gpus=result.mean_instances,
         split=split,
-        died=outcome.num_died,
+        died=result.num_died,
     )
 
 
-def means(outcome: Outcome) -> tuple[float | None, float | None]:
+def means(result: RunResult) -> tuple[float | None, float | None]:
     """Mean time to the first token and mean gap, of which the relative objectives are a multiple."""
-    good = [record for record in outcome.records if record.failure is None]
+    good = [record for record in result.records if record.failure is None]
     return _mean(np.array([r.ttft_s for r in good if r.ttft_s is not None])), _mean(all_gaps(good))
 
 

@@ -17,8 +17,8 @@ from bench.replay.plan import PlannedRequest
 from bench.sim.compute import Compute
 from bench.sim.fabric import LinkKind
 from bench.sim.flows import BYTES_PER_GBIT
-from bench.sim.outcome import Outcome
 from bench.sim.run import simulate
+from bench.sim.run_result import RunResult
 from bench.sim.setup import Frame, Imposed, Setup
 from bench.sim.watch import Watch
 from bench.systems import Split, System
@@ -201,14 +201,14 @@ def timeline(setup: Setup, asked: ScaleOut, rows: dict[str, Row], *, interrupted
     )
 
 
-def run(setup: Setup, system: System, asked: ScaleOut) -> tuple[Row, Outcome]:
+def run(setup: Setup, system: System, asked: ScaleOut) -> tuple[Row, RunResult]:
     """One system."""
     watch = Watch()
     frame = Frame(imposed=(Imposed(LEAD_S, "prefill", asked.num_prefill),), packed=asked.packed)
-    outcome = simulate(setup, system, asked.requests(setup), split=asked.there, frame=frame, watch=watch)
+    result = simulate(setup, system, asked.requests(setup), split=asked.there, frame=frame, watch=watch)
     row = row_of(watch, asked, asked.seconds(setup), asked.num_prefill * tokens_per_s(setup))
     # Who sends blocks to whom is up to the receivers then, not to the plan.
-    return msgspec.structs.replace(row, chains=(), explain=()) if system.pipelines else row, outcome
+    return msgspec.structs.replace(row, chains=(), explain=()) if system.pipelines else row, result
 
 
 def row_of(watch: Watch, asked: ScaleOut, seconds: float, full_tokens_per_s: float) -> Row:

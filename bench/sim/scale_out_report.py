@@ -53,12 +53,12 @@ def simulated(
     interrupted = False
     try:
         for system in systems:
-            row, outcome = run(setup, system, asked)
+            row, result = run(setup, system, asked)
             if draws:
                 slo = Slo(setup.model.slo_ttft_s, setup.model.slo_tbt_s)
-                documents.append(outcome.document(_about(setup, asked), slo))
+                documents.append(result.document(_about(setup, asked), slo))
             rows[system.name] = row
-            say(f"{system.name}: {len(outcome.records)} requests, {outcome.num_events} events")
+            say(f"{system.name}: {len(result.records)} requests, {result.num_events} events")
     except KeyboardInterrupt:
         if not rows:
             raise

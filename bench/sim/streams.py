@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import BlitzError
 from shared.messages.generation import DecodePlace, SamplingParams
 from shared.subjects import Process
@@ -46,9 +46,9 @@ class Listener(Protocol):
         """It has ended without its tokens."""
 
 
-def sequence_of(stream: Stream, decode_at: DecodePlace | None) -> Request:
+def sequence_of(stream: Stream, decode_at: DecodePlace | None) -> ActiveSequence:
     """A request as a scheduler takes it. Which tokens it has matters to nobody."""
-    return Request(
+    return ActiveSequence(
         request_id=stream.request_id,
         attempt=stream.attempt,
         gateway_id="",

@@ -11,7 +11,7 @@ import msgspec
 from bench.replay.objectives import Slo
 from bench.sim.evaluation import Evaluation, Evaluator, span_s
 from bench.sim.frontier import Answer, Needed, Point, answer, marked, needed, percent
-from bench.sim.outcome import Figures, figures
+from bench.sim.run_result import Figures, figures
 from bench.sim.search import ATTAINED
 from bench.sim.setup import Setup
 from bench.sim.what_if import Setting, exact
@@ -105,8 +105,8 @@ def sweep(
                 evaluators[setting.cluster, give_back_s] = here
             found = known.get(setting.system.name) if here is evaluator else None
             if found is None:
-                outcome, split = here.run(setting.system, requests, base.scale_rate)
-                found = figures(outcome, relative, evaluator.absolute(), split)
+                result, split = here.run(setting.system, requests, base.scale_rate)
+                found = figures(result, relative, evaluator.absolute(), split)
             point = _point(setting, here.setup, found, terms, span)
             points.append(point)
             evaluator.say(f"{number} of {len(settings)}: {setting}: {point.slo_attainment_absolute:.2%}, {point.price}")

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bench.sim.evaluation import FULL, Evaluation
 from bench.sim.frontier import Needed, Point, money, seconds
-from bench.sim.outcome import Figures
+from bench.sim.run_result import Figures
 
 
 def systems_table(evaluation: Evaluation) -> Table:

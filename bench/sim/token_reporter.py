@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from bench.sim.clock import Clock
 from bench.sim.streams import Key, Listener
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.generation import StreamPart
 from shared.subjects import Process
 
 
-class Told:
+class TokenReporter:
     """The attempts of one instance that it tells of, or will, in the order in which they came."""
 
     def __init__(self, clock: Clock, listener: Listener, worker: Process, instance_id: str) -> None:
@@ -19,27 +19,27 @@ class Told:
         self._listener = listener
         self._worker = worker
         self._instance_id = instance_id
-        self._requests: dict[Key, Request] = {}
+        self._requests: dict[Key, ActiveSequence] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, sequence: Request) -> bool:
+    def __contains__(self, sequence: ActiveSequence) -> bool:
         return self._requests.get(sequence.key) is sequence
 
-    def of(self, key: Key) -> Request | None:
+    def of(self, key: Key) -> ActiveSequence | None:
         return self._requests.get(key)
 
-    def add(self, sequence: Request) -> None:
+    def add(self, sequence: ActiveSequence) -> None:
         """What becomes of it is told by this instance from now on."""
         self._requests[sequence.key] = sequence
 
-    def take_over(self, sequence: Request) -> None:
+    def take_over(self, sequence: ActiveSequence) -> None:
         """It was another instance's, and that it is here now is told."""
         self.add(sequence)
         self._listener.on_taken_over(sequence.key, worker=self._worker, instance_id=self._instance_id)
 
-    def remove(self, sequence: Request) -> None:
+    def remove(self, sequence: ActiveSequence) -> None:
         """It is another instance's, or nobody's."""
         if sequence in self:
             del self._requests[sequence.key]
@@ -50,7 +50,7 @@ class Told:
         self._requests.clear()
         return request_ids
 
-    def tell(self, outputs: Iterable[StreamPart]) -> None:
+    def report(self, outputs: Iterable[StreamPart]) -> None:
         """What they got now."""
         wanted = [output for output in outputs if (output.request_id, output.attempt) in self._requests]
         self._tokens([(o.request_id, o.attempt) for o in wanted if o.token_ids], (self._clock.now_s,))
@@ -62,7 +62,9 @@ class Told:
             elif output.finish_reason is not None:
                 self.ended(key)
 
-    def tell_run(self, requests: Iterable[Request], ends_s: Sequence[float], ended: Iterable[Request]) -> None:
+    def report_run(
+        self, requests: Iterable[ActiveSequence], ends_s: Sequence[float], ended: Iterable[ActiveSequence]
+    ) -> None:
         """Of decode steps that ended at these times; some requests ended with the last."""
         here = self._requests
         self._tokens([key for s in requests if here.get(key := s.key) is s], ends_s)

@@ -18,8 +18,10 @@ from compose.cli.options import (
     Json,
     KeepAlive,
     NewKeepAlive,
+    NewNoRoomTimeout,
     NewSloTbt,
     NewSloTtft,
+    NoRoomTimeout,
     Served,
     SloTbt,
     SloTtft,
@@ -30,6 +32,7 @@ from compose.cli.options import (
     show,
     shown_ms,
     shown_s,
+    shown_timeout,
 )
 from compose.cli.tables import fitting, shown_limit, shown_mib
 from compose.errors import StackError
@@ -41,13 +44,14 @@ _OPTIONS = {
     "slo_ttft_s": "--slo-ttft",
     "slo_tbt_s": "--slo-tbt",
     "keep_alive_s": "--keep-alive",
+    "no_room_timeout_s": "--no-room-timeout",
     "served_as": "--serving",
     "weight": "--weight",
     "advise": "--advise",
 }
 
 
-_SETTINGS = ("as", "max", "TTFT ms", "TBT ms", "keep s", "weight", "advise")
+_SETTINGS = ("as", "max", "TTFT ms", "TBT ms", "keep s", "no room s", "weight", "advise")
 _COLUMNS = ("name", "serving", "min", *_SETTINGS, "MiB", "what", "copies", "path")
 _USUAL = ("-", "1")
 """Of a setting. A column of nothing else is left out."""
@@ -80,6 +84,7 @@ def add(
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
     keep_alive_s: KeepAlive = None,
+    no_room_timeout_s: NoRoomTimeout = None,
     served_as: Served = None,
     weight: Weight = None,
     advise: Advise = None,
@@ -103,6 +108,7 @@ def add(
         "slo_ttft_s": seconds(slo_ttft_ms),
         "slo_tbt_s": seconds(slo_tbt_ms),
         "keep_alive_s": keep_alive_s,
+        "no_room_timeout_s": no_room_timeout_s,
         "served_as": served_as,
         "weight": weight,
         "advise": advise,
@@ -151,6 +157,7 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
         model.served_as or "-",
         shown_limit(model.max_instances),
         *(shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s), shown_s(model.keep_alive_s)),
+        shown_timeout(model.no_room_timeout_s),
         f"{model.weight:g}",
         "yes" if model.advise else "-",
         shown_mib(model.weights_bytes),
@@ -175,6 +182,7 @@ def set_(
     slo_ttft_ms: NewSloTtft = None,
     slo_tbt_ms: NewSloTbt = None,
     keep_alive_s: NewKeepAlive = None,
+    no_room_timeout_s: NewNoRoomTimeout = None,
     served_as: Served = None,
     weight: Weight = None,
     advise: Advise = None,
@@ -187,6 +195,7 @@ def set_(
         slo_ttft_s=seconds(slo_ttft_ms),
         slo_tbt_s=seconds(slo_tbt_ms),
         keep_alive_s=keep_alive_s,
+        no_room_timeout_s=no_room_timeout_s,
         served_as=served_as,
         weight=weight,
         advise=advise,
@@ -196,7 +205,7 @@ def set_(
     now = ask(url, lambda client: client.set_model(name, changes))
     limits = str(now.min_instances), shown_limit(now.max_instances)
     times = shown_ms(now.slo_ttft_s), shown_ms(now.slo_tbt_s), shown_s(now.keep_alive_s)
-    settings = *limits, *times, now.served_as or "-", f"{now.weight:g}"
+    settings = *limits, *times, shown_timeout(now.no_room_timeout_s), now.served_as or "-", f"{now.weight:g}"
     shown = [f"{option} {value}" for option, value in zip(_OPTIONS.values(), settings, strict=False)]
     shown.append("--advise" if now.advise else "--no-advise")
     typer.echo(f"changed {now.name}: {', '.join(shown)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import typer
@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 
 from compose.admin import AdminClient
 from compose.config import DEFAULT_URL, URL_VARIABLE, admin_key
-from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_WEIGHT
+from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_NO_ROOM_TIMEOUT_S, MAX_WEIGHT
 from shared.messages.common import Serving
 
 T = TypeVar("T")
@@ -94,14 +94,26 @@ NewSloTtft = Annotated[float | None, _new_objective("--slo-ttft", "to the first 
 NewSloTbt = Annotated[float | None, _new_objective("--slo-tbt", "between two tokens")]
 
 
-def _keep_alive(text: str) -> float:
+def _seconds(text: str, most_s: float) -> float:
     try:
         value_s = float(text)
     except ValueError:
         value_s = -1.0
-    if not 0 <= value_s <= MAX_KEEP_ALIVE_S:
-        raise typer.BadParameter(f"{text!r} is not a number of seconds from 0 to {MAX_KEEP_ALIVE_S:.0f}")
+    if not 0 <= value_s <= most_s:
+        raise typer.BadParameter(f"{text!r} is not a number of seconds from 0 to {most_s:.0f}")
     return value_s
+
+
+def _keep_alive(text: str) -> float:
+    return _seconds(text, MAX_KEEP_ALIVE_S)
+
+
+def _no_room_timeout(text: str) -> float:
+    return _seconds(text, MAX_NO_ROOM_TIMEOUT_S)
+
+
+def _new_no_room_timeout(text: str) -> float | Literal["default"]:
+    return "default" if text == "default" else _no_room_timeout(text)
 
 
 KeepAlive = Annotated[
@@ -120,7 +132,28 @@ NewKeepAlive = Annotated[
         "--keep-alive",
         parser=_keep_alive,
         metavar="SECONDS",
-        help="Go to zero instances after this long without a request; 0: as soon as they are idle.",
+        help="Go to zero instances after this long without a request; 0 lifts this.",
+        show_default=False,
+    ),
+]
+NoRoomTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--no-room-timeout",
+        parser=_no_room_timeout,
+        metavar="SECONDS",
+        help="Refuse requests after this long without an instance, if none can be started; 0: at once.",
+        show_default="the gateway's own",
+    ),
+]
+NewNoRoomTimeout = Annotated[
+    Any,  # what the parser gives; typer takes no union
+    typer.Option(
+        "--no-room-timeout",
+        parser=_new_no_room_timeout,
+        metavar="SECONDS",
+        help="Refuse requests after this long without an instance, if none can be started; 0: at once; default: the "
+        "gateway's own.",
         show_default=False,
     ),
 ]
@@ -174,3 +207,8 @@ def shown_ms(slo_s: float) -> str:
 def shown_s(keep_alive_s: float) -> str:
     """A keep-alive in a table."""
     return f"{keep_alive_s:g}" if keep_alive_s else "-"
+
+
+def shown_timeout(no_room_timeout_s: float | None) -> str:
+    """In a table; None is the gateway's own, and 0 a time like others."""
+    return "-" if no_room_timeout_s is None else f"{no_room_timeout_s:g}"

@@ -31,7 +31,10 @@ def scale(
         Role, typer.Option(help="What they do: whole requests, only prompts, or only decoding.")
     ] = "colocated",
     hold_s: Annotated[
-        float, typer.Option("--hold", min=0, help="Seconds for which there are not fewer than N.", metavar="S")
+        float,
+        typer.Option(
+            "--hold", min=0, help="Seconds for which there are not fewer than N; 0 lifts an earlier floor.", metavar="S"
+        ),
     ] = 300.0,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the end.", metavar="S")
@@ -86,6 +89,7 @@ def _print(record: ScaleRecord) -> None:
             ("trigger_to_first_byte_ms", _ms(record.trigger_to_first_byte_ms)),
             ("layer_ready_ms", "[" + ", ".join(f"{at_ms:.1f}" for at_ms in record.layer_ready_ms) + "]"),
             ("trigger_to_loaded_ms", _ms(record.trigger_to_loaded_ms)),
+            ("predicted_loaded_ms", _ms(record.predicted_loaded_ms)),
             ("trigger_to_serving_ms", _ms(record.trigger_to_serving_ms)),
             ("bytes", str(record.bytes)),
             ("gbps", f"{record.gbps:.3f}"),

@@ -34,7 +34,11 @@ def up(
         list[Path] | None, typer.Option(help="The same as MODEL_DIR.", metavar="MODEL_DIR", show_default=False)
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Worker processes; 2, or 4 with eight cores or more.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Worker processes; 2, or 4 with eight cores or more; at least what the models need.",
+            show_default=False,
+        ),
     ] = None,
     planners: Annotated[int, typer.Option(help="Planner processes; one leads, the others wait.")] = 1,
     monitors: Annotated[int, typer.Option(help="Monitor processes; one leads, the others wait.")] = 1,
@@ -46,24 +50,37 @@ def up(
     ] = DEFAULT_PORT,
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="Logs, sockets, records; ~/.local/state/blitzscale.", metavar="DIR", show_default=False),
+        typer.Option(
+            help="Logs, sockets, passwords, records, the demo; $XDG_STATE_HOME/blitzscale or "
+            "~/.local/state/blitzscale. One stack at a time.",
+            metavar="DIR",
+            show_default=False,
+        ),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the workers compute on.")] = "cpu",
-    engine: Annotated[Literal["torch", "mock"], typer.Option(help="mock invents answers.")] = "torch",
+    engine: Annotated[
+        Literal["torch", "mock"], typer.Option(help="mock invents answers, for tests and benchmarks.")
+    ] = "torch",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
     keep_alive_s: KeepAlive = None,
     profiles: Annotated[
         Path | None,
-        typer.Option(help="Profiles of models, made by `blitzscale profile`.", metavar="DIR", show_default=False),
+        typer.Option(
+            help="Profiles made by `blitzscale profile`, or one of them; BLITZ_PROFILES by default.",
+            metavar="DIR",
+            show_default=False,
+        ),
     ] = None,
     served_as: Served = None,
     advise: Annotated[
         bool, typer.Option("--advise", help="Only say what the load asks for; minimums and `scale` are carried out.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Services' lines go to the log files only.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for all models.")] = 300.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds to wait until every model serves.")
+    ] = 300.0,
 ) -> None:
     """Start everything on this machine (NATS, Redis, all services) and serve until Ctrl-C."""
     folder = (state_dir if state_dir is not None else default_state_dir()).expanduser().absolute()

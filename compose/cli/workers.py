@@ -41,7 +41,13 @@ def _shown(found: tuple[WorkerStatus, ...], _: Console) -> Iterator[Table]:
 def drain(
     worker: WorkerId,
     wait_s: Annotated[
-        float, typer.Option("--wait", min=0, help="Wait for so many seconds at most until it is free.", metavar="S")
+        float,
+        typer.Option(
+            "--wait",
+            min=0,
+            help="Wait for so many seconds at most until it is free; exit status 1 if it is not then.",
+            metavar="S",
+        ),
     ] = 0.0,
     url: Url = URL_DEFAULT,
 ) -> None:

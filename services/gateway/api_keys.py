@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
-from services.gateway.core.key_limits import Charge, KeyLimits, Standing, pages
+from services.gateway.core.key_limits import Charge, KeyLimits, LimitStatus, pages
 from services.gateway.core.stream import StreamState
 from services.gateway.errors import Forbidden
 from services.gateway.key_file import ApiKey, Signature, digest, read_keys, signature
-from services.gateway.metrics import family
+from services.gateway.metrics import counter_family, gauge_family
 from services.gateway.request_bodies.options import Options
 from shared import subjects
 from shared.bus.base import Bus
@@ -128,9 +128,9 @@ class ApiKeys:
     def headers(self, name: str) -> list[tuple[bytes, bytes]]:
         """``x-ratelimit-*`` of the key now, as OpenAI has them."""
         rows: list[tuple[bytes, bytes]] = []
-        for what, standing in zip((b"requests", b"tokens"), self._limits.standing(name, self._clock()), strict=True):
-            if standing is not None:
-                rows += _headers(what, standing)
+        for what, status in zip((b"requests", b"tokens"), self._limits.status(name, self._clock()), strict=True):
+            if status is not None:
+                rows += _headers(what, status)
         return rows
 
     async def run(self, bus: Bus) -> None:
@@ -146,14 +146,30 @@ class ApiKeys:
 
     def families(self) -> Iterator[Metric]:
         """What was counted."""
-        key = ["key"]
-        yield family("blitz_gateway_key_requests", "Requests admitted.", key, self._requests)
-        refused = "Requests refused, by the limit that they reached."
-        yield family("blitz_gateway_key_limited", refused, ["key", "limit"], self._limited)
-        yield family("blitz_gateway_key_tokens", "Prompt and output tokens used.", key, self._tokens)
-        now = {label: self._limits.open_requests(label) for label in set(self._labels)}
-        yield family("blitz_gateway_key_open_requests", "Requests of limited keys.", key, now, GaugeMetricFamily)
-        yield family("blitz_gateway_key_file_reads", "Times the file was read.", ["outcome"], self._reads)
+        yield counter_family(
+            "blitz_gateway_key_requests",
+            "Requests admitted, by the key's name; keys after the first 200 are summed up as other.",
+            ["key"],
+            self._requests,
+        )
+        yield counter_family(
+            "blitz_gateway_key_limited",
+            "Requests refused with rate_limit_exceeded; limit: requests, tokens, concurrent.",
+            ["key", "limit"],
+            self._limited,
+        )
+        yield counter_family(
+            "blitz_gateway_key_tokens", "Prompt and output tokens used, by the key's name.", ["key"], self._tokens
+        )
+        yield gauge_family(
+            "blitz_gateway_key_open_requests",
+            "Open requests of limited keys at this gateway.",
+            ["key"],
+            {label: self._limits.open_requests(label) for label in set(self._labels)},
+        )
+        yield counter_family(
+            "blitz_gateway_key_file_reads", "Times that the keys file was read: ok, bad.", ["outcome"], self._reads
+        )
 
     async def look(self) -> None:
         """Read the file if it has changed. A bad one changes nothing, and is logged."""
@@ -208,7 +224,6 @@ class ApiKeys:
                 message = KeyUsageReport(
                     gateway_id=self._gateway_id,
                     incarnation=self._incarnation,
-                    published_at_s=time.time(),
                     keys=rows,
                 )
                 try:
@@ -260,11 +275,11 @@ class Bill:
             self._keys.settle(self.key, self._charge, used)
 
 
-def _headers(what: bytes, standing: Standing) -> list[tuple[bytes, bytes]]:
+def _headers(what: bytes, status: LimitStatus) -> list[tuple[bytes, bytes]]:
     return [
-        (b"x-ratelimit-limit-" + what, b"%d" % standing.limit),
-        (b"x-ratelimit-remaining-" + what, b"%d" % standing.remaining),
-        (b"x-ratelimit-reset-" + what, shown_duration(standing.full_in_s).encode()),
+        (b"x-ratelimit-limit-" + what, b"%d" % status.limit),
+        (b"x-ratelimit-remaining-" + what, b"%d" % status.remaining),
+        (b"x-ratelimit-reset-" + what, shown_duration(status.full_in_s).encode()),
     ]
 
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable
 from services.gateway.active_requests import ActiveRequest, ActiveRequests, Sink
 from services.gateway.config import GatewayConfig
 from services.gateway.core import failover
-from services.gateway.core.capacity import Capacity, Size
+from services.gateway.core.capacity import Capacity, WorkerMemory
 from services.gateway.core.failover import WorkerLost
-from services.gateway.core.patience import OwnTime, Patience
+from services.gateway.core.failure_detector import FailureDetector, OwnTime
+from services.gateway.core.lateness import no_room_timeout_s
 from services.gateway.core.router import Assignment, Router, gone
-from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
-from services.gateway.core.stream import Phase, StreamState, Verdict
+from services.gateway.core.routes import ModelRoutes, RouteDiff, RouteView
+from services.gateway.core.stream import PartVerdict, Phase, StreamState
 from services.gateway.late_requests import LOOK_EVERY_S, LateRequests
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.outbox import Outbox
@@ -70,7 +71,7 @@ class Dispatcher:
         """What is under way for requests."""
         self.held = asyncio.Event()
         """Set when the first request waits for a model that sleeps."""
-        self._patience = Patience(config.stall_s, config.probe_s, config.queue_timeout_s)
+        self._detector = FailureDetector(config.stall_s, config.probe_s, config.queue_timeout_s)
         self._own_time = OwnTime()
         self.capacity = Capacity()
         """What the registered workers could hold."""
@@ -83,7 +84,7 @@ class Dispatcher:
             self._fail,
             self._give_up,
             queue_timeout_s=config.queue_timeout_s,
-            no_room_timeout_s=config.no_room_timeout_s,
+            default_no_room_timeout_s=config.no_room_timeout_s,
         )
         self.silence_watch = SilenceWatch(
             bus,
@@ -93,7 +94,7 @@ class Dispatcher:
             self._attempt_failed,
             clock,
             self._own_time,
-            patience=self._patience,
+            detector=self._detector,
             probe_timeout_s=min(MAX_PROBE_TIMEOUT_S, config.submit_timeout_s),
         )
         self._next_check_s = -math.inf
@@ -149,7 +150,7 @@ class Dispatcher:
         if departure.kind == "worker":
             self.silence_watch.departed(Process(departure.id, departure.incarnation), departure.reason)
 
-    def routes_changed(self, changes: RouteChanges) -> None:
+    def routes_changed(self, changes: RouteDiff) -> None:
         """React to a new view: bind waiting requests, refuse those of weights that are gone, ask lost instances."""
         left: list[StreamState] = []
         for name in sorted(changes.removed):
@@ -188,14 +189,14 @@ class Dispatcher:
             self.pump(name)
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_EVERY_S
-            self._late.look(self.router.held(due_s=self._patient_until_s()))
+            self._late.look(self.router.held(due_s=self._patient_until_s))
         if now_s >= self._next_check_s:
-            self._next_check_s = now_s + self._patience.check_every_s
+            self._next_check_s = now_s + self._detector.check_every_s
             self.silence_watch.check()
             self.outbox.forget_strays(now_s)
             self.router.prune(now_s=now_s)
 
-    def workers_changed(self, sizes: Iterable[Size]) -> None:
+    def workers_changed(self, sizes: Iterable[WorkerMemory]) -> None:
         """These workers are registered now: refuse the waiting requests that none of them can ever serve. Call it
         regularly, as it is a matter of time, too."""
         self.capacity.put(sizes, self._clock())
@@ -206,13 +207,14 @@ class Dispatcher:
                 for stream in self.router.clear(name):
                     self._fail(self.requests[stream.request_id], error)
 
-    def _patient_until_s(self) -> float:
-        """The deadline of requests that have waited for as long as they do where there is no room."""
-        return self._clock() + self._config.queue_timeout_s - self._config.no_room_timeout_s
+    def _patient_until_s(self, name: str) -> float:
+        """The deadline of the model's requests that have waited for as long as they do where there is no room."""
+        timeout_s = no_room_timeout_s(self._routes.models.get(name), self._config.no_room_timeout_s)
+        return self._clock() + self._config.queue_timeout_s - timeout_s
 
     def _give_up(self, name: str, error: BlitzError) -> None:
         if self.router.sleeps(name):
-            for stream in self.router.give_up(name, due_s=self._patient_until_s()):
+            for stream in self.router.give_up(name, due_s=self._patient_until_s(name)):
                 self._fail(self.requests[stream.request_id], error)
 
     def _refuse_unservable(self, name: str) -> None:
@@ -267,7 +269,7 @@ class Dispatcher:
             # attempt is none of ours.
             if stream.attempt == attempt and stream.phase is Phase.SUBMITTED and stream.worker == worker:
                 if isinstance(error, DeadlineExceeded):
-                    await self.silence_watch.doubt(request, error)
+                    await self.silence_watch.suspect(request, error)
                 else:
                     self._attempt_failed(request, error)
         else:
@@ -286,15 +288,15 @@ class Dispatcher:
         stream = request.stream
         was = stream.phase
         verdict, skip = stream.accept(part)
-        if verdict is Verdict.FOREIGN:
+        if verdict is PartVerdict.FOREIGN:
             self._on_stray(batch, part)
             return
         if stream.taken_over(part, verdict, instance_id=batch.instance_id, worker=batch.worker):
             self._moved(request)
-        if verdict is Verdict.GAP:
+        if verdict is PartVerdict.GAP:
             self.silence_watch.ask(request)
             return
-        if verdict is Verdict.DUPLICATE:
+        if verdict is PartVerdict.DUPLICATE:
             return
         request.progressed(self._own_time.now_s)
         reason = part.finish_reason

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests
 from services.gateway.core.capacity import Capacity
-from services.gateway.core.lateness import Known, is_hopeless, why_late
+from services.gateway.core.lateness import Known, is_hopeless, no_room_timeout_s, why_late
 from services.gateway.core.routes import RouteView
 from shared import subjects
 from shared.aio import OwnedTasks
@@ -17,7 +17,7 @@ from shared.messages.operations import ListScaleRecords, ScaleRecords
 ASK_TIMEOUT_S = 0.5
 """The planner's part is left out if it does not answer by then."""
 LOOK_EVERY_S = 0.5
-"""How often the planner is asked about models whose requests have waited for their patience."""
+"""How often the planner is asked about models whose requests wait too long."""
 NO_ROOM_RETRY_S = 60.0
 MAX_ASKED = 50
 """Models that one question is about; requests of further ones that expire in the same moment wait for the next."""
@@ -37,10 +37,11 @@ class LateRequests:
         give_up: Callable[[str, BlitzError], None],
         *,
         queue_timeout_s: float,
-        no_room_timeout_s: float,
+        default_no_room_timeout_s: float,
     ) -> None:
-        """``fail`` ends a request that has not ended, ``give_up`` those of a model that have waited for
-        ``no_room_timeout_s``, if it still has no instance."""
+        """``fail`` ends a request that has not ended, ``give_up`` those of a model that have waited for as long as they
+        do where there is no room, if it still has no instance. ``default_no_room_timeout_s``: of models without a
+        setting of their own."""
         self._bus = bus
         self._requests = requests
         self._routes = routes
@@ -49,7 +50,7 @@ class LateRequests:
         self._fail = fail
         self._give_up = give_up
         self._queue_timeout_s = queue_timeout_s
-        self._no_room_timeout_s = no_room_timeout_s
+        self._default_no_room_timeout_s = default_no_room_timeout_s
         self._looking = False
         self._late: dict[str, list[ActiveRequest]] = {}
         """By model; they are in no queue any more."""
@@ -75,8 +76,10 @@ class LateRequests:
                 planned = await self._ask(asked)
                 for name in asked:
                     known = Known(self._routes.models.get(name), self._capacity.has_workers, planned)
-                    if is_hopeless(name, known, self._no_room_timeout_s):
-                        why = f"for {self._no_room_timeout_s:g} s no instance of model {name!r} could be started: "
+                    timeout_s = no_room_timeout_s(known.model, self._default_no_room_timeout_s)
+                    if is_hopeless(name, known, timeout_s):
+                        since = f"for {timeout_s:g} s " if timeout_s else ""
+                        why = f"{since}no instance of model {name!r} could be started: "
                         self._give_up(name, NoCapacity(why + why_late(name, known), retry_after_s=NO_ROOM_RETRY_S))
         finally:
             self._looking = False

@@ -205,9 +205,9 @@ class ByteBudget:
         self._of_clients: dict[str, int] = {}
 
     @contextlib.contextmanager
-    def claim(self, client: str) -> Iterator[Claim]:
+    def claim(self, client: str) -> Iterator[MemoryClaim]:
         """A share, empty at first, given back at the end. ``client``: who it is counted with, as an error says it."""
-        claim = Claim(self, client)
+        claim = MemoryClaim(self, client)
         try:
             yield claim
         finally:
@@ -234,7 +234,7 @@ class ByteBudget:
             del self._of_clients[client]
 
 
-class Claim:
+class MemoryClaim:
     """One request's share of a budget."""
 
     __slots__ = ("_budget", "_client", "num_bytes")

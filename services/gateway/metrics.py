@@ -37,32 +37,90 @@ REQUEST_BUCKETS_TOKENS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _OfModel:
+    """A metric with a series for each model (label ``model_name``)."""
+
+    name: str
+    text: str
+    attribute: str
+    """Where its values are."""
+
+
+class ModelCounter(_OfModel):
+    """Of ``ModelMetrics``."""
+
+
+class ModelGauge(_OfModel):
+    """Of ``ModelGauges``."""
+
+
+class ModelHistogram(_OfModel):
+    """Of ``ModelMetrics``."""
+
+
 _MODEL_COUNTERS = (
-    ("blitz_gateway_failovers", "Attempts given up and continued elsewhere.", "failovers"),
-    ("blitz_gateway_resends", "Times a worker was asked for tokens again.", "resends"),
-    ("blitz_gateway_refusals", "Times an instance said that it is full.", "refusals"),
-    ("blitz_gateway_moves", "Times a running request moved to another instance.", "moves"),
-    ("blitz_gateway_sent_back", "Times an instance that goes sent a request back.", "sent_back"),
-    ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
-    ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+    ModelCounter("blitz_gateway_failovers", "Attempts given up and continued elsewhere.", "failovers"),
+    ModelCounter("blitz_gateway_resends", "Times that the gateway asked a worker for tokens again.", "resends"),
+    ModelCounter(
+        "blitz_gateway_refusals",
+        "Times that an instance was full and the request went back into the queue.",
+        "refusals",
+    ),
+    ModelCounter(
+        "blitz_gateway_moves",
+        "Times that a running request moved to another instance, its stream unbroken: migration, disaggregated "
+        "serving, live scaling.",
+        "moves",
+    ),
+    ModelCounter(
+        "blitz_gateway_sent_back",
+        "Times that an instance which was to go sent a request back into the queue; no failover.",
+        "sent_back",
+    ),
+    ModelCounter("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+    ModelCounter("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
 )
 _MODEL_GAUGES = (
-    ("vllm:num_requests_running", "Requests of this gateway that get tokens.", "running_requests"),
-    ("vllm:num_requests_waiting", "Requests of this gateway that wait for their first token.", "waiting_requests"),
-    ("blitz_gateway_queued_requests", "Requests waiting for an instance.", "gateway_queued_requests"),
-    ("blitz_gateway_inflight_requests", "Requests at instances.", "gateway_inflight_requests"),
+    ModelGauge("vllm:num_requests_running", "Requests of this gateway that get tokens.", "running_requests"),
+    ModelGauge(
+        "vllm:num_requests_waiting",
+        "Requests of this gateway that wait for their first token, here or at an instance.",
+        "waiting_requests",
+    ),
+    ModelGauge("blitz_gateway_queued_requests", "Requests that wait at this gateway.", "gateway_queued_requests"),
+    ModelGauge(
+        "blitz_gateway_inflight_requests", "Requests of this gateway at instances.", "gateway_inflight_requests"
+    ),
+)
+_MODEL_HISTOGRAMS = (
+    ModelHistogram("vllm:time_to_first_token_seconds", "Arrival to first token.", "ttft_s"),
+    ModelHistogram("blitz_gateway_time_to_first_token_seconds", "Arrival to first token.", "ttft_s"),
+    ModelHistogram("vllm:inter_token_latency_seconds", "Time between tokens of one stream.", "itl_s"),
+    ModelHistogram("blitz_gateway_inter_token_latency_seconds", "Time between tokens of one stream.", "itl_s"),
+    ModelHistogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", "e2e_s"),
+    ModelHistogram("blitz_gateway_e2e_request_latency_seconds", "Arrival to last token.", "e2e_s"),
+    ModelHistogram("vllm:request_queue_time_seconds", "Arrival to the hand-over to an instance.", "queue_s"),
+    ModelHistogram("vllm:request_prefill_time_seconds", "Hand-over to first token, with the wait there.", "prefill_s"),
+    ModelHistogram("vllm:request_decode_time_seconds", "First token to last.", "decode_s"),
+    ModelHistogram("vllm:request_prompt_tokens", "Prompt tokens of requests that ended.", "request_prompt_tokens"),
+    ModelHistogram(
+        "vllm:request_generation_tokens", "Tokens generated for requests that ended.", "request_generation_tokens"
+    ),
 )
 
 
-def family(
-    name: str,
-    text: str,
-    labels: list[str],
-    values: Mapping[Any, float],
-    kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
-) -> Metric:
-    """A metric with a value for each label, or tuple of labels."""
-    made = kind(name, text, labels=labels)
+def counter_family(name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
+    """A counter with a value for each label, or tuple of labels."""
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def gauge_family(name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
+    """A gauge with a value for each label, or tuple of labels."""
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+def _filled(made: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, float]) -> Metric:
     # Copied first, because the event loop may add one in the meantime.
     for key, value in sorted(dict(values).items()):
         made.add_metric([str(label) for label in (key if isinstance(key, tuple) else (key,))], value)
@@ -167,48 +225,56 @@ class GatewayMetrics:
 
     def families(self, gauges: tuple[ModelGauges, ...]) -> Iterator[Metric]:
         """Everything except the histograms, with these gauges. May run in a thread: counters are only read."""
-        yield family("blitz_gateway_http_responses", "HTTP responses.", ["route", "status"], self.responses)
-        yield family("blitz_gateway_cut_off", "Clients cut off by the gateway.", ["reason"], self.cuts)
-        resubmitted = "Attempts given up and continued under a new one."
-        yield family("blitz_gateway_resubmissions", resubmitted, ["reason"], self.resubmissions)
+        yield counter_family(
+            "blitz_gateway_http_responses",
+            "HTTP responses; status 499: the client left.",
+            ["route", "status"],
+            self.responses,
+        )
+        yield counter_family(
+            "blitz_gateway_cut_off",
+            "Clients that the gateway cut off: slow_reader, send_timeout, memory (of responses together), "
+            "read_timeout, head_too_large (over 64 KiB), too_many_connections.",
+            ["reason"],
+            self.cuts,
+        )
+        yield counter_family(
+            "blitz_gateway_resubmissions",
+            "Failovers by reason: closed (the worker's connection was closed, and nothing is subscribed in its place), "
+            "gone (nothing is subscribed under its name), silent (no sign of life), or the code of the error.",
+            ["reason"],
+            self.resubmissions,
+        )
         for source in self.sources:
             yield from source()
         # At once, because the event loop may add a model in the meantime.
         models = list(self._models.items())
-        for name, text, attribute in _MODEL_COUNTERS:
-            yield family(name, text, ["model_name"], {m: getattr(counters, attribute) for m, counters in models})
+        for counter in _MODEL_COUNTERS:
+            counts = {model: getattr(counters, counter.attribute) for model, counters in models}
+            yield counter_family(counter.name, counter.text, ["model_name"], counts)
         ended = {(m, reason): n for m, counters in models for reason, n in dict(counters.finished).items()}
-        yield family("vllm:request_success", "Requests ended.", ["model_name", "finished_reason"], ended)
-        for name, text, attribute in _MODEL_GAUGES:
-            values = {gauge.model: float(getattr(gauge, attribute)) for gauge in gauges}
-            yield family(name, text, ["model_name"], values, GaugeMetricFamily)
+        yield counter_family(
+            "vllm:request_success",
+            "Requests that ended: stop, length, abort (the client left), error.",
+            ["model_name", "finished_reason"],
+            ended,
+        )
+        for gauge in _MODEL_GAUGES:
+            values = {of_model.model: float(getattr(of_model, gauge.attribute)) for of_model in gauges}
+            yield gauge_family(gauge.name, gauge.text, ["model_name"], values)
 
     def histograms_text(self) -> str:
         """The histograms as Prometheus text. By hand: of hundreds of models they are nearly all that there is, and a
         hundred thousand objects would be made for them. May run in a thread."""
-        both, vllm = ("vllm:", "blitz_gateway_"), ("vllm:",)
-        rows = (
-            (both, "time_to_first_token_seconds", "Arrival to first token.", "ttft_s"),
-            (both, "inter_token_latency_seconds", "Time between tokens of one stream.", "itl_s"),
-            (both, "e2e_request_latency_seconds", "Arrival to last token.", "e2e_s"),
-            (vllm, "request_queue_time_seconds", "Arrival to the hand-over to an instance.", "queue_s"),
-            (vllm, "request_prefill_time_seconds", "Hand-over to first token, with the wait there.", "prefill_s"),
-            (vllm, "request_decode_time_seconds", "First token to last.", "decode_s"),
-            (vllm, "request_prompt_tokens", "Prompt tokens of requests that ended.", "request_prompt_tokens"),
-            (vllm, "request_generation_tokens", "Tokens generated for them.", "request_generation_tokens"),
-        )
         text: list[str] = []
-        for prefixes, name, help_text, attribute in rows:
-            series = [
-                (f'model_name="{_escaped(model)}"', *getattr(metrics, attribute).cumulative())
-                for model, metrics in sorted(self._models.items())
-            ]
-            for prefix in prefixes:
-                full = prefix + name
-                text.append(f"# HELP {full} {help_text}\n# TYPE {full} histogram\n")
-                for label, buckets, total in series:
-                    text += [f'{full}_bucket{{le="{bound}",{label}}} {count}\n' for bound, count in buckets]
-                    text.append(f"{full}_count{{{label}}} {buckets[-1][1]}\n{full}_sum{{{label}}} {total}\n")
+        for shown in _MODEL_HISTOGRAMS:
+            name = shown.name
+            text.append(f"# HELP {name} {shown.text}\n# TYPE {name} histogram\n")
+            for model, metrics in sorted(self._models.items()):
+                label = f'model_name="{_escaped(model)}"'
+                buckets, total = getattr(metrics, shown.attribute).cumulative()
+                text += [f'{name}_bucket{{le="{bound}",{label}}} {count}\n' for bound, count in buckets]
+                text.append(f"{name}_count{{{label}}} {buckets[-1][1]}\n{name}_sum{{{label}}} {total}\n")
         return "".join(text)
 
 

@@ -60,11 +60,11 @@ class ConnectionLimits:
     read_timeout_s: float
     send_timeout_s: float
     on_cut: Callable[[CutReason], None]
-    idle: dict[Connection, None] = field(default_factory=dict)
+    idle: dict[ClientConnection, None] = field(default_factory=dict)
     """Connections without a request, the longest idle first."""
 
 
-class Connection(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     """See the rules above."""
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **keywords: Any) -> None:
@@ -225,7 +225,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="none",
-                http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # called like the class
+                http=partial(ClientConnection, limits=limits),  # type: ignore[arg-type]  # called like the class
                 ws="none",
                 lifespan="off",
                 log_config=None,

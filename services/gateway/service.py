@@ -14,10 +14,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.config import GatewayConfig
-from services.gateway.core.capacity import Size
+from services.gateway.core.capacity import WorkerMemory
 from services.gateway.core.queue_reports import LEAST_REPORT_S, QUEUE_REPORT_EVERY_S, QueueReports
 from services.gateway.core.router import TICK_S
-from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
+from services.gateway.core.routes import ModelRoutes, RouteDiff, RouteView
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.memory import ByteBudget, ResponseMemory
 from services.gateway.metrics import GatewayMetrics, LoadGauges, ModelGauges, model_gauges
@@ -33,7 +33,7 @@ from shared.load_feed import subscribe_load
 from shared.messages.generation import GatewayHeartbeat, TokenBatch
 from shared.messages.identity import GetHolder, Holder
 from shared.messages.load import LoadReport, QueueReport
-from shared.messages.registry import RouteChanges as RegistryChanges
+from shared.messages.registry import RouteChanges
 from shared.outage import Outage
 from shared.process import ProcessState
 from shared.registry import RegistryReader, RegistryView
@@ -94,9 +94,21 @@ class Gateway:
         return tuple(model_gauges(self.routes, self.dispatcher.requests, self.dispatcher.router))
 
     def _memory(self) -> Iterator[Metric]:
-        held = {"request": self.request_memory.used_bytes, "response": self.response_memory.used_bytes}
-        for purpose, num_bytes in (held | {"tokenizer": self.tokenizers.num_bytes}).items():
-            yield GaugeMetricFamily(f"blitz_gateway_{purpose}_memory_bytes", f"Held for {purpose}s.", num_bytes)
+        yield GaugeMetricFamily(
+            "blitz_gateway_request_memory_bytes",
+            "Bodies being read and prompts of open requests; at most BLITZ_GATEWAY_REQUEST_MEMORY_MIB.",
+            self.request_memory.used_bytes,
+        )
+        yield GaugeMetricFamily(
+            "blitz_gateway_response_memory_bytes",
+            "What waits to be sent to clients; at most BLITZ_GATEWAY_RESPONSE_MEMORY_MIB.",
+            self.response_memory.used_bytes,
+        )
+        yield GaugeMetricFamily(
+            "blitz_gateway_tokenizer_memory_bytes",
+            "Loaded tokenizers, by estimate; at most BLITZ_GATEWAY_TOKENIZER_MEMORY_MIB.",
+            self.tokenizers.num_bytes,
+        )
 
     def connection_limits(self, max_connections: int) -> ConnectionLimits:
         """What this gateway's HTTP server lets connections do."""
@@ -163,7 +175,7 @@ class Gateway:
             subscriptions.append(await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway))
             tokens = subjects.tokens(Process(gateway_id, self._incarnation))
             subscriptions.append(await bus.subscribe(tokens, TokenBatch, self.dispatcher.on_batch))
-            subscriptions.append(await bus.subscribe(subjects.route_changes(), RegistryChanges, self._on_route_changes))
+            subscriptions.append(await bus.subscribe(subjects.route_changes(), RouteChanges, self._on_route_changes))
             subscriptions += await subscribe_load(bus, self._on_load)
             subscriptions.append(await bus.watch_departures(self.dispatcher.on_departure))
             subscriptions.append(await bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
@@ -204,13 +216,13 @@ class Gateway:
         view = await self.registry()
         self._took(self.routes.apply_view(view, num_heard=num_heard))
         self.dispatcher.workers_changed(
-            Size(record.worker.arena_bytes, record.worker.kv_bytes) for record in view.workers
+            WorkerMemory(record.worker.arena_bytes, record.worker.kv_bytes) for record in view.workers
         )
 
-    def _on_route_changes(self, event: RegistryChanges) -> None:
+    def _on_route_changes(self, event: RouteChanges) -> None:
         self._took(self.routes.apply_changes(event))
 
-    def _took(self, changes: RouteChanges) -> None:
+    def _took(self, changes: RouteDiff) -> None:
         if changes.gap:
             self._stale.set()
         self._apply(changes)
@@ -251,7 +263,7 @@ class Gateway:
             log.debug("no answer about who holds the id of this gateway: %s", error)
             return None
 
-    def _apply(self, changes: RouteChanges) -> None:
+    def _apply(self, changes: RouteDiff) -> None:
         if changes.models or changes.removed:
             self.tokenizers.follow(model.record for model in self.routes.models.values())
         self.dispatcher.routes_changed(changes)
@@ -291,7 +303,7 @@ class Gateway:
 
     def _queue_report(self) -> QueueReport:
         inflight = self.dispatcher.requests.inflight_by_model()
-        return self._queue_reports.report(self.routes.models, inflight=inflight, published_at_s=time.time())
+        return self._queue_reports.report(self.routes.models, inflight=inflight)
 
     async def _say(self, subject: str, message: GatewayHeartbeat | QueueReport) -> None:
         try:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests
 from services.gateway.core.failover import LossReason, WorkerLost
-from services.gateway.core.patience import OwnTime, Patience, Reaction
+from services.gateway.core.failure_detector import FailureDetector, OwnTime, Reaction
 from services.gateway.core.stream import Phase
 from services.gateway.metrics import GatewayMetrics
 from shared import subjects
@@ -72,7 +72,7 @@ class SilenceWatch:
         clock: Callable[[], float],
         own_time: OwnTime,
         *,
-        patience: Patience,
+        detector: FailureDetector,
         probe_timeout_s: float,
     ) -> None:
         self._bus = bus
@@ -82,7 +82,7 @@ class SilenceWatch:
         self._on_failed = on_failed
         self._clock = clock
         self._own_time = own_time
-        self._patience = patience
+        self._detector = detector
         self._probe_timeout_s = probe_timeout_s
         self._probing: set[Process] = set()
         self._connected_since_s: float | None = None
@@ -98,7 +98,7 @@ class SilenceWatch:
     def is_settled(self) -> bool:
         """The bus is up, and has been for so long that a process that was cut off with it would be back."""
         since_s, up_s = self._bus.connected_since_s, self._own_time.now_s - self._up_since_s
-        return since_s is not None and since_s == self._connected_since_s and up_s >= self._patience.settle_s
+        return since_s is not None and since_s == self._connected_since_s and up_s >= self._detector.settle_s
 
     def spoke(self, worker: Process) -> None:
         """The worker sent tokens, or answered."""
@@ -134,7 +134,7 @@ class SilenceWatch:
                 self._tasks.start(self._ask_all_silent_since(self._own_time.now_s))
             self._connected_since_s = since_s
             self._up_since_s = self._own_time.now_s
-        doubted: set[Process] = set()
+        suspected: set[Process] = set()
         for request in self._requests.all():
             worker = request.stream.worker
             if worker is None or request.submitting:
@@ -142,8 +142,8 @@ class SilenceWatch:
             quiet_s = self._own_time.now_s - max(request.progress_s, self._up_since_s)
             self._react(request, quiet_s)
             worker_quiet_s = self._own_time.now_s - max(self._spoke_s.get(worker, 0.0), self._up_since_s)
-            if worker not in doubted and self._patience.doubts_worker(quiet_s, worker_quiet_s):
-                doubted.add(worker)
+            if worker not in suspected and self._detector.suspects_worker(quiet_s, worker_quiet_s):
+                suspected.add(worker)
                 self._probe(request)
         self._forget()
 
@@ -161,7 +161,7 @@ class SilenceWatch:
         if not request.asking:
             self._tasks.start(self._ask_once(request))
 
-    async def doubt(self, request: ActiveRequest, late: BlitzError) -> None:
+    async def suspect(self, request: ActiveRequest, late: BlitzError) -> None:
         """A Submit was not answered in time: does the worker exist, and does it have the request nevertheless?"""
         stream = request.stream
         worker, attempt = stream.worker, stream.attempt
@@ -188,7 +188,7 @@ class SilenceWatch:
         await self._bus.request(subject, message, Ack, timeout_s=timeout_s)
 
     def _react(self, request: ActiveRequest, quiet_s: float) -> None:
-        reaction = self._patience.with_stream(request.stream.phase, quiet_s, asked=request.asked)
+        reaction = self._detector.stream_reaction(request.stream.phase, quiet_s, asked=request.asked)
         if reaction is Reaction.GIVE_UP:
             self._on_failed(request, DeadlineExceeded(f"no token for {quiet_s:.1f} s"))
         elif reaction is Reaction.ASK:
@@ -207,18 +207,18 @@ class SilenceWatch:
         try:
             while self._bus.connected_since_s is not None and (request := self._any_at(worker)) is not None:
                 asked_s, began_s = self._clock(), self._own_time.now_s
-                answer = await self._ask(request, self._patience.question_s)
+                answer = await self._ask(request, self._detector.question_s)
                 if answer is not Answer.NONE:
                     return
                 # A missing subscription is reported at once, and may be back in a moment.
-                await asyncio.sleep(asked_s + self._patience.question_s - self._clock())
+                await asyncio.sleep(asked_s + self._detector.question_s - self._clock())
                 if self._alive_s.get(worker, 0.0) > began_s:
                     return
                 # A question counts only if this process could have received an answer.
-                if self._own_time.now_s - began_s >= self._patience.question_s / 2:
+                if self._own_time.now_s - began_s >= self._detector.question_s / 2:
                     missed += 1
                 quiet_s = self._own_time.now_s - max(self._alive_s.get(worker, 0.0), self._up_since_s)
-                if self._patience.is_dead(missed, quiet_s):
+                if self._detector.is_dead(missed, quiet_s):
                     self._worker_lost(worker, "silent", f"no sign of life for {quiet_s:.1f} s")
         finally:
             self._probing.discard(worker)
@@ -279,7 +279,7 @@ class SilenceWatch:
         own_s = self._own_time.now_s
         away_s = max(self._cut_s.get(worker, -math.inf), self._up_since_s if self._reconnected else -math.inf)
         back = self._bus.connected_since_s == self._connected_since_s
-        if not back or own_s - away_s < self._patience.settle_s:
+        if not back or own_s - away_s < self._detector.settle_s:
             return Answer.NONE
         self._worker_lost(worker, "gone", "nothing is subscribed under its name")
         return Answer.LOST
@@ -297,5 +297,5 @@ class SilenceWatch:
         held = {request.stream.worker for request in self._requests.all()}
         self._spoke_s = {worker: at for worker, at in self._spoke_s.items() if worker in held}
         self._alive_s = {worker: at for worker, at in self._alive_s.items() if worker in held}
-        self._cut_s = {worker: at for worker, at in self._cut_s.items() if own_s - at < self._patience.settle_s}
+        self._cut_s = {worker: at for worker, at in self._cut_s.items() if own_s - at < self._detector.settle_s}
         self._lost = {worker: loss for worker, loss in self._lost.items() if own_s - loss.at_s < REMEMBERED_S}

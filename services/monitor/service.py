@@ -64,10 +64,16 @@ class MonitorService:
         self._urgent = asyncio.Event()
         self._shown: dict[About, Figures] = {}
         """By the gauges."""
-        of = ["model", "role"]
-        self._desired_gauge = Gauge("blitz_monitor_desired_instances", "Verdict", of, registry=metrics)
-        self._needed_gauge = Gauge("blitz_monitor_needed_instances", "Load in instances", of, registry=metrics)
-        leads = Gauge("blitz_monitor_leads", "1 while this process leads", registry=metrics)
+        self._desired_gauge = Gauge(
+            "blitz_monitor_desired_instances",
+            "The verdict, of the roles that load decides on.",
+            ["model", "role"],
+            registry=metrics,
+        )
+        self._needed_gauge = Gauge(
+            "blitz_monitor_needed_instances", "Load in instances, before rounding.", ["model", "role"], registry=metrics
+        )
+        leads = Gauge("blitz_monitor_leads", "1 while this process leads.", registry=metrics)
         leads.set_function(lambda: self._leader.leads)
         self._outage = Outage(log, "the pool answers again")
 
@@ -173,7 +179,6 @@ class MonitorService:
             demand = Demand(
                 publisher=self._publisher,
                 sequence=self._sequence,
-                published_at_s=time.time(),
                 model=wish.model,
                 role=wish.role,
                 desired=wish.desired,

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 
-from services.planner.core.operations.plan_events import own_part, own_plans, parts_of, target_parts
+from services.planner.core.operations.plan_events import OfPlan, as_of, own_part, own_plans, parts_of, target_parts
 from services.planner.core.rounds.plan_writer import AnyPlan
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, EventMaker
 from shared.errors import BlitzError
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.operations import ScaleRecord
@@ -23,7 +25,8 @@ MAX_SENDING = 64
 
 
 class PlanStream:
-    """All methods but ``store_records`` raise what ``Bus.publish_event`` raises. Publishing again changes nothing."""
+    """All methods but ``store_records`` raise what ``Bus.publish_event`` raises, and ``DeadlineExceeded`` for a plan
+    that holds no longer; ``made_s`` (monotonic) is since when it holds. Publishing again changes nothing."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -31,42 +34,44 @@ class PlanStream:
         """Records that the stream has not taken yet."""
         self._storing = False
 
-    async def publish(self, plan: AnyPlan) -> None:
+    async def publish(self, plan: AnyPlan, made_s: float) -> None:
         """First for the record, in parts; then to each target what it has to know."""
         match plan:
             case ScalePlan():
                 for part in parts_of(plan):
-                    await self._bus.publish_event(subjects.scale_plans(), part, message_id=part.plan_id)
+                    await self._bus.publish_event(subjects.scale_plans(), _now(part, made_s), message_id=part.plan_id)
             case DrainPlan():
                 for drain in target_parts(plan):
                     await self._bus.publish_event(subjects.drain_plans(), drain, message_id=drain.plan_id)
             case MutatePlan():
                 for mutation in target_parts(plan):
-                    await self._bus.publish_event(subjects.mutate_plans(), mutation, message_id=mutation.plan_id)
-        await self.tell(plan)
+                    message_id, made = mutation.plan_id, _now(mutation, made_s)
+                    await self._bus.publish_event(subjects.mutate_plans(), made, message_id=message_id)
+        await self.tell(plan, made_s)
         if isinstance(plan, DrainPlan):
             verb = "revive" if plan.revive else "drain"
             log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
 
-    async def tell(self, plan: AnyPlan) -> None:
+    async def tell(self, plan: AnyPlan, made_s: float) -> None:
         """Tell each target of a plan what it has to know; a target that has heard it ignores it. When the leader of a
         new term tells it again, it is new to the stream, and valid for workers that know of that term."""
+        own: list[tuple[Process, AnyPlan]]
         match plan:
             case ScalePlan():
-                orders = [(worker, WorkerOrder(scale=own)) for worker, own in own_plans(plan)]
+                own = list(own_plans(plan))
             case DrainPlan():
-                orders = [(t.worker, WorkerOrder(drain=own_part(plan, t))) for t in plan.targets]
+                own = [(t.worker, own_part(plan, t)) for t in plan.targets]
             case MutatePlan():
-                orders = [(t.worker, WorkerOrder(mutate=own_part(plan, t))) for t in plan.targets]
+                own = [(t.worker, own_part(plan, t)) for t in plan.targets]
         turns = asyncio.Semaphore(MAX_SENDING)
 
-        async def tell(worker: Process, order: WorkerOrder) -> None:
+        async def tell(worker: Process, part: AnyPlan) -> None:
             async with turns:
-                message_id = f"{plan.plan_id}@{worker}-{plan.term}"
+                message_id, order = f"{plan.plan_id}@{worker}-{plan.term}", _order(part, made_s)
                 await self._bus.publish_event(subjects.worker_plans(worker), order, message_id=message_id)
 
         # The first error is raised once none runs any more.
-        for outcome in await asyncio.gather(*[tell(*order) for order in orders], return_exceptions=True):
+        for outcome in await asyncio.gather(*[tell(*one) for one in own], return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
 
@@ -78,10 +83,10 @@ class PlanStream:
             own_id, order = f"{message_id}@{member.worker_id}", WorkerOrder(zigzag=assignment)
             await self._bus.publish_event(subjects.worker_plans(member.worker), order, message_id=own_id)
 
-    async def move(self, plan: MigratePlan) -> None:
+    async def move(self, plan: MigratePlan, made_s: float) -> None:
         """Tell a worker to move requests. Nobody else needs to know: it is over before another planner leads."""
-        order = WorkerOrder(migrate=plan)
-        await self._bus.publish_event(subjects.worker_plans(plan.worker), order, message_id=plan.plan_id)
+        subject = subjects.worker_plans(plan.worker)
+        await self._bus.publish_event(subject, _order(plan, made_s), message_id=plan.plan_id)
 
     def add_record(self, record: ScaleRecord) -> None:
         """The record of an operation that ended: ``store_records`` stores it, once."""
@@ -104,3 +109,24 @@ class PlanStream:
                 self._unheard.pop(plan_id, None)
         finally:
             self._storing = False
+
+
+def _now(plan: OfPlan, made_s: float) -> Callable[[], OfPlan]:
+    """The plan, with what is left of its validity whenever the bus sends it: the stream may take it seconds later."""
+    return lambda: as_of(plan, time.monotonic() - made_s)
+
+
+def _order(plan: AnyPlan | MigratePlan, made_s: float) -> EventMaker:
+    """The order for a worker, in the same way."""
+    match plan:
+        case ScalePlan():
+            scale = _now(plan, made_s)
+            return lambda: WorkerOrder(scale=scale())
+        case DrainPlan():
+            return lambda: WorkerOrder(drain=plan)
+        case MutatePlan():
+            mutate = _now(plan, made_s)
+            return lambda: WorkerOrder(mutate=mutate())
+        case MigratePlan():
+            migrate = _now(plan, made_s)
+            return lambda: WorkerOrder(migrate=migrate())

@@ -34,7 +34,9 @@ class Publisher:
         self._leases = leases
         self._writer = writer
         self._pairs = pairs
-        self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
+        self._published = Counter(
+            "blitz_planner_pairs_total", "Pairs told to scale live.", ["policy"], registry=metrics
+        )
 
     def begin(self, step: Step, grant: LeaseGrant | None, term: int, span: trace.Span) -> Begun:
         """Record the step's operation, now: the next round has to know of it. It is traced in ``span``."""
@@ -56,7 +58,7 @@ class Publisher:
         with trace.use_span(span, end_on_exit=True):
             try:
                 for plan in begun.plans:
-                    await self._stream.publish(plan)
+                    await self._stream.publish(plan, operation.made_s)
             except BlitzError as error:
                 operation.fail(f"the plan could not be published: {error}")
                 if begun.leased:

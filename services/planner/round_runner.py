@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
 
 
-class Rounds:
+class RoundRunner:
     """``run`` decides, while the process leads."""
 
     def __init__(
@@ -61,17 +61,19 @@ class Rounds:
         self._wake = asyncio.Event()
         """Set when a round may be due."""
         self._publishing = OwnedTasks()
-        self._plans = Counter("blitz_planner_plans_total", "Plans published", ["direction"], registry=metrics)
-        self._refused = Counter("blitz_planner_refused_total", "Demands without a plan", ["code"], registry=metrics)
+        self._plans = Counter("blitz_planner_plans_total", "Plans published.", ["direction"], registry=metrics)
+        self._refused = Counter(
+            "blitz_planner_refused_total", "Demands that got no plan, by the error's code.", ["code"], registry=metrics
+        )
         self._plan_seconds = Histogram(
             "blitz_planner_plan_seconds",
-            "Demand received to plan published",
+            "From the trigger until the plan was published.",
             registry=metrics,
             buckets=BUCKETS_S,
         )
         self._round_seconds = Histogram(
             "blitz_planner_round_seconds",
-            "One round of decisions, from the snapshot to the leases",
+            "One round of decisions, from the snapshot to the leases.",
             registry=metrics,
             buckets=BUCKETS_S,
         )

@@ -23,12 +23,12 @@ from services.planner.core.planner import Planner
 from services.planner.core.rounds.by_hand import asked_by_hand
 from services.planner.core.rounds.settings import PlanSettings
 from services.planner.leases import RPC_TIMEOUT_S, Leases
+from services.planner.operation_tracker import CHECK_INTERVAL_S, OperationTracker
 from services.planner.plan_stream import PlanStream
 from services.planner.publisher import Publisher
-from services.planner.rounds import Rounds
+from services.planner.round_runner import RoundRunner
 from services.planner.splitter import Splitter
 from services.planner.succession import Succession
-from services.planner.tracker import CHECK_INTERVAL_S, OperationTracker
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Unavailable
@@ -58,7 +58,7 @@ MAX_REFUSED_LISTED = 100
 
 
 class PlannerService:
-    """Decisions are made in rounds (``rounds``); plans in flight do not block the next one."""
+    """Decisions are made in rounds (``round_runner``); plans in flight do not block the next one."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PlannerService:
         self.subscribed = asyncio.Event()
         """Set once demand and requests are heard, here or by a planner that leads."""
         self._leader = leader = Leader(bus, "planner")
-        leads = Gauge("blitz_planner_leads", "1 while this process leads", registry=metrics)
+        leads = Gauge("blitz_planner_leads", "1 while this process leads.", registry=metrics)
         leads.set_function(lambda: leader.leads)
         self._reader = RegistryReader(bus)
         self._profiles = ProfileDirectory(profiles)
@@ -83,10 +83,12 @@ class PlannerService:
         self._stream = PlanStream(bus)
         self._publisher = Publisher(self._stream, self._leases, self._planner.writer, self._planner.pairs, metrics)
         self._splitter = Splitter(self._stream, self._planner.splits, metrics)
-        self._rounds = Rounds(self._planner, self._leases, self._reader, self._publisher, leader, metrics)
+        self._round_runner = RoundRunner(self._planner, self._leases, self._reader, self._publisher, leader, metrics)
         self._tracker = OperationTracker(self._stream, leader, self._planner, self._leases)
         self._moves = Counter(
-            "blitz_planner_moves_total", "Orders to move requests for a waiting one", registry=metrics
+            "blitz_planner_moves_total",
+            "Orders to move requests so that one that waits for KV can begin.",
+            registry=metrics,
         )
         self._succession = Succession(bus, leader, self._reader, self._planner, self._stream, self._tracker)
 
@@ -117,7 +119,7 @@ class PlannerService:
             ]
             await self._succession.recall()
             subscriptions += [
-                await self._bus.subscribe(subjects.demand(), Demand, self._rounds.on_demand),
+                await self._bus.subscribe(subjects.demand(), Demand, self._round_runner.on_demand),
                 await self._bus.subscribe(subjects.route_changes(), RouteChanges, self._on_routes),
                 await self._respond("split", PlanSplit, self._splitter.on_split),
                 await self._respond("destinations", GetDestinations, self._on_get_destinations),
@@ -126,7 +128,7 @@ class PlannerService:
                 await self._respond("records", ListScaleRecords, self._on_list_records),
             ]
             self.subscribed.set()
-            deciding = asyncio.create_task(self._rounds.run())
+            deciding = asyncio.create_task(self._round_runner.run())
             await self._hold(stopping, deciding)
         except BlitzError as error:
             log.warning("cannot lead: %s", error)
@@ -137,7 +139,7 @@ class PlannerService:
             if deciding is not None:
                 deciding.cancel()
                 await asyncio.gather(deciding, return_exceptions=True)
-            await self._rounds.close()
+            await self._round_runner.close()
             await self._splitter.close()
             await self._succession.finish()
             await self._tracker.finish()
@@ -203,9 +205,10 @@ class PlannerService:
             return
         view, term = await self._reader.read(timeout_s=RPC_TIMEOUT_S), self._leader.term
         self._leader.check(term)
-        for plan in migrations.make_room(view, now(), term):
+        moment = now()
+        for plan in migrations.make_room(view, moment, term):
             try:
-                await self._stream.move(plan)
+                await self._stream.move(plan, moment.monotonic_s)
             except BlitzError as error:
                 log.info("%s: it is decided again later: %s", plan.plan_id, error)
                 continue
@@ -220,7 +223,7 @@ class PlannerService:
 
     def _on_routes(self, changes: RouteChanges) -> None:
         if changes.gone:
-            self._rounds.try_again()
+            self._round_runner.try_again()
 
     async def _on_get_destinations(self, request: GetDestinations) -> Destinations:
         return self._planner.migrations.of(request.instance_id, await self._reader.read(timeout_s=RPC_TIMEOUT_S))
@@ -255,7 +258,7 @@ class PlannerService:
         deadline_s = time.monotonic() + RECOVERY_WAIT_S
         while True:
             try:
-                return await self._rounds.scale(request)
+                return await self._round_runner.scale(request)
             except Unavailable as error:
                 if error.retry_after_s is None or time.monotonic() + error.retry_after_s > deadline_s:
                     raise

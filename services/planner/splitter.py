@@ -42,11 +42,16 @@ class Splitter:
         self._tasks = OwnedTasks()
         self._seconds = Histogram(
             "blitz_planner_split_seconds",
-            "A pair asked for its batches to be split, to the split found",
+            "From the request for a split until it was found.",
             registry=metrics,
             buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
         )
-        self._outcomes = Counter("blitz_planner_splits_total", "Splits looked for", ["outcome"], registry=metrics)
+        self._outcomes = Counter(
+            "blitz_planner_splits_total",
+            "Searches for a split: gates (published), no_gain, late, failed.",
+            ["outcome"],
+            registry=metrics,
+        )
 
     async def close(self) -> None:
         """Wait for what is being computed."""

@@ -21,8 +21,8 @@ from services.planner.core.operations.operations import MAX_RECORDS
 from services.planner.core.operations.plan_events import base_id
 from services.planner.core.planner import Planner
 from services.planner.leases import RPC_TIMEOUT_S
+from services.planner.operation_tracker import OperationTracker
 from services.planner.plan_stream import PlanStream
-from services.planner.tracker import OperationTracker
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Stored
@@ -107,25 +107,17 @@ class Succession:
         for operation in operations.running():
             plan = plans.get(operation.plan_id)
             if plan is not None and operation.untold_targets:
-                age_s = now_s - stored_s[plan.plan_id]
-                if age_s < plan.valid_s:
-                    self._tasks.start(self._tell_again(_aged(plan, age_s)))
+                self._tasks.start(self._tell_again(plan, stored_s[plan.plan_id]))
             drain = drains.get(operation.plan_id)
             left = unheeded(drain, operation, view.workers) if drain is not None else None
             if left is not None:
-                self._tasks.start(self._tell_again(left))
+                self._tasks.start(self._tell_again(left, stored_s[left.plan_id]))
 
     def _mine(self, events: Iterable[Stored[E]]) -> list[E]:
         return [msgspec.structs.replace(stored.event, term=self._leader.term) for stored in events]
 
-    async def _tell_again(self, plan: ScalePlan | DrainPlan) -> None:
+    async def _tell_again(self, plan: ScalePlan | DrainPlan, stored_s: float) -> None:
         try:
-            await self._stream.tell(plan)
+            await self._stream.tell(plan, stored_s)
         except BlitzError as error:
             log.warning("%s: its targets could not be told again: %s", plan.plan_id, error)
-
-
-def _aged(plan: ScalePlan, age_s: float) -> ScalePlan:
-    """The plan for a stream that takes it only now."""
-    give_up_s = max(plan.give_up_s - age_s, 0.1) if plan.give_up_s else 0.0
-    return msgspec.structs.replace(plan, valid_s=plan.valid_s - age_s, give_up_s=give_up_s)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -37,33 +37,76 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig(ServiceConfig):
-    """See ``docs/configuration.md`` for every variable."""
-
     redis_url: str
     redis_password: str | None = field(repr=False)
     """None: as the URL says."""
     pool: PoolSettings
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> PoolConfig:
-        """Raises ``SettingsError`` naming the variable and its value."""
-        env = Settings(environ)
+    def read(cls, env: Settings) -> Self:
+        """Raises ``SettingsError``."""
         return cls(
             **process_settings(env),
             **health_settings(env),
-            redis_url=_redis_url(env.text("BLITZ_REDIS_URL", default="redis://127.0.0.1:6379/0")),
-            redis_password=env.secret("BLITZ_REDIS_PASSWORD"),
+            redis_url=_redis_url(
+                env.text(
+                    "BLITZ_REDIS_URL",
+                    "Redis; also `unix:///path/redis.sock`, and `rediss://` for TLS.",
+                    default="redis://127.0.0.1:6379/0",
+                )
+            ),
+            redis_password=env.secret("BLITZ_REDIS_PASSWORD", "Its password, unless the URL has one."),
             pool=PoolSettings(
-                lease_s=env.number("BLITZ_LEASE_S", default=2.0, minimum=0.2),
-                seat=env.text("BLITZ_POOL_SEAT", default=""),
-                first=env.boolean("BLITZ_POOL_FIRST", default=False),
-                model_roots=_roots(env.text("BLITZ_POOL_MODEL_ROOTS", default="")),
-                loads=LoadLimits(
-                    total=env.integer("BLITZ_POOL_LOADS", default=32, minimum=1),
-                    per_host=env.integer("BLITZ_POOL_LOADS_PER_HOST", default=2, minimum=1),
-                    per_nic=env.integer("BLITZ_POOL_LOADS_PER_NIC", default=2, minimum=1),
+                lease_s=env.number(
+                    "BLITZ_LEASE_S",
+                    "Time after which a silent worker is dead; workers report three times per lease. A pool that "
+                    "starts, or comes back from an outage, grants and expires nothing for as long, and a standby waits "
+                    "as long for a leader that fell silent.",
+                    default=2.0,
+                    minimum=0.2,
                 ),
-                copies=env.choice("BLITZ_POOL_COPIES", COPIES_POLICIES, default="one"),
+                seat=env.text(
+                    "BLITZ_POOL_SEAT",
+                    "Place of this process among several pools, which the supervisor gives to one process at a time. A "
+                    "restarted pool then takes over from its predecessor at once.",
+                    default="",
+                ),
+                first=env.boolean(
+                    "BLITZ_POOL_FIRST",
+                    "No worker was started before this pool, so it need not wait a lease for any. For supervisors; "
+                    "never for a pool that is started again.",
+                    default=False,
+                ),
+                model_roots=_roots(
+                    env.text(
+                        "BLITZ_POOL_MODEL_ROOTS",
+                        "Directories, separated by `:`. The pool refuses checkpoints outside them.",
+                        default="",
+                        shown="any directory",
+                    )
+                ),
+                loads=LoadLimits(
+                    total=env.integer(
+                        "BLITZ_POOL_LOADS", "Host copies that may load at the same time.", default=32, minimum=1
+                    ),
+                    per_host=env.integer(
+                        "BLITZ_POOL_LOADS_PER_HOST", "Of these, into the memory of one host.", default=2, minimum=1
+                    ),
+                    per_nic=env.integer(
+                        "BLITZ_POOL_LOADS_PER_NIC",
+                        "Of these, out of one NIC. Copies from their own host or a disk use none.",
+                        default=2,
+                        minimum=1,
+                    ),
+                ),
+                copies=env.choice(
+                    "BLITZ_POOL_COPIES",
+                    "Which host copies there are to be. `one` of each model in the cluster. For comparison: `kept` "
+                    "(those that loads with `BLITZ_PLANNER_STRATEGY=host-cache` left), `every-host` (one of each model "
+                    "on each host).",
+                    COPIES_POLICIES,
+                    default="one",
+                ),
                 keep_copies_s=_keep_copies_s(env),
             ),
         )
@@ -71,10 +114,14 @@ class PoolConfig(ServiceConfig):
 
 def _keep_copies_s(env: Settings) -> float:
     key = "BLITZ_POOL_KEEP_COPIES_S"
-    if env.text(key, default="").lower() == "never":
+    meaning = (
+        "Time after which a copy that a load left on its host goes, if no instance of its model has been there; or "
+        "`never`."
+    )
+    if env.text(key, meaning, default="").lower() == "never":
         return math.inf
     try:
-        return env.number(key, default=KEEP_COPIES_S, minimum=0.0)
+        return env.number(key, meaning, default=KEEP_COPIES_S, minimum=0.0)
     except SettingsError as error:
         raise SettingsError(f"{error.message}, or never", param=key) from error
 

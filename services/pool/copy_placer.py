@@ -12,17 +12,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from redis.exceptions import RedisError
 
 from services.pool.config import PoolSettings
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies import gpu_copy_id, host_copy_id
 from services.pool.core.copies_policy import copy_rules
 from services.pool.core.outstanding import LEAVING_S
 from services.pool.core.registry import Registry
-from services.pool.core.steps import Ask, Drop, Hold, Placement
+from services.pool.core.steps import Ask, Drop, Hold, PlacementDecision
 from services.pool.store import Store
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict, DeadlineExceeded
+from shared.errors import BlitzError, Conflict, DeadlineExceeded, NoResponder
 from shared.messages.common import Ack
 from shared.messages.copies import CanRead, DropCopy, HoldCopy, RetireCopy
 from shared.messages.registry import Unplaced, WorkerHeartbeat
@@ -43,23 +43,34 @@ class PlacementMetrics:
     """The metrics of placement, which a pool process shows whether it leads or not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.host_bytes = Gauge("blitz_pool_host_copy_bytes", "Bytes of host copies", ["host"], registry=registry)
+        self.host_bytes = Gauge(
+            "blitz_pool_host_copy_bytes", "Host memory that copies occupy.", ["host"], registry=registry
+        )
         self.no_copy = Gauge(
             "blitz_pool_models_without_copy",
-            "Models without a complete copy in any memory, those on disk only apart",
+            "Models without a complete copy in any memory that no worker can read from disk either; should be 0.",
             registry=registry,
         )
         self.on_disk = Gauge(
-            "blitz_pool_models_on_disk", "Models without one, and which a worker can read from disk", registry=registry
+            "blitz_pool_models_on_disk",
+            "Models without a copy in any memory that a worker can read from disk.",
+            registry=registry,
         )
         self.no_host_copy = Gauge(
-            "blitz_pool_models_without_host_copy", "Models without a complete placed host copy", registry=registry
+            "blitz_pool_models_without_host_copy", "Models without a complete placed host copy.", registry=registry
         )
-        self.loading = Gauge("blitz_pool_loading_copies", "Host copies that load now", registry=registry)
-        self.steps = Counter("blitz_pool_placement_steps_total", "Steps sent to workers", ["step"], registry=registry)
+        self.loading = Gauge(
+            "blitz_pool_loading_copies", "Host copies that load now; at most BLITZ_POOL_LOADS.", registry=registry
+        )
+        self.steps = Counter(
+            "blitz_pool_placement_steps_total",
+            "Orders to workers to hold a host copy, and to drop one.",
+            ["step"],
+            registry=registry,
+        )
         self.seconds = Histogram(
             "blitz_pool_placement_seconds",
-            "Time that a look at what has to be placed keeps the process busy",
+            "How long one round of placement keeps the process busy; twice a second, or more often.",
             buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
             registry=registry,
         )
@@ -92,7 +103,7 @@ class CopyPlacer:
     def _begin(self) -> None:
         """Start without any knowledge."""
         settings = self._settings
-        self._cluster = Cluster(self._registry.models.removed(), settings.loads)
+        self._cluster = ClusterView(self._registry.models.removed(), settings.loads)
         self._rules = copy_rules(settings.copies, self._cluster, settings.keep_copies_s)
         self._seen = 0
         """The registry's version up to which its changes are known, except for those in ``_unread``."""
@@ -147,7 +158,7 @@ class CopyPlacer:
         await self._tell(decided)
         return decided.unfinished
 
-    def _decide(self) -> Placement:
+    def _decide(self) -> PlacementDecision:
         now_s = time.monotonic()
         self._free_cordoned(now_s)
         for failure in self._cluster.outstanding.expire(now_s):
@@ -157,7 +168,7 @@ class CopyPlacer:
     def _free_cordoned(self, now_s: float) -> None:
         """Copies on workers that are to be free move away like those of workers that stop."""
         out, cordons = self._cluster.outstanding, self._registry.cordons
-        for worker_id in cordons.seen():
+        for worker_id in cordons.last_alive():
             report = self._registry.report(worker_id)
             if report is not None and now_s >= self._cordoned.get(worker_id, 0.0):
                 self._cordoned[worker_id] = now_s + LEAVING_S / 2
@@ -200,7 +211,7 @@ class CopyPlacer:
                     (out.hold_not_sent if isinstance(unsent, Hold) else out.drop_over)(unsent.key)
                 raise
 
-    async def _tell(self, decided: Placement) -> None:
+    async def _tell(self, decided: PlacementDecision) -> None:
         """Say which models have no host copy, and why."""
         if decided.unplaced == self._unplaced:
             return
@@ -249,7 +260,9 @@ class CopyPlacer:
                 "placement: worker %s did not say whether it holds %s: %s", step.worker, step.record.name, error
             )
         except BlitzError as error:
-            log.warning("placement: worker %s does not hold %s: %s", step.worker, step.record.name, error)
+            # Nobody listens where a process is ending: nothing is wrong with that.
+            level = logging.INFO if isinstance(error, NoResponder) else logging.WARNING
+            log.log(level, "placement: worker %s does not hold %s: %s", step.worker, step.record.name, error)
             if self._cluster.copies.report(step.worker.id) is not None:
                 self._cluster.outstanding.hold_failed(step.key, time.monotonic())
 

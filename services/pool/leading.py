@@ -16,15 +16,15 @@ from redis.exceptions import RedisError
 
 from services.pool.config import PoolSettings
 from services.pool.copy_placer import CopyPlacer, PlacementMetrics
-from services.pool.core.grace import Grace
-from services.pool.core.holders import Holders
+from services.pool.core.grace_period import GracePeriod
+from services.pool.core.id_owners import IdOwners
 from services.pool.core.pages import page_of
 from services.pool.core.registry import Registry
 from services.pool.leases import LeaseGrants, Terms
 from services.pool.model_admin import ModelAdmin
 from services.pool.redis_copy import RedisCopy
 from services.pool.route_publisher import RoutePublisher
-from services.pool.store import Standing, Store
+from services.pool.store import LeaderStatus, Store
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
@@ -42,7 +42,6 @@ from shared.messages.registry import (
     HeartbeatAck,
     Lead,
     LeaseBatch,
-    LeaseWorkers,
     ReleaseWorkers,
     RemoveModel,
     RestoreModel,
@@ -51,6 +50,7 @@ from shared.messages.registry import (
     Snapshot,
     WorkerHeartbeat,
 )
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ class PoolMetrics:
     """The metrics that a pool process shows, whether it leads or not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.workers = Gauge("blitz_pool_workers", "Living workers by state", ["state"], registry=registry)
-        self.expired = Counter("blitz_pool_expired_workers_total", "Workers declared dead", registry=registry)
-        self.leads = Gauge("blitz_pool_leads", "1 while this process leads", registry=registry)
+        self.workers = Gauge("blitz_pool_workers", "Living workers.", ["state"], registry=registry)
+        self.expired = Counter("blitz_pool_expired_workers_total", "Workers declared dead.", registry=registry)
+        self.leads = Gauge("blitz_pool_leads", "1 while this process leads.", registry=registry)
         self.placement = PlacementMetrics(registry)
 
 
@@ -79,7 +79,7 @@ class LeadingPool:
         self,
         bus: Bus,
         store: Store,
-        standing: Standing,
+        status: LeaderStatus,
         metrics: PoolMetrics,
         settings: PoolSettings,
         *,
@@ -93,16 +93,16 @@ class LeadingPool:
         self._lease_s = lease_s = settings.lease_s
         self._metrics = metrics
         # Unique even within this process: a leader that leads again with its old term starts numbering anew.
-        self.registry = Registry(f"pool-{standing.term}-{secrets.token_hex(4)}")
-        self._grace = Grace(lease_s, knows_all=knows_all)
+        self.registry = Registry(f"pool-{status.term}-{secrets.token_hex(4)}")
+        self._grace_period = GracePeriod(lease_s, knows_all=knows_all)
         self._terms = Terms(store)
         self._copies = CopyPlacer(bus, store, self.registry, metrics.placement, settings)
         self._models = ModelAdmin(store, self.registry, self._terms, settings.model_roots)
-        self._grants = LeaseGrants(store, self.registry, self._terms, self._grace)
+        self._grants = LeaseGrants(store, self.registry, self._terms, self._grace_period)
         self._routes = RoutePublisher(bus, self.registry)
         self.redis = RedisCopy(store, self.registry, lease_s, self._models.changing)
         self._pages = asyncio.Lock()
-        self._holders = Holders()
+        self._id_owners = IdOwners()
         self._subscriptions: list[Subscription] = []
         self._publisher: asyncio.Task[None] | None = None
         self._departed = OwnedTasks()
@@ -124,8 +124,7 @@ class LeadingPool:
         await self._respond("remove_model", RemoveModel, self._models.remove)
         await self._respond("restore_model", RestoreModel, self._models.restore)
         await self._respond("snapshot", GetSnapshot, self._on_snapshot)
-        await self._respond("lease", LeaseWorkers, self._grants.grant)
-        await self._respond("lease_batch", LeaseBatch, self._grants.grant_batch)
+        await self._respond("lease_batch", LeaseBatch, self._grants.grant)
         await self._respond("release", ReleaseWorkers, self._grants.release)
         await self._respond("set_floor", SetFloor, self._models.set_floor)
         await self._respond("retire_copy", RetireCopy, self._on_retire_copy)
@@ -188,7 +187,7 @@ class LeadingPool:
             log.warning("Redis was started anew, or lost its data: writing the registry's")
             self.redis_is_away()
             await self.redis.refill()
-        self._grace.observe(now_s, bus_since_s=self._bus.connected_since_s, store_ok=True)
+        self._grace_period.observe(now_s, bus_since_s=self._bus.connected_since_s, store_ok=True)
         renewals = self.registry.renewals()
         renewed, self._renewed = self._renewed, set()
         try:
@@ -196,7 +195,7 @@ class LeadingPool:
         except BaseException:
             self._renewed |= renewed
             raise
-        if self._grace.silence_counts(now_s):
+        if self._grace_period.silence_counts(now_s):
             await self._expire(now_s)
         self.registry.end_leases(now_s)
         self.registry.models.end_floors(now_s)
@@ -207,7 +206,7 @@ class LeadingPool:
         for state in get_args(InstanceState):
             self._metrics.workers.labels(state).set(self.registry.states[state])
         self._routes.wake()
-        self._copies.look(now_s, may_act=self._grace.over(now_s))
+        self._copies.look(now_s, may_act=self._grace_period.over(now_s))
 
     async def _expire(self, now_s: float) -> None:
         silent = self.registry.silent(now_s)
@@ -230,8 +229,7 @@ class LeadingPool:
             self._departed.start(self._ask_departed(departure))
 
     def _is_here(self, departure: Departure) -> bool:
-        entry = self.registry.workers.get(departure.id)
-        return entry is not None and entry.record.worker.incarnation == departure.incarnation
+        return self.registry.is_here(Process(departure.id, departure.incarnation))
 
     async def _ask_departed(self, departure: Departure) -> None:
         """Whether the process is back; it is forgotten if nothing is subscribed in its place."""
@@ -250,7 +248,7 @@ class LeadingPool:
 
     async def _forget_departed(self, departure: Departure) -> None:
         worker_id = departure.id
-        if not (self._grace.over(time.monotonic()) and self._is_here(departure)):
+        if not (self._grace_period.over(time.monotonic()) and self._is_here(departure)):
             return
         try:
             await self._store.forget([worker_id])
@@ -268,7 +266,7 @@ class LeadingPool:
 
     def redis_is_away(self) -> None:
         """Nothing expires, and nothing is granted, until it has been back for a lease."""
-        self._grace.observe(time.monotonic(), bus_since_s=self._bus.connected_since_s, store_ok=False)
+        self._grace_period.observe(time.monotonic(), bus_since_s=self._bus.connected_since_s, store_ok=False)
 
     # --- workers -----------------------------------------------------------------------------
 
@@ -307,7 +305,7 @@ class LeadingPool:
 
     async def _check_holder(self, report: WorkerHeartbeat) -> None:
         """Raises ``DuplicateId`` when another process that lives reports under this id."""
-        rival = self._holders.rival(report)
+        rival = self._id_owners.rival(report)
         if rival is not None:
             worker_id = report.worker.worker_id
             try:
@@ -315,7 +313,7 @@ class LeadingPool:
             except ValueError:
                 # No process has a name that cannot be part of a subject: there is no process to ask.
                 log.warning("worker %s had the incarnation %.80r", worker_id, rival)
-        self._holders.take(report)
+        self._id_owners.take(report)
 
     async def _on_cordon(self, request: CordonWorker) -> Ack:
         worker_id, registry = request.worker_id, self.registry
@@ -328,19 +326,19 @@ class LeadingPool:
         else:
             registry.cordon(worker_id, time.monotonic())
         # Should this fail, the caller hears of it, and asks again.
-        await self._store.set_cordons(registry.cordons.seen(), time.monotonic())
+        await self._store.set_cordons(registry.cordons.last_alive(), time.monotonic())
         return Ack()
 
     async def _tidy_cordons(self) -> None:
         cordons = self.registry.cordons
-        if cordons.seen():
+        if cordons.last_alive():
             for worker_id in cordons.forget(self.registry.workers.__contains__, time.monotonic()):
                 log.info("worker %s, which is drained, has not been here for long: forgotten", worker_id)
-            await self._store.set_cordons(cordons.seen(), time.monotonic())
+            await self._store.set_cordons(cordons.last_alive(), time.monotonic())
 
     async def _on_retire_copy(self, request: RetireCopy) -> Ack:
         if not request.undo:
-            self._grace.check(time.monotonic())
+            self._grace_period.check(time.monotonic())
         await self._copies.retire(request, time.monotonic())
         return Ack()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 
-from services.pool.core.grace import Grace
+from services.pool.core.grace_period import GracePeriod
 from services.pool.core.registry import Registry
 from services.pool.core.worker_entry import Lease
 from services.pool.store import Store
@@ -53,11 +53,9 @@ class Terms:
             await self._store.abdicate(request.service, request.owner)
             return Leadership(leads=False, term=self.newest(request.service), leader="", expires_in_s=0.0)
         # Raises ``BadRequest`` for a term that nobody can have led with yet.
-        standing = await self._store.lead(request.service, request.owner, request.ttl_s, last_term=request.term)
-        self._newest[request.service] = max(standing.term, self.newest(request.service))
-        return Leadership(
-            leads=standing.leads, term=standing.term, leader=standing.leader, expires_in_s=standing.expires_in_s
-        )
+        status = await self._store.lead(request.service, request.owner, request.ttl_s, last_term=request.term)
+        self._newest[request.service] = max(status.term, self.newest(request.service))
+        return Leadership(leads=status.leads, term=status.term, leader=status.leader, expires_in_s=status.expires_in_s)
 
 
 MAX_BATCH = 1000
@@ -69,41 +67,16 @@ MAX_TTL_S = 24 * 3600.0
 class LeaseGrants:
     """Answers the planner. All methods raise what ``Store`` raises."""
 
-    def __init__(self, store: Store, registry: Registry, terms: Terms, grace: Grace) -> None:
+    def __init__(self, store: Store, registry: Registry, terms: Terms, grace_period: GracePeriod) -> None:
         self._store = store
         self._registry = registry
         self._terms = terms
-        self._grace = grace
+        self._grace_period = grace_period
 
-    async def grant(self, request: LeaseWorkers) -> LeaseGrant:
-        """Lease all of the workers, or none."""
-        self._check(request.term)
-        return await self._grant(request)
-
-    def _check(self, term: int) -> None:
-        self._terms.check("planner", term)
-        self._grace.check(time.monotonic())
-
-    async def _grant(self, request: LeaseWorkers) -> LeaseGrant:
-        if not request.worker_ids or not 0 < request.ttl_s <= MAX_TTL_S:
-            raise BadRequest(f"a lease needs at least one worker and a ttl_s of up to {MAX_TTL_S:g}", param="ttl_s")
-        cordoned = [worker_id for worker_id in request.worker_ids if worker_id in self._registry.cordons]
-        if cordoned:
-            raise Conflict(f"worker {cordoned[0]} is drained")
-        with tracer().start_as_current_span(
-            "pool.lease", attributes={"blitz.plan_id": request.plan_id, "blitz.model": request.model}
-        ):
-            grant = await self._store.lease(
-                request.plan_id, request.model, request.worker_ids, request.ttl_s, request.role
-            )
-        until_s = time.monotonic() + request.ttl_s
-        for worker_id, epoch in grant.epochs:
-            self._registry.lease(Lease(worker_id, request.plan_id, request.model, request.role, epoch, until_s))
-        return grant
-
-    async def grant_batch(self, request: LeaseBatch) -> LeaseVerdicts:
-        """Grant or refuse each by itself, in order."""
-        self._check(request.term)
+    async def grant(self, request: LeaseBatch) -> LeaseVerdicts:
+        """Grant or refuse each by itself, in order: all of its workers, or none."""
+        self._terms.check("planner", request.term)
+        self._grace_period.check(time.monotonic())
         if len(request.leases) > MAX_BATCH:
             raise BadRequest(f"{len(request.leases)} leases in one batch are more than {MAX_BATCH}", param="leases")
         verdicts = []
@@ -113,6 +86,27 @@ class LeaseGrants:
             except BlitzError as error:
                 verdicts.append(LeaseVerdict.refused(lease.plan_id, error))
         return LeaseVerdicts(verdicts=tuple(verdicts))
+
+    async def _grant(self, request: LeaseWorkers) -> LeaseGrant:
+        if not request.workers or not 0 < request.ttl_s <= MAX_TTL_S:
+            raise BadRequest(f"a lease needs at least one worker and a ttl_s of up to {MAX_TTL_S:g}", param="ttl_s")
+        cordoned = [worker_id for worker_id in request.worker_ids if worker_id in self._registry.cordons]
+        if cordoned:
+            raise Conflict(f"worker {cordoned[0]} is drained")
+        workers = [at.worker for at in request.workers]
+        with tracer().start_as_current_span(
+            "pool.lease", attributes={"blitz.plan_id": request.plan_id, "blitz.model": request.model}
+        ):
+            grant = await self._store.lease(request.plan_id, request.model, workers, request.ttl_s, request.role)
+            gone = [worker for worker in workers if not self._registry.is_here(worker)]
+            if gone:
+                # Another process has reported meanwhile, or this one has left.
+                await self._store.release(request.plan_id, request.worker_ids)
+                raise Conflict(f"worker {gone[0]} is another process by now")
+        until_s = time.monotonic() + request.ttl_s
+        for worker_id, epoch in grant.epochs:
+            self._registry.lease(Lease(worker_id, request.plan_id, request.model, request.role, epoch, until_s))
+        return grant
 
     async def release(self, request: ReleaseWorkers) -> Ack:
         """Give back the leases that are the plan's."""

@@ -68,6 +68,7 @@ class ModelAdmin:
                 serving=request.serving,
                 weight=request.weight,
                 advise=request.advise,
+                no_room_timeout_s=request.no_room_timeout_s,
             )
             async with self.changing:
                 stored = self._registry.models.get(name) or await self._store.add_model(record)
@@ -87,6 +88,8 @@ class ModelAdmin:
         changes = {setting: value for setting, value in given.items() if value is not None}
         if not changes:
             raise BadRequest(f"nothing to change: give at least one of {', '.join(given)}")
+        if request.no_room_timeout_s == "default":
+            changes["no_room_timeout_s"] = None
         async with self.changing:
             known = self._registry.models.get(name)
             if known is None:

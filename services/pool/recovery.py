@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class RecoveredState:
     """All that Redis holds, for a process that begins to lead."""
 
     models: tuple[ModelRecord, ...]
@@ -38,7 +38,7 @@ class Remembered:
     """Workers that are to be free, and when each last lived."""
 
 
-async def remember(redis: Redis, now_s: float) -> Remembered:
+async def recover(redis: Redis, now_s: float) -> RecoveredState:
     """Everything, as of now (monotonic)."""
     worker_ids = await worker_ids_in(redis)
     redis_now_s = await _redis_now_s(redis)
@@ -58,7 +58,7 @@ async def remember(redis: Redis, now_s: float) -> Remembered:
     retired = [i.decode() for held in copies for i, serial in held.items() if serial.startswith(b"retired:")]
     removed = await cast(Any, redis.hgetall(f"{PREFIX}removed"))
     cordons = await cast(Any, redis.hgetall(f"{PREFIX}cordons"))
-    return Remembered(
+    return RecoveredState(
         models=models,
         removed={name.decode(): now_s - (redis_now_s - float(at_ms) / 1000) for name, at_ms in removed.items()},
         floors=await _floors(redis, redis_now_s),

@@ -26,7 +26,7 @@ class RedisCopy:
         """Learn what Redis holds."""
         registry, now_s = self._registry, time.monotonic()
         self._run_id = await self._store.run_id()
-        known = await self._store.remember(now_s)
+        known = await self._store.recover(now_s)
         for model in known.models:
             registry.put_model(model)
         registry.models.load_removed(known.removed)
@@ -57,7 +57,7 @@ class RedisCopy:
             models = registry.models
             now_s = time.monotonic()
             await self._store.replace_models(models.records(), models.removed(), models.floors(now_s), now_s)
-        await self._store.set_cordons(registry.cordons.seen(), time.monotonic())
+        await self._store.set_cordons(registry.cordons.last_alive(), time.monotonic())
         await self._refill_workers()
         for lease in tuple(registry.leases.values()):
             await self._store.put_lease(lease, lease.until_s - time.monotonic())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 from services.pool.core.registry import Registry
 from shared import subjects
@@ -36,7 +35,7 @@ class RoutePublisher:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            events, _ = self._registry.routes.take(self._registry.publisher, time.time())
+            events, _ = self._registry.routes.take(self._registry.publisher)
             try:
                 for event in events:
                     await self._bus.publish(subjects.route_changes(), event)

@@ -133,17 +133,19 @@ return 1
 """
 )
 
-# KEYS: workers, epoch, models   ARGV: prefix, plan, model, role, ttl_ms, id...
+# KEYS: workers, epoch, models   ARGV: prefix, plan, model, role, ttl_ms, then the id and incarnation of each worker
 # All or none. Returns {'ok', epoch...} or {'no', id, why}.
 LEASE = (
     NOW
     + """
 if redis.call('HEXISTS', KEYS[3], ARGV[3]) == 0 then return {'no', '', 'model'} end
-for i = 6, #ARGV do
+for i = 6, #ARGV, 2 do
   local id = ARGV[i]
   local ends = redis.call('ZSCORE', KEYS[1], id)
   if not ends or tonumber(ends) <= now then return {'no', id, 'gone'} end
-  if redis.call('HGET', ARGV[1] .. 'worker:' .. id, 'state') ~= 'spare' then return {'no', id, 'busy'} end
+  local known = redis.call('HMGET', ARGV[1] .. 'worker:' .. id, 'incarnation', 'state')
+  if known[1] ~= ARGV[i + 1] then return {'no', id, 'another process by now'} end
+  if known[2] ~= 'spare' then return {'no', id, 'busy'} end
   local lease = redis.call('HMGET', ARGV[1] .. 'lease:' .. id, 'plan', 'expires')
   if lease[1] and lease[1] ~= ARGV[2] and tonumber(lease[2]) > now then return {'no', id, 'leased'} end
 end
@@ -152,7 +154,7 @@ local out = {'ok'}
 """
     + LAST_EPOCH
     + """
-for i = 6, #ARGV do
+for i = 6, #ARGV, 2 do
   epoch = epoch + 1
   redis.call('HSET', ARGV[1] .. 'lease:' .. ARGV[i], 'plan', ARGV[2], 'model', ARGV[3], 'role', ARGV[4],
              'epoch', string.format('%.0f', epoch), 'expires', string.format('%.0f', expires))

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from services.pool.config import PoolSettings
 from services.pool.leading import LeadingPool, PoolMetrics
-from services.pool.store import Standing, Store
+from services.pool.store import LeaderStatus, Store
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict
 from shared.outage import Outage
@@ -51,7 +51,7 @@ class PoolService:
         self._term = 0
         self._replaced = False
         """By a process with the same seat."""
-        self._seen_leader = ""
+        self._known_leader = ""
         """The other process that led at the last look."""
         self._outage = Outage(log, "Redis answers again")
         self.ready = asyncio.Event()
@@ -63,48 +63,48 @@ class PoolService:
         try:
             while not stopping.is_set():
                 asked_s = time.monotonic()
-                standing = await self._ask_to_lead()
-                if standing is not None and standing.leads:
-                    await self._lead(standing, asked_s, stopping)
+                status = await self._ask_to_lead()
+                if status is not None and status.leads:
+                    await self._lead(status, asked_s, stopping)
                     if self._replaced:
                         raise Conflict(f"another pool process was started with the seat {self._seat!r}")
                 else:
                     self._first = False
-                    if standing is not None:
-                        if standing.leader != self._seen_leader:
-                            log.info("%s leads: waiting to take over", standing.leader)
-                            self._seen_leader = standing.leader
+                    if status is not None:
+                        if status.leader != self._known_leader:
+                            log.info("%s leads: waiting to take over", status.leader)
+                            self._known_leader = status.leader
                         self.ready.set()
                     await self._pause(stopping)
         finally:
             with contextlib.suppress(RedisError):
                 await self._store.abdicate("pool", self._owner)
 
-    async def _ask_to_lead(self) -> Standing | None:
+    async def _ask_to_lead(self) -> LeaderStatus | None:
         """None when Redis does not answer."""
         try:
-            standing = await self._store.lead("pool", self._owner, self._lead_s, seat=self._seat, last_term=self._term)
+            status = await self._store.lead("pool", self._owner, self._lead_s, seat=self._seat, last_term=self._term)
         except RedisError as error:
             self._outage.failed("Redis does not answer (%s); leases stand still until it does", error)
             return None
         self._outage.worked()
-        if standing.leads:
-            self._term = standing.term
-        return standing
+        if status.leads:
+            self._term = status.term
+        return status
 
-    async def _lead(self, standing: Standing, asked_s: float, stopping: asyncio.Event) -> None:
+    async def _lead(self, status: LeaderStatus, asked_s: float, stopping: asyncio.Event) -> None:
         leading = LeadingPool(
             self._bus,
             self._store,
-            standing,
+            status,
             self._metrics,
             self._settings,
             leads_until_s=asked_s + self._lead_s,
             knows_all=self._first,
         )
         self._first = False
-        log.info("leading, term %d, as %s%s", standing.term, self._owner, f" ({self._seat})" if self._seat else "")
-        self._seen_leader = ""
+        log.info("leading, term %d, as %s%s", status.term, self._owner, f" ({self._seat})" if self._seat else "")
+        self._known_leader = ""
         try:
             await leading.open()
             self._metrics.leads.set(1)
@@ -129,17 +129,17 @@ class PoolService:
     async def _go_on(self, leading: LeadingPool) -> bool:
         """Renew the lease; False when another process leads. Without Redis none does."""
         term, asked_s = self._term, time.monotonic()
-        standing = await self._ask_to_lead()
-        if standing is None:
+        status = await self._ask_to_lead()
+        if status is None:
             leading.redis_is_away()
             return True
-        if not standing.leads:
-            log.warning("%s leads now, with term %d", standing.leader, standing.term)
-            self._replaced = standing.same_seat
+        if not status.leads:
+            log.warning("%s leads now, with term %d", status.leader, status.term)
+            self._replaced = status.same_seat
             return False
-        if standing.terms_lost:
+        if status.terms_lost:
             leading.redis.lost_data()
-        elif standing.term != term:
+        elif status.term != term:
             return False  # another process led in the meantime: what is known here may be wrong
         leading.leads_until(asked_s + self._lead_s)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast, get_args
 
 import msgspec
@@ -15,12 +16,13 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from services.pool import scripts
 from services.pool.core.copies import complete_copies
 from services.pool.core.worker_entry import Lease
-from services.pool.remembered import Remembered, remember, worker_ids_in
+from services.pool.recovery import RecoveredState, recover, worker_ids_in
 from services.pool.scripts import PREFIX
 from shared.errors import BadRequest, Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable
 from shared.messages.codec import decode, encode
 from shared.messages.common import Role
 from shared.messages.registry import Floor, LeaseGrant, ModelRecord, Unplaced, WorkerHeartbeat
+from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ CONNECT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LeaderStatus:
     """Whether this process leads, and else which one does."""
 
     leads: bool
@@ -132,11 +134,11 @@ class Store:
         for begin in range(0, len(until), 2 * _BATCH):
             await self._run(scripts.CALL, args=["ZADD", f"{PREFIX}workers", "XX", *until[begin : begin + 2 * _BATCH]])
 
-    async def remember(self, now_s: float) -> Remembered:
+    async def recover(self, now_s: float) -> RecoveredState:
         """Everything, as of now (monotonic)."""
-        return await remember(self._redis, now_s)
+        return await recover(self._redis, now_s)
 
-    async def lead(self, service: str, owner: str, ttl_s: float, *, seat: str = "", last_term: int = 0) -> Standing:
+    async def lead(self, service: str, owner: str, ttl_s: float, *, seat: str = "", last_term: int = 0) -> LeaderStatus:
         """Lead a kind of service, or go on; for ``ttl_s`` from now.
 
         ``seat``: of processes with one seat only one lives, so a new one need not wait until the old one's lease ends.
@@ -151,7 +153,7 @@ class Store:
             raise BadRequest(f"no {service} can have led with term {last_term} yet", param="term")
         term, leader, left_ms, flag = rest
         leads = verdict == "1"
-        return Standing(
+        return LeaderStatus(
             leads=leads,
             term=int(term),
             leader=leader,
@@ -175,18 +177,18 @@ class Store:
         return int(await cast(Any, self._redis.hget(f"{PREFIX}terms", service)) or 0)
 
     async def lease(
-        self, plan_id: str, model: str, worker_ids: tuple[str, ...], ttl_s: float, role: Role = "colocated"
+        self, plan_id: str, model: str, workers: Sequence[Process], ttl_s: float, role: Role = "colocated"
     ) -> LeaseGrant:
         """Lease spare workers for instances of ``role``, all or none. Raises ``ModelNotFound``, ``NoCapacity`` (a
-        worker is gone) or ``Conflict`` (busy, or leased to another plan)."""
+        worker is gone) or ``Conflict`` (busy, leased to another plan, or another process)."""
         answer = await self._run(
             scripts.LEASE,
             keys=[f"{PREFIX}workers", f"{PREFIX}epoch", f"{PREFIX}models"],
-            args=[PREFIX, plan_id, model, role, round(ttl_s * 1000), *worker_ids],
+            args=[PREFIX, plan_id, model, role, round(ttl_s * 1000), *chain.from_iterable(workers)],
         )
         verdict, *rest = [part.decode() for part in answer]
         if verdict == "ok":
-            return LeaseGrant(plan_id=plan_id, epochs=tuple(zip(worker_ids, map(int, rest), strict=True)))
+            return LeaseGrant(plan_id=plan_id, epochs=tuple(zip((w.id for w in workers), map(int, rest), strict=True)))
         worker_id, why = rest
         if why == "model":
             raise ModelNotFound(f"model {model!r} is not registered", param="model")
@@ -277,9 +279,9 @@ class Store:
         if names:
             await self._run(scripts.CALL, args=["HDEL", f"{PREFIX}removed", *names])
 
-    async def set_cordons(self, seen_s: Mapping[str, float], now_s: float) -> None:
+    async def set_cordons(self, last_alive_s: Mapping[str, float], now_s: float) -> None:
         """These workers, and no others, are to be free; when each last lived, as ``now_s`` is measured."""
-        await self._run(scripts.REPLACE_TIMES, keys=[f"{PREFIX}cordons"], args=_ages(seen_s, now_s))
+        await self._run(scripts.REPLACE_TIMES, keys=[f"{PREFIX}cordons"], args=_ages(last_alive_s, now_s))
 
     async def set_floor(self, floor: Floor) -> None:
         """Set the manual floor of a model and role, in place of the one before."""

@@ -13,7 +13,7 @@ from services.worker.instance.host_group import HostGroup, group_name
 from services.worker.instance.instance import InstanceSlot
 from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.progress import ProgressReporter
-from services.worker.instance.registration import ClockSkew, Registration, Standing
+from services.worker.instance.registration import ClockSkew, Registration, WorkerStanding
 from services.worker.kv_transfer.departures import Departures
 from services.worker.kv_transfer.migration import Migrator
 from services.worker.kv_transfer.receiver import KvReceiver
@@ -25,13 +25,13 @@ from services.worker.node.nic_meter import NicMeter
 from services.worker.node.traffic import TrafficReporter
 from services.worker.orders import Orders
 from services.worker.requests.inbox import Inbox
-from services.worker.requests.witness import StepWitness
+from services.worker.requests.step_announcer import StepAnnouncer
 from services.worker.scaling import Scaling
 from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.host_store import HostStore
 from services.worker.weights.mover import WeightMover
 from services.worker.weights.pace import Pace, Paces
-from services.worker.weights.peers import Peers
+from services.worker.weights.peers import PeerChannels
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.registry import ModelRecord, WorkerInfo
@@ -89,7 +89,7 @@ class Parts:
         self.registration = registration = Registration(
             bus, info, held.standing, held.model, ClockSkew(config.clock_skew_s, metrics)
         )
-        self.peers = peers = Peers(bus, transport, info)
+        self.peers = peers = PeerChannels(bus, transport, info)
         slot.when_changed(registration.changed)
         slot.when_changed(peers.look_soon)
         self.traffic = TrafficReporter(info, transport.traffic, metrics=metrics)
@@ -101,9 +101,9 @@ class Parts:
         self.host_copies = HostCopies(worker_id, store, mover, registration, changed=slot.changed, fatal=fatal)
         self.departures = Departures(bus, info, peers, inbox, silence_s=silence_s, metrics=metrics)
         self.kv_sender = KvSender(self.departures, slot.current, metrics=metrics)
-        witness = StepWitness(bus, inbox)
+        step_listener = StepAnnouncer(bus, inbox)
         self.factory = InstanceFactory(
-            config, inbox.on_output, on_engine_failure, prefill_listener=self.kv_sender, witness=witness
+            config, inbox.on_output, on_engine_failure, prefill_listener=self.kv_sender, step_listener=step_listener
         )
         self.kv_receiver = KvReceiver(bus, transport, info, peers, inbox, slot.current)
         self.migrator = Migrator(bus, worker_id, self.departures, slot.current, self.kv_receiver.begun_at_s)
@@ -125,12 +125,11 @@ class Parts:
         for part in (self.pair_roles, self.departures, self.kv_receiver):
             slot.before_gone(part.instance_gone)
         inbox.cooperate(self.pair_roles, self.departures, self.kv_receiver)
-        group = group_name(config.nats_url, config.host) if config.load_by_host else ""
         self.load_reporter = LoadReporter(
             bus,
             info.process,
             slot.current,
-            HostGroup(group, config.host, interval_s=interval_s),
+            HostGroup(group_name(config.nats_url, config.host), config.host, interval_s=interval_s),
             at_intervals=(inbox.expire, self.kv_receiver.expire),
             interval_s=interval_s,
             metrics=metrics,
@@ -157,7 +156,7 @@ class _Held:
         self._metered_at_s = float("-inf")
         self._nic_gbps = (0.0, 0.0)
 
-    def standing(self) -> Standing:
+    def standing(self) -> WorkerStanding:
         """As of now."""
         instance, now_s = self._slot.current(), time.monotonic()
         if now_s - self._metered_at_s >= METER_INTERVAL_S:
@@ -165,8 +164,8 @@ class _Held:
             self._nic_gbps = self._meter.rates(now_s)
         copies = self._store.report()
         if instance is None:
-            return Standing("spare", None, copies, *self._nic_gbps)
-        return Standing(instance.state, instance.info(), copies, *self._nic_gbps)
+            return WorkerStanding("spare", None, copies, *self._nic_gbps)
+        return WorkerStanding(instance.state, instance.info(), copies, *self._nic_gbps)
 
     def model(self, model_hash: str) -> ModelRecord | None:
         """The model of anything that is held here, if the registry lost it."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Self, cast
 
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.messages.common import Device
@@ -23,8 +22,6 @@ DEFAULT_LEAF = "leaf-0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(ServiceConfig):
-    """See ``docs/configuration.md`` for every variable."""
-
     worker_id: str
     host: str
     device: Device
@@ -59,7 +56,6 @@ class WorkerConfig(ServiceConfig):
     host_cache_bytes: int
     """Host memory offered for host copies; 0: none."""
     report_interval_s: float
-    load_by_host: bool
     stall_s: float
     clock_skew_s: float
     profiles: Path | None
@@ -71,92 +67,281 @@ class WorkerConfig(ServiceConfig):
         return self.worker_id
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> WorkerConfig:
-        """Raises ``SettingsError`` naming the variable and its value."""
-        env = Settings(environ)
-        host = env.text("BLITZ_WORKER_HOST", default=socket.gethostname())
-        device = env.choice("BLITZ_WORKER_DEVICE", ("cpu", "cuda"), default="cpu")
-        engine = env.choice("BLITZ_WORKER_ENGINE", ("torch", "mock"), default="torch")
-        scratch = env.text("BLITZ_WORKER_SCRATCH_DIR", default="")
-        arena_mib = env.integer("BLITZ_WORKER_ARENA_MIB", default=8192, minimum=1, maximum=MAX_MIB)
-        max_batch_tokens = env.integer("BLITZ_WORKER_MAX_BATCH_TOKENS", default=2048, minimum=1)
+    def read(cls, env: Settings) -> Self:
+        """Raises ``SettingsError``."""
+        arena_mib = env.integer(
+            "BLITZ_WORKER_ARENA_MIB",
+            "Address space for weights: the largest model that this worker can hold. Pages are committed when written.",
+            default=8192,
+            minimum=1,
+            maximum=MAX_MIB,
+        )
+        max_batch_tokens = env.integer(
+            "BLITZ_WORKER_MAX_BATCH_TOKENS", "Tokens per engine step.", default=2048, minimum=1
+        )
         return cls(
             **process_settings(env),
             **health_settings(env),
             worker_id=_worker_id(env),
-            host=host,
-            device=cast(Device, device),
-            engine=cast(Literal["torch", "mock"], engine),
-            num_threads=env.integer("BLITZ_WORKER_THREADS", default=_share_of_cores(env), minimum=1, maximum=1024),
+            host=env.text(
+                "BLITZ_WORKER_HOST",
+                "Workers with the same value share memory (UCX without error handling). Set it equal in containers "
+                "that share `/dev/shm` and PIDs, and nowhere else.",
+                default=socket.gethostname(),
+                shown="host name",
+            ),
+            device=cast(
+                Device,
+                env.choice(
+                    "BLITZ_WORKER_DEVICE",
+                    "This version refuses `cuda` with the torch engine.",
+                    ("cpu", "cuda"),
+                    default="cpu",
+                ),
+            ),
+            engine=cast(
+                Literal["torch", "mock"],
+                env.choice(
+                    "BLITZ_WORKER_ENGINE",
+                    "`mock` invents tokens and takes the times of `BLITZ_MOCK_*`, for tests and benchmarks.",
+                    ("torch", "mock"),
+                    default="torch",
+                ),
+            ),
+            num_threads=env.integer(
+                "BLITZ_WORKER_THREADS",
+                "Compute threads of PyTorch. By default the cores that the process may use (affinity mask), divided, "
+                "rounded down, and at least one.",
+                default=_share_of_cores(env),
+                minimum=1,
+                maximum=1024,
+                shown="cores / `BLITZ_WORKERS_PER_HOST`",
+            ),
             arena_bytes=arena_mib * MIB,
-            prefault_bytes=env.integer("BLITZ_WORKER_PREFAULT_MIB", default=0, minimum=0, maximum=MAX_MIB) * MIB,
-            kv_bytes=env.integer("BLITZ_WORKER_KV_MIB", default=1024, minimum=1, maximum=MAX_MIB) * MIB,
-            block_size=env.integer("BLITZ_WORKER_BLOCK_SIZE", default=16, minimum=1),
-            max_running_requests=env.integer("BLITZ_WORKER_MAX_RUNNING", default=128, minimum=1),
+            prefault_bytes=MIB
+            * env.integer(
+                "BLITZ_WORKER_PREFAULT_MIB",
+                "Part of the arena to commit at start. The first copy into fresh pages is about half as fast.",
+                default=0,
+                minimum=0,
+                maximum=MAX_MIB,
+            ),
+            kv_bytes=MIB
+            * env.integer(
+                "BLITZ_WORKER_KV_MIB",
+                "KV cache. The torch engine commits 64 MiB while the worker is spare, and more with use.",
+                default=1024,
+                minimum=1,
+                maximum=MAX_MIB,
+            ),
+            block_size=env.integer("BLITZ_WORKER_BLOCK_SIZE", "Tokens per KV block.", default=16, minimum=1),
+            max_running_requests=env.integer(
+                "BLITZ_WORKER_MAX_RUNNING", "Requests that run at once.", default=128, minimum=1
+            ),
             max_batch_tokens=max_batch_tokens,
-            prefill_chunk_tokens=env.integer("BLITZ_WORKER_PREFILL_CHUNK", default=512, minimum=1),
-            slo_tbt_s=env.number("BLITZ_WORKER_SLO_TBT_MS", default=100.0, minimum=0.0) / 1000,
-            max_queued_requests=env.integer("BLITZ_WORKER_MAX_QUEUED", default=1024, minimum=1),
-            max_queued_tokens=env.integer("BLITZ_WORKER_MAX_QUEUED_TOKENS", default=4 * max_batch_tokens, minimum=1),
-            leaf=env.text("BLITZ_WORKER_LEAF", default=DEFAULT_LEAF),
-            nic=_interface_name(env, "BLITZ_WORKER_NIC"),
-            nic_gbps=_bandwidth(env, "BLITZ_WORKER_NIC_GBPS"),
-            scale_up_domain=env.text("BLITZ_WORKER_SCALE_UP_DOMAIN", default=""),
-            scale_up_gbps=_bandwidth(env, "BLITZ_WORKER_SCALE_UP_GBPS"),
-            host_link_gbps=_bandwidth(env, "BLITZ_WORKER_HOST_LINK_GBPS"),
-            ssd_gbps=_bandwidth(env, "BLITZ_WORKER_SSD_GBPS"),
-            limit_reads=env.boolean("BLITZ_WORKER_LIMIT_READS", default=False),
-            scratch_dir=Path(scratch) if scratch else None,
-            visible_gpu=env.text("CUDA_VISIBLE_DEVICES", default="").split(",")[0].strip(),
-            host_cache_bytes=env.integer("BLITZ_WORKER_HOST_CACHE_MIB", default=arena_mib, minimum=0, maximum=MAX_MIB)
-            * MIB,
-            load_by_host=env.boolean("BLITZ_WORKER_LOAD_BY_HOST", default=True),
-            report_interval_s=env.number("BLITZ_WORKER_REPORT_INTERVAL_S", default=0.1, minimum=0.01),
-            stall_s=env.number("BLITZ_WORKER_STALL_S", default=5.0, minimum=0.1),
-            clock_skew_s=env.number("BLITZ_WORKER_CLOCK_SKEW_S", default=1.0, minimum=0.1),
-            drain_timeout_s=env.number("BLITZ_WORKER_DRAIN_TIMEOUT_S", default=30.0, minimum=0.0),
+            prefill_chunk_tokens=env.integer(
+                "BLITZ_WORKER_PREFILL_CHUNK",
+                "Prompt tokens of one request per engine step at most; in live scaling, of one layer.",
+                default=512,
+                minimum=1,
+            ),
+            slo_tbt_s=env.number(
+                "BLITZ_WORKER_SLO_TBT_MS",
+                "TBT objective of models without one of their own. A step in which requests decode takes only as many "
+                "prompt tokens as it leaves, a tenth of it at least; a step of prompts alone is not limited. 0: none.",
+                default=100.0,
+                minimum=0.0,
+            )
+            / 1000,
+            max_queued_requests=env.integer(
+                "BLITZ_WORKER_MAX_QUEUED", "Requests that may wait inside the worker.", default=1024, minimum=1
+            ),
+            max_queued_tokens=env.integer(
+                "BLITZ_WORKER_MAX_QUEUED_TOKENS",
+                "Prompt tokens that may wait inside the worker.",
+                default=4 * max_batch_tokens,
+                minimum=1,
+                shown="4 · `BLITZ_WORKER_MAX_BATCH_TOKENS`",
+            ),
+            leaf=env.text(
+                "BLITZ_WORKER_LEAF",
+                "Name of the switch that the NIC is on. The planner prefers sources and targets of one leaf, and their "
+                "workers connect in advance.",
+                default=DEFAULT_LEAF,
+            ),
+            nic=_interface_name(env),
+            nic_gbps=_bandwidth(
+                env,
+                "BLITZ_WORKER_NIC_GBPS",
+                "Bandwidth of the NIC, which plans use. Found: what the kernel reports; virtual machines and "
+                "containers report nothing reliable, so set it there.",
+                shown="found, else `10`",
+            ),
+            scale_up_domain=env.text(
+                "BLITZ_WORKER_SCALE_UP_DOMAIN",
+                "Workers with the same value are joined by a scale-up network (NVLink). Found: GPUs of one host that "
+                "NVML shows as connected.",
+                default="",
+                shown="found, else none",
+            ),
+            scale_up_gbps=_bandwidth(
+                env,
+                "BLITZ_WORKER_SCALE_UP_GBPS",
+                "Bandwidth of the worker in that network, per direction. Found: the sum of its active NVLinks.",
+                shown="found, else unknown",
+            ),
+            host_link_gbps=_bandwidth(
+                env,
+                "BLITZ_WORKER_HOST_LINK_GBPS",
+                "Bandwidth between the worker and its host's memory, per direction. GPU: from its PCIe link. CPU: from "
+                "a memory copy at start (about 0.1 s, 128 MiB).",
+                shown="found or measured",
+            ),
+            ssd_gbps=_bandwidth(
+                env,
+                "BLITZ_WORKER_SSD_GBPS",
+                "Bandwidth of reading checkpoints from the disk.",
+                shown="measured, else unknown",
+            ),
+            limit_reads=env.boolean(
+                "BLITZ_WORKER_LIMIT_READS",
+                "Reads from the disk and from the host's memory go no faster than `BLITZ_WORKER_SSD_GBPS` and "
+                "`BLITZ_WORKER_HOST_LINK_GBPS` say, where these are set. For benchmarks.",
+                default=False,
+            ),
+            scratch_dir=_scratch_dir(env),
+            visible_gpu=env.text(
+                "CUDA_VISIBLE_DEVICES",
+                "The worker's GPU: the first in this list, by index or UUID.",
+                default="",
+                shown="the first",
+            )
+            .split(",")[0]
+            .strip(),
+            host_cache_bytes=MIB
+            * env.integer(
+                "BLITZ_WORKER_HOST_CACHE_MIB",
+                "Host memory that this worker offers for copies of models. 0: none.",
+                default=arena_mib,
+                minimum=0,
+                maximum=MAX_MIB,
+                shown="`BLITZ_WORKER_ARENA_MIB`",
+            ),
+            report_interval_s=env.number(
+                "BLITZ_WORKER_REPORT_INTERVAL_S",
+                "Time between two load reports; the same for all workers of a host.",
+                default=0.1,
+                minimum=0.01,
+            ),
+            stall_s=env.number(
+                "BLITZ_WORKER_STALL_S",
+                "A transfer that moves no byte for this long fails.",
+                default=5.0,
+                minimum=0.1,
+            ),
+            clock_skew_s=env.number(
+                "BLITZ_WORKER_CLOCK_SKEW_S",
+                "By so much the host's time of day may differ from the pool's before the worker warns and "
+                "`blitzscale status` shows it. It decides nothing.",
+                default=1.0,
+                minimum=0.1,
+            ),
+            drain_timeout_s=env.number(
+                "BLITZ_WORKER_DRAIN_TIMEOUT_S",
+                "Time after SIGTERM in which requests may finish and other workers take over the last copies of "
+                "models. Requests that are left continue elsewhere.",
+                default=30.0,
+                minimum=0.0,
+            ),
             profiles=profiles_path(env),
             mock=MockTiming(
-                layer_base_s=env.number("BLITZ_MOCK_LAYER_BASE_MS", default=0.0, minimum=0.0) / 1000,
-                layer_per_token_s=env.number("BLITZ_MOCK_LAYER_PER_TOKEN_US", default=0.0, minimum=0.0) / 1e6,
-                step_overhead_s=env.number("BLITZ_MOCK_STEP_MS", default=0.0, minimum=0.0) / 1000,
+                layer_base_s=env.number(
+                    "BLITZ_MOCK_LAYER_BASE_MS",
+                    "Mock engine: time per layer and step. With this and the next two 0, a profile of the model says "
+                    "how long batches take.",
+                    default=0.0,
+                    minimum=0.0,
+                )
+                / 1000,
+                layer_per_token_s=env.number(
+                    "BLITZ_MOCK_LAYER_PER_TOKEN_US",
+                    "Mock engine: time per layer and token.",
+                    default=0.0,
+                    minimum=0.0,
+                )
+                / 1e6,
+                step_overhead_s=env.number(
+                    "BLITZ_MOCK_STEP_MS", "Mock engine: time per step.", default=0.0, minimum=0.0
+                )
+                / 1000,
             ),
             mock_faults=MockFaults(
-                raise_token=_token_id(env, "BLITZ_MOCK_RAISE_TOKEN"), kill_token=_token_id(env, "BLITZ_MOCK_KILL_TOKEN")
+                raise_token=env.integer_or_none(
+                    "BLITZ_MOCK_RAISE_TOKEN", "Mock engine: a token id on which its layers raise.", minimum=0
+                ),
+                kill_token=env.integer_or_none(
+                    "BLITZ_MOCK_KILL_TOKEN", "Mock engine: a token id on which its process dies.", minimum=0
+                ),
             ),
         )
 
 
 def _share_of_cores(env: Settings) -> int:
     """Of the cores that this process may use, which the workers of this host share."""
-    sharers = env.integer("BLITZ_WORKERS_PER_HOST", default=1, minimum=1)
+    sharers = env.integer(
+        "BLITZ_WORKERS_PER_HOST",
+        "Workers that share these cores. Set it, or the threads, where several run on one machine: more threads than "
+        "cores make all of them very slow.",
+        default=1,
+        minimum=1,
+    )
     return max(1, len(os.sched_getaffinity(0)) // sharers)
 
 
-def _token_id(env: Settings, key: str) -> int | None:
-    """None if unset."""
-    return env.integer(key, minimum=0) if env.text(key, default="") else None
+def _bandwidth(env: Settings, key: str, meaning: str, *, shown: str) -> float | None:
+    """Gbit/s; None if unset."""
+    return env.number_or_none(key, meaning, minimum=0.001, shown=shown)
 
 
-def _bandwidth(env: Settings, key: str) -> float | None:
-    """Gb/s; None if unset."""
-    return env.number(key, minimum=0.001) if env.text(key, default="") else None
+def _scratch_dir(env: Settings) -> Path | None:
+    path = env.text(
+        "BLITZ_WORKER_SCRATCH_DIR",
+        "Directory on the disk of the checkpoints, where the worker measures it at start with a file of up to 64 MiB "
+        "(about half a second).",
+        default="",
+        shown="no measurement",
+    )
+    return Path(path) if path else None
 
 
-def _interface_name(env: Settings, key: str) -> str:
+def _interface_name(env: Settings) -> str:
     """As the kernel names interfaces; empty if unset."""
-    name = env.text(key, default="")
+    key = "BLITZ_WORKER_NIC"
+    name = env.text(
+        key,
+        "Network interface (`eth0`) or RDMA device (`mlx5_0`; `mlx5_0:2`: its second port) of the worker's transfers. "
+        "Found: an active RDMA port that the process may open, the nearest to the GPU; else the interface of the "
+        "default route. Set it where `UCX_NET_DEVICES` or `UCX_TLS` make UCX use another. A name that does not exist "
+        "ends the process.",
+        default="",
+        shown="found",
+    )
     if "/" in name or any(c.isspace() for c in name):
         raise SettingsError(f"{key}={name!r}: must be the name of a network interface or RDMA device", param=key)
     return name
 
 
 def _worker_id(env: Settings) -> str:
-    worker_id = env.text("BLITZ_WORKER_ID", default=f"worker-{_subject_safe(socket.gethostname())}")
+    key = "BLITZ_WORKER_ID"
+    worker_id = env.text(
+        key,
+        "Up to 128 letters, digits, `-` and `_`. A worker whose id another one holds ends with exit code 1, so several "
+        "workers on one host need different ids.",
+        default=f"worker-{_subject_safe(socket.gethostname())}",
+        shown="`worker-` and the host name",
+    )
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,128}", worker_id):
-        raise SettingsError(
-            f"BLITZ_WORKER_ID={worker_id!r}: use up to 128 letters, digits, '-' and '_'", param="BLITZ_WORKER_ID"
-        )
+        raise SettingsError(f"{key}={worker_id!r}: use up to 128 letters, digits, '-' and '_'", param=key)
     return worker_id
 
 

@@ -29,7 +29,7 @@ class LinkLost(Exception):
     """The other worker is gone, or is not to be asked any more."""
 
 
-class Link:
+class WorkerLink:
     """To one other worker. Event loop only. A question that is repeated must get the answer of the first."""
 
     def __init__(self, bus: Bus, other: str, *, silence_s: float) -> None:

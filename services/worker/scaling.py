@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 
 from opentelemetry.trace import Span
 
-from services.worker.core.upstreams import Part, part_of
+from services.worker.core.upstreams import PlanPart, part_of
 from services.worker.instance.factory import InstanceFactory
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import Registration
+from services.worker.weights.flow_completion import BuffersStuck
 from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.mover import WeightMover
-from services.worker.weights.outcome import BuffersStuck
 from shared.aio import OwnedTasks
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded
 from shared.messages.destinations import Destination, SendBack
@@ -105,7 +105,7 @@ class Scaling:
             async with self._accepting:
                 await self._accept(plan, part, stored_s)
 
-    async def _accept(self, plan: ScalePlan, part: Part, stored_s: float) -> None:
+    async def _accept(self, plan: ScalePlan, part: PlanPart, stored_s: float) -> None:
         target, age_s = part.member, time.monotonic() - stored_s
         if target.epoch <= self._last_epoch:
             log.info("%s is outdated (epoch %d, newest %d): ignored", plan.plan_id, target.epoch, self._last_epoch)
@@ -136,7 +136,7 @@ class Scaling:
         instance.ordered_s = stored_s
         self._loading = self._tasks.start(self._load(plan, part, instance))
 
-    async def _load(self, plan: ScalePlan, part: Part, instance: Instance) -> None:
+    async def _load(self, plan: ScalePlan, part: PlanPart, instance: Instance) -> None:
         attributes: dict[str, str | int] = {
             "blitz.plan_id": plan.plan_id,
             "blitz.model": plan.model.name,

@@ -25,9 +25,18 @@ class NatsAccess:
     @classmethod
     def from_env(cls, env: Settings) -> NatsAccess:
         """Raises ``SettingsError`` naming the variable and, unless it is a secret, its value."""
-        user = env.text("BLITZ_NATS_USER", default="")
-        password = env.secret("BLITZ_NATS_PASSWORD")
-        creds_file = env.file("BLITZ_NATS_CREDS_FILE")
+        user = env.text(
+            "BLITZ_NATS_USER",
+            "User of this service on NATS: its kind, with the configuration that `blitzscale credentials` makes. "
+            "Without it the service logs a warning.",
+            default="",
+        )
+        password = env.secret(
+            "BLITZ_NATS_PASSWORD", "Its password. A service whose credentials NATS refuses ends with exit code 1."
+        )
+        creds_file = env.file(
+            "BLITZ_NATS_CREDS_FILE", "Credentials of `nsc` instead of user and password (`pip install nkeys`)."
+        )
         if bool(user) != (password is not None):
             missing = "BLITZ_NATS_PASSWORD or BLITZ_NATS_PASSWORD_FILE" if user else "BLITZ_NATS_USER"
             raise SettingsError(f"{missing} is not set: a user and a password belong together", param=missing)
@@ -35,11 +44,14 @@ class NatsAccess:
             raise SettingsError(
                 "BLITZ_NATS_USER and BLITZ_NATS_CREDS_FILE are both set: unset one", param="BLITZ_NATS_CREDS_FILE"
             )
-        cert_file, key_file = env.file("BLITZ_NATS_CERT_FILE"), env.file("BLITZ_NATS_KEY_FILE")
+        cert_file = env.file("BLITZ_NATS_CERT_FILE", "Certificate of the service, for servers that require one.")
+        key_file = env.file("BLITZ_NATS_KEY_FILE", "Its key.")
         if (cert_file is None) != (key_file is None):
             missing = "BLITZ_NATS_CERT_FILE" if cert_file is None else "BLITZ_NATS_KEY_FILE"
             raise SettingsError(f"{missing} is not set: a certificate and its key belong together", param=missing)
-        ca_file = env.file("BLITZ_NATS_CA_FILE")
+        ca_file = env.file(
+            "BLITZ_NATS_CA_FILE", "Certificate of the authority that signed NATS's certificate.", shown="the system's"
+        )
         access = cls(user, password or "", creds_file, ca_file, cert_file, key_file)
         access.tls()
         return access

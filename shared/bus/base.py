@@ -34,6 +34,8 @@ Listener = Callable[[M], None]
 """Called inline, in order of arrival, on the event loop: must be quick and must not raise."""
 EventListener = Callable[[Stored[M]], Awaitable[None]]
 """Awaited one at a time, in order of arrival."""
+EventMaker = Callable[[], Message]
+"""Makes an event as of the moment at which it is sent: it says how long it holds, and sending may take a while."""
 Responder = Callable[[M], Awaitable[R]]
 """Answers an RPC; calls run concurrently. A ``BlitzError`` it raises reaches the caller typed."""
 
@@ -81,9 +83,10 @@ class Bus(Protocol):
         """Answer RPCs on ``subject``. Where several processes respond, each gets every request, and the first answer
         counts: one that hangs takes nothing with it."""
 
-    async def publish_event(self, subject: str, message: Message, *, message_id: str) -> None:
+    async def publish_event(self, subject: str, message: Message | EventMaker, *, message_id: str) -> None:
         """Append to the plan stream, once per ``message_id``. Returns when the server has it.
-        Raises ``Unavailable``, ``PayloadTooLarge``."""
+        Raises ``Unavailable``, ``PayloadTooLarge``; and what an ``EventMaker`` raises, which is asked for each
+        attempt."""
 
     async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[Stored[M], ...]:
         """The newest events on ``subject`` that the server still has, oldest first; at most ``limit``. What does not

@@ -17,10 +17,10 @@ from opentelemetry import context as otel_context
 
 from shared import subjects
 from shared.bus.access import ANYBODY, NatsAccess
-from shared.bus.base import Bus, EventListener, Listener, M, R, Responder, Stored, Subscription
+from shared.bus.base import Bus, EventListener, EventMaker, Listener, M, R, Responder, Stored, Subscription
 from shared.bus.departures import DepartureListener, departure_of
 from shared.bus.nats_events import EventSubscription
-from shared.bus.nats_link import Link, drain, drop_unsent, round_trip
+from shared.bus.nats_link import NatsLink, drain, drop_unsent, round_trip
 from shared.bus.nats_service import RpcService
 from shared.bus.nats_stream import RECORD_LIMITS, EventStream, StreamLimits
 from shared.bus.wire import (
@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 
 
 class NatsBus(Bus):
-    """One process's connection, as ``Link`` keeps it; subscriptions survive it."""
+    """One process's connection, as ``NatsLink`` keeps it; subscriptions survive it."""
 
-    def __init__(self, link: Link, kind: str, about: dict[str, str]) -> None:
+    def __init__(self, link: NatsLink, kind: str, about: dict[str, str]) -> None:
         self._link = link
         self._client = link.client
         self._refusals = link.refusals
@@ -77,7 +77,7 @@ class NatsBus(Bus):
         Raises ``NotPermitted`` when the server refuses the credentials, ``Unavailable``, naming the URL, when none can
         be reached in time.
         """
-        link = Link(access)
+        link = NatsLink(access)
         about = {"id": id or name, "incarnation": incarnation or secrets.token_hex(8)}
         bus = cls(link, name, about)
         await link.connect(
@@ -207,10 +207,14 @@ class NatsBus(Bus):
         await self._stream.keep(limits)
         await self._records.keep(replace(RECORD_LIMITS, num_replicas=limits.num_replicas))
 
-    async def publish_event(self, subject: str, message: Message, *, message_id: str) -> None:
-        payload = encode(message)
+    async def publish_event(self, subject: str, message: Message | EventMaker, *, message_id: str) -> None:
         headers = {**(trace_headers() or {}), Header.MSG_ID.value: message_id}
-        check_size(subject, payload, headers, self._client.max_payload)
+
+        def payload() -> bytes:
+            encoded = encode(message() if callable(message) else message)
+            check_size(subject, encoded, headers, self._client.max_payload)
+            return encoded
+
         await self._stream_of(subject).append(subject, payload, headers)
 
     async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[Stored[M], ...]:

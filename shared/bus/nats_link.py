@@ -19,7 +19,7 @@ from nats.aio.subscription import Subscription
 from shared import subjects
 from shared.bus.access import NatsAccess
 from shared.bus.departures import connection_name
-from shared.bus.refusals import Refusals
+from shared.bus.refusals import AccessRefusals
 from shared.errors import NotPermitted, Unavailable
 from shared.permissions import inbox_prefix
 
@@ -39,12 +39,12 @@ _CANCEL_AGAIN_S = 0.1
 _CLOSE_S = 1.0
 
 
-class Link:
+class NatsLink:
     """Connects, and connects again for as long as the server may take it."""
 
     def __init__(self, access: NatsAccess) -> None:
         self.client = Client()
-        self.refusals = Refusals(access.user)
+        self.refusals = AccessRefusals(access.user)
         self.up = asyncio.Event()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when the connection has ended and will not be back."""

@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -20,7 +21,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from shared import subjects
-from shared.bus.refusals import JETSTREAM, Refusals
+from shared.bus.refusals import JETSTREAM, AccessRefusals
 from shared.bus.wire import Headers
 from shared.errors import Unavailable
 
@@ -78,7 +79,7 @@ class EventStream:
     def __init__(
         self,
         client: Client,
-        refusals: Refusals,
+        refusals: AccessRefusals,
         up: asyncio.Event,
         *,
         consumer_prefix: str,
@@ -170,9 +171,9 @@ class EventStream:
                 _log.info("the %s keeps %s from now on", self._label, self._limits)
             self._known = True
 
-    async def append(self, subject: str, payload: bytes, headers: Headers) -> None:
-        """Append once; retried until the deadline, which ``Nats-Msg-Id`` makes safe. Raises ``Unavailable``,
-        ``NotPermitted``."""
+    async def append(self, subject: str, payload: Callable[[], bytes], headers: Headers) -> None:
+        """Append once; retried until the deadline, which ``Nats-Msg-Id`` makes safe. ``payload`` is made for each
+        attempt. Raises ``Unavailable``, ``NotPermitted``, and what ``payload`` raises."""
         reason: Exception | None = None
         with self.refusals.watch("publish", subject) as refused, self.refusals.watch("publish", JETSTREAM) as unmade:
             try:
@@ -186,7 +187,7 @@ class EventStream:
                             if not self._known:
                                 await self._make()
                             await self.jetstream.publish(
-                                subject, payload, timeout=_API_TIMEOUT_S, stream=self.name, headers=headers
+                                subject, payload(), timeout=_API_TIMEOUT_S, stream=self.name, headers=headers
                             )
                         except nats.js.errors.NoStreamResponseError as error:
                             reason, self._known = error, False

@@ -21,7 +21,7 @@ _INBOX = "_inbox."
 _MAX_LOGGED = 256
 
 
-class Refused:
+class RefusalWatch:
     """Whether one act was refused."""
 
     def __init__(self) -> None:
@@ -51,21 +51,21 @@ class Refused:
             raise NotPermitted(f"NATS does not permit {who} to {what} (refused: {self.subject})")
 
 
-class Refusals:
+class AccessRefusals:
     """Those of one connection, told to whoever waits, and to the log once each."""
 
     def __init__(self, user: str) -> None:
         self.user = user
-        self._watching: dict[tuple[str, str], list[Refused]] = {}
+        self._watching: dict[tuple[str, str], list[RefusalWatch]] = {}
         self._logged: set[tuple[str, str]] = set()
         self._deaf = ""
         """The inbox on which no answer can arrive, whatever is asked."""
 
     @contextlib.contextmanager
-    def watch(self, act: Act, subject: str) -> Iterator[Refused]:
+    def watch(self, act: Act, subject: str) -> Iterator[RefusalWatch]:
         """Hear of a refusal of ``act`` on ``subject`` while inside."""
         # The client library gives the server's words in lower case.
-        key, refused = (act, subject.lower()), Refused()
+        key, refused = (act, subject.lower()), RefusalWatch()
         self._watching.setdefault(key, []).append(refused)
         if self._deaf:
             refused.say(self._deaf)

@@ -34,7 +34,7 @@ _HEADER_LINE_BYTES = len("NATS/1.0\r\n\r\n")
 _log = logging.getLogger(__name__)
 malformed_total = Counter(
     "blitz_bus_malformed",
-    "Messages that did not decode, by the kind of message that the subscription takes.",
+    "Messages that did not decode, by the kind that the subscription takes.",
     ["kind"],
 )
 

@@ -25,25 +25,45 @@ MAX_KEEP_ALIVE_S = 30 * 86_400.0
 
 MAX_WEIGHT = 1e6
 
+MAX_NO_ROOM_TIMEOUT_S = 3600.0
+
 Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
 ObjectiveOrNone = Annotated[float, Meta(ge=0, le=MAX_SLO_S)]
 KeepAlive = Annotated[float, Meta(ge=0, le=MAX_KEEP_ALIVE_S)]
 Weight = Annotated[float, Meta(gt=0, le=MAX_WEIGHT)]
+NoRoomTimeout = Annotated[float, Meta(ge=0, le=MAX_NO_ROOM_TIMEOUT_S)]
 
 
 class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A checkpoint to register. ``None`` is absent."""
 
     path: Annotated[str, Meta(min_length=1)] | None = None
+    """Checkpoint directory, as the services see it; required."""
     name: Annotated[str, Meta(min_length=1)] | None = None
+    """Up to 200 letters, digits, ``.``, ``_``, ``-``, ``:`` and ``/``, with a letter or digit in front. The
+    directory's by default."""
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
+    """Of each role that load decides on. 1 by default; 0 with ``keep_alive_s``, which no other minimum goes with."""
     max_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
+    """Of all roles together; of a disaggregated model twice the minimum, and 2, at least. 0 pauses the model,
+    1000000 (the default): no limit."""
     slo_ttft_s: Objective | None = None
+    """Objective for the time to the first token. Without one the services' defaults apply."""
     slo_tbt_s: Objective | None = None
+    """Objective for the time between two tokens."""
     keep_alive_s: KeepAlive | None = None
+    """How long the last instance stays without a request. Without one it stays."""
     served_as: Serving | None = None
+    """Which instances the load decides on: ``colocated``, ``disaggregated`` (prefill and decode), or empty:
+    colocated ones, while others stay as asked for by hand."""
     weight: Weight | None = None
+    """What the model's missed objectives count for beside those of others; 1 by default."""
     advise: bool | None = None
+    """What the load asks for is shown and recorded, and not carried out."""
+    no_room_timeout_s: NoRoomTimeout | None = None
+    """How long a request waits while the model has no instance and the planner can start none; then 503
+    ``no_capacity``. 0: no longer than the planner takes to say so. Without one ``BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S``
+    applies."""
 
     @property
     def least(self) -> int:
@@ -58,19 +78,27 @@ class SetModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
     slo_ttft_s: ObjectiveOrNone | None = None
     slo_tbt_s: ObjectiveOrNone | None = None
+    """Reaches running instances within a lease."""
     keep_alive_s: KeepAlive | None = None
     served_as: Serving | None = None
+    """Empty: as above."""
     weight: Weight | None = None
     advise: bool | None = None
+    no_room_timeout_s: NoRoomTimeout | Literal["default"] | None = None
+    """``default``: that of the gateway again."""
 
 
 class ScaleBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How many instances, how long at least, and which."""
 
     instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
+    """How many; required."""
     hold_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    """Not fewer for so long: 300 by default; 0 lifts an earlier floor."""
     live: LiveChoice | None = None
+    """Whether new instances work while they load: ``auto`` by default."""
     role: Role | None = None
+    """``colocated`` by default; other roles are left alone."""
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,23 +106,37 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     path: str = ""
+    """As the services see it."""
     model_hash: str = ""
+    """Of configuration and weights."""
     layout_hash: str = ""
+    """Of the arrangement in memory: weights move only between workers with equal ones."""
     weights_bytes: int = 0
     instances: int = 0
+    """Of all states."""
     serving: int = 0
+    """Instances that answer requests."""
     live: int = 0
+    """Instances that load and compute for another one."""
     queued_requests: int = 0
-    """That wait in gateways."""
+    """That wait in gateways, in all of them together."""
     min_instances: int = 1
     max_instances: int = MAX_INSTANCES
+    """1000000: no limit; 0: paused."""
     slo_ttft_s: float = 0.0
+    """0: the services' default."""
     slo_tbt_s: float = 0.0
+    """0: the services' default."""
     keep_alive_s: float = 0.0
+    """0: none."""
     served_as: Serving = ""
+    """``colocated``, ``disaggregated`` or empty."""
     weight: float = 1.0
     advise: bool = False
+    no_room_timeout_s: float | None = None
+    """Null: the gateway's default."""
     added_at_s: float = 0.0
+    """Unix time."""
     architecture: str = ""
     dtype: str = ""
     num_layers: int | None = None
@@ -132,16 +174,21 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     model: str
     state: str
+    """A ``live`` instance loads and computes; it gets its requests from the instance that it works for."""
     role: str = "colocated"
     workers: tuple[str, ...] = ()
     layers_ready: int = 0
+    """How far a loading one is."""
     weights_digest: str = ""
+    """Of the checksums of what it holds: instances of one model must agree."""
     epoch: int = 0
     plan_id: str = ""
+    """The operation that made it."""
     context_tokens: int = 0
+    """The longest context that it holds."""
     max_running_requests: int = 0
     load: ReportedLoad | None = None
-    """None: the instance has not reported lately."""
+    """Null: it has not reported within the last seconds, as one that loads."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +209,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     drain_why: str = ""
     """What a drain waits for."""
     instance: str | None = None
+    """Its id."""
     model: str | None = None
     pid: int = 0
     leaf: str = ""
@@ -169,6 +217,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     arena_bytes: int = 0
     kv_bytes: int = 0
     lease_plan_id: str = ""
+    """The plan that has leased it."""
 
 
 class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,9 +253,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerStatus, ...] = ()
     floors: tuple[FloorStatus, ...] = ()
     refused: tuple[RefusedWorker, ...] = ()
-    """Workers that the planner leaves alone for a while."""
+    """Workers that failed to load a model, and are not asked for a while."""
     unplanned: tuple[Unplanned, ...] = ()
-    """What is asked for and not possible now."""
+    """Instances that are wanted and not possible now."""
     advice: tuple[Advice, ...] = ()
     """What the load asks for of models that are only to be advised on."""
 
@@ -237,6 +286,7 @@ class InstanceCopy(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     role: str = "colocated"
     complete: bool = False
+    """All layers are there."""
 
 
 class HostCopyStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,9 +295,10 @@ class HostCopyStatus(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     host: str = ""
     state: str
+    """``loading``, ``ready`` or ``retired`` (about to go)."""
     bytes: int = 0
     cached: bool = False
-    """Kept by the worker for itself, not placed by the pool."""
+    """Left by a load and kept by the worker, not placed by the pool."""
 
 
 class StrayCopy(HostCopyStatus, frozen=True, kw_only=True):
@@ -264,14 +315,16 @@ class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
     model_hash: str = ""
     weights_bytes: int = 0
     invariant: str
-    """``ok``: some memory holds a complete copy; ``disk``: none does, and a worker can read it from disk; else
-    ``missing``."""
+    """``ok``: some memory of a GPU or host holds a complete copy; ``disk``: none does, and a worker said that it
+    can read the checkpoint; else ``missing``."""
     host_copy: str
-    """``ready``, ``loading`` or ``none``."""
+    """The placed one: ``ready``, ``loading`` or ``none``."""
     reason: str = ""
+    """Why there is no copy, or no host copy."""
     instances: tuple[InstanceCopy, ...] = ()
     host_copies: tuple[HostCopyStatus, ...] = ()
     host_bytes: int = 0
+    """Of its host copies."""
 
 
 class PoolHost(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,7 +335,9 @@ class PoolHost(msgspec.Struct, frozen=True, kw_only=True):
     capacity_bytes: int = 0
     used_bytes: int = 0
     placed_bytes: int = 0
+    """Of copies that the pool placed."""
     cached_bytes: int = 0
+    """Of copies that loads left."""
 
 
 class PoolTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,6 +359,8 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[PoolModel, ...]
     hosts: tuple[PoolHost, ...] = ()
     strays: tuple[StrayCopy, ...] = ()
+    """Host copies of models that are not registered: about to be dropped, or known to a registry that is being
+    restored."""
     totals: PoolTotals = PoolTotals()
 
 
@@ -312,4 +369,4 @@ class TrafficStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: tuple[WorkerTraffic, ...] = ()
     silent: tuple[str, ...] = ()
-    """Workers that did not answer, by id."""
+    """Workers that did not answer within half a second, by id."""

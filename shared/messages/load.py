@@ -19,7 +19,6 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     model: str
     state: InstanceState
     role: Role
-    published_at_s: Figure
     queued_requests: Count
     queued_tokens: Count
     """Prompt tokens accepted and not yet computed."""
@@ -89,7 +88,6 @@ class QueueReport(Message, frozen=True, kw_only=True, tag="queue.v1"):
     """One gateway's queues."""
 
     gateway_id: str
-    published_at_s: Figure
     models: tuple[ModelQueue, ...]
 
 
@@ -110,7 +108,6 @@ class KeyUsageReport(Message, frozen=True, kw_only=True, tag="key_usage.v1"):
 
     gateway_id: str
     incarnation: str
-    published_at_s: Figure
     keys: tuple[KeyUsage, ...]
 
 
@@ -119,7 +116,6 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
 
     publisher: str
     sequence: Count
-    published_at_s: Figure
     model: str
     role: Role
     desired: Count

@@ -34,6 +34,7 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: str
     first_byte_ms: float | None = None
     layer_ready_ms: tuple[float, ...] = ()
+    """Per layer."""
     live_ms: float | None = None
     """When it began to run layers of another instance's batches."""
     loaded_ms: float | None = None
@@ -41,6 +42,7 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     spare_ms: float | None = None
     received_bytes: int = 0
     failure: str = ""
+    """Empty: none."""
     working_ms: float | None = None
     """Of a mutation: when the first request came for its new role."""
     was: Role | None = None
@@ -52,8 +54,10 @@ class LiveBatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     batch_id: str
     num_requests: int
+    """A prompt, or several that run together."""
     num_tokens: int
     target_layers: int
+    """0: taken before the target had a layer."""
     source_layers: int
     first_token_ms: float
 
@@ -63,25 +67,34 @@ class LiveRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     pair_id: str
     source: str
-    """Worker ids."""
+    """Worker id of the overloaded instance."""
     target: str
+    """Worker id of the new one."""
     policy: LivePolicy
+    """As ``BLITZ_PLANNER_LIVE_POLICY`` says."""
     why: str
+    """Why these two."""
     outcome: Literal["running", "dissolved", "failed", "unknown"] = "running"
-    """``unknown``: the source never reported."""
+    """``dissolved``: ended as planned; ``failed``: a member died, or the load was cancelled; ``unknown``: the
+    source is gone, or did not report in time."""
     reason: str = ""
     started_ms: float | None = None
+    """When the two began to work together."""
     ended_ms: float | None = None
+    """When they stopped."""
     first_cooperative_token_ms: float | None = None
-    """First token of a batch of which both sides ran layers."""
+    """First token of a prompt of which both ran layers; null: there was none."""
     batches: tuple[LiveBatchRecord, ...] = ()
+    """In the order of their arrival."""
     bucket_ms: float = 50.0
     """Of the timelines that follow; all begin at ``started_ms``."""
     source_layers: tuple[int, ...] = ()
     """Layers of prompt batches run per bucket."""
     target_layers: tuple[int, ...] = ()
+    """The same of the target."""
     tokens: tuple[int, ...] = ()
-    """Output tokens of the source's engine per bucket."""
+    """Output tokens of the source per bucket. Where they stop for long, the source only computes prompts: lower the
+    TBT objective."""
 
 
 class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
@@ -90,33 +103,48 @@ class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
     plan_id: str
     model: str
     status: Literal["running", "done", "failed"]
+    """``done``: every target ended well; ``failed``: at least one did not."""
     direction: Literal["out", "in", "mutate", "none"]
+    """``mutate``: instances got another role; ``none``: nothing to do, or an operation asked for before is about to
+    do it."""
     desired: int
+    """The number asked for."""
     reason: str
+    """Why; of an operation that failed as a whole, the error."""
     triggered_at_s: float
+    """Unix time: when the load first called for this number, or the request reached the planner."""
     trigger_to_plan_ms: float | None = None
+    """Until the plan was published."""
     trigger_to_first_byte_ms: float | None = None
+    """Until the first target had its first piece, or began to read from disk."""
     layer_ready_ms: tuple[float, ...] = ()
-    """Per layer, when the last target had it."""
+    """Per decoder layer, until the last target had it and all before it, verified."""
     trigger_to_loaded_ms: float | None = None
+    """Until the last target held all its weights."""
+    predicted_loaded_ms: float | None = None
+    """What that was expected to be when the plan was made; None: it was not known."""
     trigger_to_serving_ms: float | None = None
+    """Until the last target accepted requests; of a mutation, until the pool knew its new role."""
     trigger_to_spare_ms: float | None = None
-    """Scaling in: when the last target had drained."""
+    """Scaling in: until the last target had drained and its worker was spare."""
     bytes: int = 0
     """Bytes received by all targets."""
     gbps: float = 0.0
-    """Gigabits per second into one target while its weights came, the slowest target."""
+    """Gigabits per second of the slowest target, from accepting the plan until loaded."""
     targets: tuple[TargetRecord, ...] = ()
     explain: tuple[str, ...] = ()
+    """Why this source and this order, and which instances were paired."""
     left_out: tuple[str, ...] = ()
+    """What could not be planned, and why. Such an operation is still ``done``."""
     trace_id: str = ""
+    """Empty without tracing."""
     live: tuple[LiveRecord, ...] = ()
-    """Pairs that scaled live."""
+    """Pairs that scaled live; the operation runs until they have ended, too."""
     role: Role = "colocated"
     """Of the instances that the operation is about; of a mutation, the new one."""
     trigger_to_working_ms: float | None = None
-    """Of a mutation: when the first request came that one of its instances got for its new role. None: not before
-    the record was kept."""
+    """Of a mutation: until one of its targets got its first request in the new role. Null: not before the record
+    was kept."""
     advice: bool = False
     """Not carried out: the load asked for it, and the model is only to be advised on."""
 

@@ -2,7 +2,8 @@
 
 Plans travel through JetStream with the plan id as ``Nats-Msg-Id``; workers start at new
 messages and ignore a plan whose lease (epoch) is not theirs any more. For how long one holds is said in seconds from
-when the stream took it (``shared.bus.base.Stored``): hosts' clocks may differ.
+when the stream took it (``shared.bus.base.Stored``), for hosts' clocks may differ: what is left when it is sent of the
+time for which it was decided.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
     stripes: tuple[Stripe, ...]
     predicted_finish_s: float = 0.0
     """From the start of the transfer."""
+    overhead_s: float = 0.0
+    """What the load is expected to take beside that."""
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):

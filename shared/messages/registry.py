@@ -66,6 +66,8 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     weight: float = 1.0
     """What a missed objective of this model counts for, beside those of other models."""
     advise: bool = False
+    no_room_timeout_s: float | None = None
+    """How long its requests wait where no instance can be started. None: the gateway's default; 0: not at all."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +202,7 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     serving: Serving = ""
     weight: float = 1.0
     advise: bool = False
+    no_room_timeout_s: float | None = None
 
 
 class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
@@ -214,6 +217,8 @@ class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
     serving: Serving | None = None
     weight: float | None = None
     advise: bool | None = None
+    no_room_timeout_s: float | Literal["default"] | None = None
+    """``default``: none of its own any more, for 0 is one."""
 
 
 class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):
@@ -300,16 +305,21 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
 
 
 class LeaseWorkers(Message, frozen=True, kw_only=True, tag="lease_workers.v1"):
-    """Lease exactly these spare workers for a plan, all or none (``Conflict``)."""
+    """Lease exactly these spare workers for a plan, all or none: no process in place of another (``Conflict``)."""
 
     plan_id: str
     model: str
-    worker_ids: tuple[str, ...]
+    workers: tuple[AtWorker, ...]
     ttl_s: float
     role: Role = "colocated"
     """Of the instances that the plan makes."""
     term: Count
     """Of the planner that asks (``Lead``)."""
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """Of ``workers``, in their order."""
+        return tuple([at.worker_id for at in self.workers])
 
 
 class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease_grant.v1"):
@@ -431,7 +441,6 @@ class RouteChanges(Message, frozen=True, kw_only=True, tag="route_changes.v1"):
 
     publisher: str
     sequence: Count
-    published_at_s: Figure
     removed_models: tuple[str, ...] = ()
     """Their routes are gone with them."""
     models: tuple[ModelRecord, ...] = ()

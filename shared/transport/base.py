@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from shared.transport.traffic import Traffic
+from shared.transport.traffic import TrafficCounters
 
 Buffer = Any
 """C-contiguous memory; see the module's docstring."""
@@ -78,7 +78,7 @@ class TensorTransport(Protocol):
         """Addresses of the peers that hold a connection open here, whoever made it."""
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficCounters:
         """What it has carried. A receive counts where ``source`` names its sender."""
 
     async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> Channel:

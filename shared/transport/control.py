@@ -25,7 +25,7 @@ CLOSES = 1
 """Value of a BYE from a transport that closes, or that takes the reader for dead. Older versions send 0 then."""
 
 
-class Kind(IntEnum):
+class ControlKind(IntEnum):
     """What a control message says."""
 
     HELLO = 1
@@ -38,7 +38,7 @@ class Kind(IntEnum):
 class Control:
     """One control message; ``value`` and ``address`` as in the table above."""
 
-    kind: Kind
+    kind: ControlKind
     value: int = 0
     same_host: bool = False
     address: bytes = b""
@@ -53,4 +53,4 @@ class Control:
         if len(data) < _HEAD.size:
             raise ValueError(f"a control message of {len(data)} bytes is too short")
         kind, same_host, value = _HEAD.unpack_from(data)
-        return cls(Kind(kind), value, bool(same_host), data[_HEAD.size :])
+        return cls(ControlKind(kind), value, bool(same_host), data[_HEAD.size :])

@@ -16,7 +16,7 @@ _PURPOSES: dict[Carries, Purpose] = {
 }
 
 
-class Traffic:
+class TrafficCounters:
     """Bytes of the transfers that ended well. Counted on the transport's thread, read on any."""
 
     def __init__(self) -> None:

@@ -21,9 +21,9 @@ from shared.transport.base import Buffer, Channel, Transfer
 from shared.transport.control import CONTROL_TAG
 from shared.transport.mailbox import Mailbox
 from shared.transport.tags import MAX_UNCLAIMED
-from shared.transport.traffic import Traffic
+from shared.transport.traffic import TrafficCounters
 from shared.transport.transfer import PostedTransfer
-from shared.transport.ucx_peers import Peer, Peers
+from shared.transport.ucx_peers import Peer, UcxPeers
 from shared.transport.ucx_transfers import Receives, UcxChannel, array_of
 from shared.transport.ucx_worker import UcxWorker, open_worker
 
@@ -67,10 +67,10 @@ class UcxTransport:
         self._on_failure = on_failure
         self._max_unclaimed = max_unclaimed
         self._mailbox = Mailbox()
-        self._traffic = Traffic()
+        self._traffic = TrafficCounters()
         self._stopping = False
         self._worker: UcxWorker
-        self._peers: Peers
+        self._peers: UcxPeers
         self._receives: Receives
         started: concurrent.futures.Future[bytes] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"ucx-{name}", daemon=True)
@@ -97,7 +97,7 @@ class UcxTransport:
         return self._receives.num_overflowed
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficCounters:
         """What it has carried."""
         return self._traffic
 
@@ -163,7 +163,7 @@ class UcxTransport:
             return
         self._mailbox.watch(self._worker.event_fd)
         self._receives = Receives(self._worker, self._name, self._max_unclaimed, self._traffic)
-        self._peers = Peers(
+        self._peers = UcxPeers(
             self._worker,
             self._name,
             make_channel=lambda peer: UcxChannel(self._worker, self._peers, peer, self._traffic, self.post),

@@ -3,7 +3,7 @@
 A dial is HELLO there and WELCOME back: the connection carries data in both directions then. An endpoint
 closes when neither side uses it, and when the other side says BYE: UCX has paired the two endpoints of a lane, and
 large messages no longer pass one whose other half is gone. Everything here runs on the transport's thread, but for
-reads of ``Peer.lost`` and ``Peers.addresses``.
+reads of ``Peer.lost`` and ``UcxPeers.addresses``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from shared.errors import BadAddress, PeerLost, TransportError
 from shared.transport.base import Channel
-from shared.transport.control import CLOSES, CONTROL_TAG, Control, Kind
+from shared.transport.control import CLOSES, CONTROL_TAG, Control, ControlKind
 from shared.transport.transfer import PostedTransfer
 from shared.transport.ucx_worker import UcxWorker, check
 
@@ -48,7 +48,7 @@ class Peer:
         self.sends: set[PostedTransfer] = set()
 
 
-class Peers:
+class UcxPeers:
     """All peers of one transport, by address and lane.
 
     A lane other than 0 is an endpoint of its own in this direction only: the other side answers on its lane 0.
@@ -116,7 +116,7 @@ class Peers:
         if not peer.dial:
             peer.dial, self._next_dial = self._next_dial, self._next_dial + 1
             self._dials[peer.dial] = peer
-            self.tell(peer, Control(Kind.HELLO, peer.dial, peer.same_host, self._worker.address))
+            self.tell(peer, Control(ControlKind.HELLO, peer.dial, peer.same_host, self._worker.address))
 
     def forget_dial(self, address: bytes, lane: int) -> None:
         """Give up a dial for which no caller waits any more."""
@@ -159,11 +159,11 @@ class Peers:
         except ValueError as error:
             _log.warning("transport %s: bad control message: %s", self._name, error)
             return
-        if control.kind is Kind.HELLO:
+        if control.kind is ControlKind.HELLO:
             self._on_hello(control)
-        elif control.kind is Kind.WELCOME:
+        elif control.kind is ControlKind.WELCOME:
             self._on_welcome(control)
-        elif control.kind is Kind.BYE:
+        elif control.kind is ControlKind.BYE:
             self._on_bye(control)
         else:
             self._on_cancel(control.value)
@@ -175,7 +175,7 @@ class Peers:
             _log.warning("transport %s: cannot answer a peer: %s", self._name, error)
             return
         peer.used_by_remote = True
-        self.tell(peer, Control(Kind.WELCOME, control.value))
+        self.tell(peer, Control(ControlKind.WELCOME, control.value))
 
     def _on_welcome(self, control: Control) -> None:
         if (peer := self._dials.pop(control.value, None)) is not None:
@@ -240,7 +240,7 @@ class Peers:
         self._disconnect(peer)
 
     def _say_bye(self, peer: Peer, value: int) -> None:
-        self.tell(peer, Control(Kind.BYE, value, peer.same_host, self._worker.address))
+        self.tell(peer, Control(ControlKind.BYE, value, peer.same_host, self._worker.address))
 
     def _lose(self, peer: Peer, why: str) -> None:
         self._disconnect(peer)

@@ -18,11 +18,11 @@ from typing import Any
 
 from shared.errors import PeerLost, TransferAborted, TransportError
 from shared.transport.base import CLOSE_TIMEOUT_S, Buffer, Transfer
-from shared.transport.control import CONTROL_TAG, Control, Kind
+from shared.transport.control import CONTROL_TAG, Control, ControlKind
 from shared.transport.tags import MAX_UNCLAIMED_BYTES, RecentTags
-from shared.transport.traffic import Traffic
+from shared.transport.traffic import TrafficCounters
 from shared.transport.transfer import PostedTransfer, ended_within
-from shared.transport.ucx_peers import Peer, Peers
+from shared.transport.ucx_peers import Peer, UcxPeers
 from shared.transport.ucx_worker import UcxWorker
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ Post = Callable[[Callable[[], None]], bool]
 class UcxChannel:
     """A ``Channel``; made by ``UcxTransport.connect``. Any thread may use it."""
 
-    def __init__(self, worker: UcxWorker, peers: Peers, peer: Peer, traffic: Traffic, run: Post) -> None:
+    def __init__(self, worker: UcxWorker, peers: UcxPeers, peer: Peer, traffic: TrafficCounters, run: Post) -> None:
         self._worker = worker
         self._peers = peers
         self._traffic = traffic
@@ -96,7 +96,7 @@ class UcxChannel:
     def _cancel(self, transfer: PostedTransfer) -> None:
         """Ask the peer to throw the message away if it is waiting there."""
         if not transfer.done and not self.peer.lost:
-            self._peers.tell(self.peer, Control(Kind.CANCEL, transfer.tag))
+            self._peers.tell(self.peer, Control(ControlKind.CANCEL, transfer.tag))
 
     def _ended(self, transfer: PostedTransfer, error: Exception | None) -> None:
         self.peer.sends.discard(transfer)
@@ -108,7 +108,7 @@ class UcxChannel:
 class Receives:
     """The posted receives of one transport, and the messages that no receive has asked for yet."""
 
-    def __init__(self, worker: UcxWorker, name: str, max_unclaimed: int, traffic: Traffic) -> None:
+    def __init__(self, worker: UcxWorker, name: str, max_unclaimed: int, traffic: TrafficCounters) -> None:
         self._worker = worker
         self._name = name
         self._max_unclaimed = max_unclaimed

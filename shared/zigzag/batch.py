@@ -1,4 +1,4 @@
-"""A batch in the queue of a pair: where it is, and which moves are legal.
+"""A batch in the queue of a pair: where it is, and which transitions are legal.
 
 Rules in prose:
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class IllegalMove(Exception):
+class IllegalBatchEvent(Exception):
     """The caller broke the rules of the queue: a bug, never a lost race (that is ``Conflict``)."""
 
 
@@ -42,7 +42,7 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Move(StrEnum):
+class BatchEvent(StrEnum):
     """What can happen to a batch."""
 
     BEGIN = "begin"
@@ -53,17 +53,29 @@ class Move(StrEnum):
     CANCEL = "cancel"
 
 
-TRANSITIONS: dict[State, dict[Move, State]] = {
-    State.WAITING: {Move.BEGIN: State.RUNNING, Move.CLAIM: State.CLAIMED, Move.CANCEL: State.CANCELLED},
-    State.RUNNING: {Move.END: State.WAITING, Move.FINISH: State.FINISHED, Move.CANCEL: State.STOPPING},
-    State.STOPPING: {Move.END: State.CANCELLED, Move.FINISH: State.CANCELLED, Move.CANCEL: State.STOPPING},
-    State.CLAIMED: {Move.CONFIRM: State.MOVED, Move.CANCEL: State.CANCELLED},
+TRANSITIONS: dict[State, dict[BatchEvent, State]] = {
+    State.WAITING: {
+        BatchEvent.BEGIN: State.RUNNING,
+        BatchEvent.CLAIM: State.CLAIMED,
+        BatchEvent.CANCEL: State.CANCELLED,
+    },
+    State.RUNNING: {
+        BatchEvent.END: State.WAITING,
+        BatchEvent.FINISH: State.FINISHED,
+        BatchEvent.CANCEL: State.STOPPING,
+    },
+    State.STOPPING: {
+        BatchEvent.END: State.CANCELLED,
+        BatchEvent.FINISH: State.CANCELLED,
+        BatchEvent.CANCEL: State.STOPPING,
+    },
+    State.CLAIMED: {BatchEvent.CONFIRM: State.MOVED, BatchEvent.CANCEL: State.CANCELLED},
     State.MOVED: {},
     State.FINISHED: {},
     State.CANCELLED: {},
 }
 
-ENDED = frozenset(state for state, moves in TRANSITIONS.items() if not moves)
+ENDED = frozenset(state for state, events in TRANSITIONS.items() if not events)
 
 _HOLDER: dict[State, Side | None] = {
     State.WAITING: Side.TARGET,
@@ -77,7 +89,7 @@ _HOLDER: dict[State, Side | None] = {
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class QueuedBatch:
     """One batch. Only the queue changes it."""
 
     batch_id: str
@@ -111,11 +123,11 @@ class Batch:
         """The target is inside one of its layers."""
         return self.state is State.RUNNING or self.state is State.STOPPING
 
-    def move(self, move: Move) -> State:
-        """Change state by the table. Raises ``IllegalMove``."""
-        new = TRANSITIONS[self.state].get(move)
+    def apply(self, event: BatchEvent) -> State:
+        """Change state by the table. Raises ``IllegalBatchEvent``."""
+        new = TRANSITIONS[self.state].get(event)
         if new is None:
-            raise IllegalMove(f"batch {self.batch_id!r} is {self.state} and cannot {move}")
+            raise IllegalBatchEvent(f"batch {self.batch_id!r} is {self.state} and cannot {event}")
         if _HOLDER[new] is not _HOLDER[self.state]:
             self.generation += 1
         self.state = new

@@ -34,7 +34,7 @@ from enum import StrEnum
 from typing import Literal
 
 from shared.errors import BadRequest, Conflict
-from shared.zigzag.batch import ENDED, Batch, IllegalMove, Move, Side, State
+from shared.zigzag.batch import ENDED, BatchEvent, IllegalBatchEvent, QueuedBatch, Side, State
 from shared.zigzag.sharing import share_evenly
 
 
@@ -92,11 +92,11 @@ class Queue:
         self.num_layers = num_layers
         self.policy = policy
         self._layers_ready = 0
-        self._batches: dict[str, Batch] = {}
-        self._order: list[Batch] = []
+        self._batches: dict[str, QueuedBatch] = {}
+        self._order: list[QueuedBatch] = []
         self._claims: dict[str, Claim] = {}
-        self._open: dict[str, Batch] = {}
-        self._in_hand: Batch | None = None
+        self._open: dict[str, QueuedBatch] = {}
+        self._in_hand: QueuedBatch | None = None
         self._shares: Shares | None = None
         self._gated = False
 
@@ -117,15 +117,15 @@ class Queue:
         """Nothing can be added or pulled any more."""
         return self._shares is not None
 
-    def batches(self) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[QueuedBatch, ...]:
         """All that have not ended, in first-come order. To be read only."""
         return tuple(self._order)
 
-    def batch(self, batch_id: str) -> Batch:
-        """One batch, ended or not. To be read only. Raises ``IllegalMove`` for an unknown one."""
+    def batch(self, batch_id: str) -> QueuedBatch:
+        """One batch, ended or not. To be read only. Raises ``IllegalBatchEvent`` for an unknown one."""
         found = self._batches.get(batch_id)
         if found is None:
-            raise IllegalMove(f"batch {batch_id!r} is not in this queue")
+            raise IllegalBatchEvent(f"batch {batch_id!r} is not in this queue")
         return found
 
     def open_claims(self) -> tuple[Claim, ...]:
@@ -159,7 +159,7 @@ class Queue:
             raise Conflict(f"batch {batch_id!r} is already in this queue")
         if not cost > 0:
             raise BadRequest(f"a layer of batch {batch_id!r} cannot cost {cost!r}", param="cost")
-        batch = Batch(batch_id, cost, (behind_seal, len(self._batches)), absent=absent)
+        batch = QueuedBatch(batch_id, cost, (behind_seal, len(self._batches)), absent=absent)
         self._batches[batch_id] = batch
         bisect.insort(self._order, batch, key=lambda b: b.place)
 
@@ -170,7 +170,7 @@ class Queue:
     def set_gate(self, batch_id: str, num_layers: int) -> None:
         """Split a batch: the target runs ``num_layers`` of it, then the source the rest. 0: whole at the source."""
         if self.policy is not Policy.ZIGZAG:
-            raise IllegalMove(f"gates have no meaning under {self.policy}")
+            raise IllegalBatchEvent(f"gates have no meaning under {self.policy}")
         if not 0 <= num_layers <= self.num_layers:
             raise BadRequest(f"a gate of {num_layers} in {self.num_layers} layers", param="gate")
         batch = self.batch(batch_id)
@@ -190,22 +190,22 @@ class Queue:
     def set_layers_ready(self, layers_ready: int) -> None:
         """The first ``layers_ready`` layers are loaded. Late and repeated reports change nothing."""
         if layers_ready > self.num_layers:
-            raise IllegalMove(f"{layers_ready} layers ready of {self.num_layers}")
+            raise IllegalBatchEvent(f"{layers_ready} layers ready of {self.num_layers}")
         self._layers_ready = max(self._layers_ready, layers_ready)
 
     def next_for_target(self, layers_ready: int | None = None) -> Layer | None:
         """Begin the layer that the target shall run now; None: nothing until the next event.
 
-        Raises ``IllegalMove`` while it is inside a layer.
+        Raises ``IllegalBatchEvent`` while it is inside a layer.
         """
         if layers_ready is not None:
             self.set_layers_ready(layers_ready)
         if self._in_hand is not None and self._in_hand.in_layer:
-            raise IllegalMove(f"the target is inside a layer of batch {self._in_hand.batch_id!r}")
+            raise IllegalBatchEvent(f"the target is inside a layer of batch {self._in_hand.batch_id!r}")
         batch = self._choose()
         if batch is None:
             return None
-        batch.move(Move.BEGIN)
+        batch.apply(BatchEvent.BEGIN)
         self._in_hand = batch
         return Layer(batch.batch_id, batch.next_layer)
 
@@ -213,7 +213,7 @@ class Queue:
         """The layer that was begun has ended. True: it was the batch's last one, and the batch is finished."""
         batch = self.batch(batch_id)
         last = batch.next_layer + 1 == self.num_layers
-        batch.move(Move.FINISH if last else Move.END)
+        batch.apply(BatchEvent.FINISH if last else BatchEvent.END)
         batch.next_layer += 1
         self._settle(batch)
         return batch.state is State.FINISHED
@@ -249,7 +249,7 @@ class Queue:
         """The source has everything; the target may free its copy. Repeating changes nothing."""
         batch = self._resolve(claim_id)
         if batch is not None:
-            batch.move(Move.CONFIRM)
+            batch.apply(BatchEvent.CONFIRM)
             self._settle(batch)
 
     # both
@@ -263,7 +263,7 @@ class Queue:
         holder = batch.holder
         if batch.state in ENDED:
             return Side.SOURCE if batch.state is State.MOVED else None
-        batch.move(Move.CANCEL)
+        batch.apply(BatchEvent.CANCEL)
         for claim_id in [c for c, claimed in self._open.items() if claimed is batch]:
             del self._open[claim_id]
         self._settle(batch)
@@ -291,7 +291,7 @@ class Queue:
             to_source = {b.batch_id for b in released} | {i for i, side in shares if side is Side.SOURCE}
         else:
             if self._in_hand is not None and self._in_hand.in_layer:
-                raise IllegalMove(f"the target is inside a layer of batch {self._in_hand.batch_id!r}")
+                raise IllegalBatchEvent(f"the target is inside a layer of batch {self._in_hand.batch_id!r}")
             to_source = {b.batch_id for b in waiting}
         given = [self._claim(f"{claim_id}/{b.batch_id}", b) for b in waiting if b.batch_id in to_source]
         kept = [b.batch_id for b in waiting if b.batch_id not in to_source]
@@ -300,7 +300,7 @@ class Queue:
 
     # inside
 
-    def _choose(self) -> Batch | None:
+    def _choose(self) -> QueuedBatch | None:
         ready = self._layers_ready
         if self.dissolved:
             return next((b for b in self._order if b.can_begin and b.next_layer < ready), None)
@@ -314,7 +314,7 @@ class Queue:
             return next((b for b in self._order if b.next_layer < ready and b.can_begin), None)
         return self._choose_gated(ready)
 
-    def _choose_gated(self, ready: int) -> Batch | None:
+    def _choose_gated(self, ready: int) -> QueuedBatch | None:
         """The earliest that is short of its gate, or has none. What is beyond its gate only once none is short."""
         short, due, beyond = False, None, None
         for batch in self._order:
@@ -330,7 +330,7 @@ class Queue:
                 break
         return due if short else beyond
 
-    def _choose_best_effort(self) -> Batch | None:
+    def _choose_best_effort(self) -> QueuedBatch | None:
         limit = min(self._layers_ready, self.num_layers // 2)
         held = self._in_hand
         if held is not None and held.state is State.WAITING and not held.released:
@@ -341,7 +341,7 @@ class Queue:
             return None
         return next((b for b in self._order if b.can_begin and not b.next_layer), None)
 
-    def _choose_overlap(self) -> Batch | None:
+    def _choose_overlap(self) -> QueuedBatch | None:
         held = self._in_hand
         if held is not None:
             return held if held.can_begin and held.next_layer < self._layers_ready else None
@@ -349,7 +349,7 @@ class Queue:
             return None
         return next((b for b in self._order if b.can_begin), None)
 
-    def _head(self) -> Batch | None:
+    def _head(self) -> QueuedBatch | None:
         """The batch that the source must take next, whether or not it can now."""
         if self.dissolved:
             return None
@@ -369,19 +369,19 @@ class Queue:
         """What the target has in hand is no use to the source."""
         return self.policy is Policy.OVERLAP or (self.policy is Policy.ZIGZAG and self.loaded)
 
-    def _claim(self, claim_id: str, batch: Batch) -> Claim:
+    def _claim(self, claim_id: str, batch: QueuedBatch) -> Claim:
         claim = Claim(claim_id, batch.batch_id, batch.generation, batch.next_layer)
-        batch.move(Move.CLAIM)
+        batch.apply(BatchEvent.CLAIM)
         self._claims[claim_id] = claim
         self._open[claim_id] = batch
         return claim
 
-    def _resolve(self, claim_id: str) -> Batch | None:
+    def _resolve(self, claim_id: str) -> QueuedBatch | None:
         if claim_id not in self._claims:
-            raise IllegalMove(f"claim {claim_id!r} was never granted")
+            raise IllegalBatchEvent(f"claim {claim_id!r} was never granted")
         return self._open.pop(claim_id, None)
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: QueuedBatch) -> None:
         if batch.state in ENDED:
             self._order.remove(batch)
             if self._in_hand is batch:

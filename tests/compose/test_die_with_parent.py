@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.compose.waiting import until_sync
+from tests.wait_until import eventually_sync
 
 PARENT = """
 import asyncio, sys
@@ -46,4 +46,4 @@ def test_killing_the_supervisor_leaves_no_child(tmp_path: Path) -> None:
         except psutil.NoSuchProcess:
             return True
 
-    until_sync(lambda: all(gone(pid) for pid in pids), 5.0)
+    eventually_sync(lambda: all(gone(pid) for pid in pids), 5.0)

@@ -19,7 +19,7 @@ from compose.child import Child, ChildSpec
 from compose.forking import ForkServer
 from compose.restart_policy import RestartPolicy
 from compose.supervisor import Supervisor
-from tests.compose.waiting import until
+from tests.wait_until import eventually
 
 QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, stable_s=5.0, max_failed_starts=3)
 
@@ -82,7 +82,7 @@ async def test_it_has_what_was_imported_and_is_itself_in_everything_else(
     supervisor: Supervisor, server: ForkServer, tmp_path: Path, env: dict[str, str]
 ) -> None:
     child = await supervisor.start(_spec(server, tmp_path, env))
-    await until(lambda: child.ready and len(child.log.last_lines) == 2)
+    await eventually(lambda: child.ready and len(child.log.last_lines) == 2)
     told = json.loads(child.log.last_lines[0])
     assert child.log.last_lines[1] == "to stderr"
     assert told["imported_by"] == _server_pid()
@@ -102,14 +102,14 @@ async def test_a_killed_one_is_forked_again_and_without_its_server_started_afres
     supervisor: Supervisor, server: ForkServer, tmp_path: Path, env: dict[str, str]
 ) -> None:
     child = await supervisor.start(_spec(server, tmp_path, env))
-    await until(lambda: child.ready)
+    await eventually(lambda: child.ready)
     forked_from = _server_pid()
     for death, server_lives in ((1, True), (2, False), (3, False)):
         if not server_lives and psutil.pid_exists(forked_from):
             os.kill(forked_from, signal.SIGKILL)
-            await until(lambda: not psutil.pid_exists(forked_from))
+            await eventually(lambda: not psutil.pid_exists(forked_from))
         child.signal(signal.SIGKILL)
-        await until(lambda n=death: len(_told(child)) == n + 1 and child.ready)  # type: ignore[misc]
+        await eventually(lambda n=death: len(_told(child)) == n + 1 and child.ready)  # type: ignore[misc]
         assert child.num_restarts == death
         assert _told(child)[-1]["imported_by"] == (forked_from if server_lives else child.pid)
 
@@ -119,9 +119,9 @@ async def test_what_only_a_first_start_is_told_is_not_told_to_the_next(
 ) -> None:
     spec = dataclasses.replace(_spec(server, tmp_path, env), first_env={"OWN": "first"})
     child = await supervisor.start(spec)
-    await until(lambda: child.ready and len(_told(child)) == 1)
+    await eventually(lambda: child.ready and len(_told(child)) == 1)
     child.signal(signal.SIGKILL)
-    await until(lambda: len(_told(child)) == 2)
+    await eventually(lambda: len(_told(child)) == 2)
     assert [told["own"] for told in _told(child)] == ["first", "mine"]
 
 
@@ -181,6 +181,6 @@ async def test_one_of_another_network_sees_its_interfaces_only(
     argv = (sys.executable, "-m", "looks")
     forks = server if is_forked else None
     child = await supervisor.start(ChildSpec("worker-7", argv, env, 5.0, tmp_path, network=network, forks=forks))
-    await until(lambda: bool(child.log.last_lines))
+    await eventually(lambda: bool(child.log.last_lines))
     assert list(child.log.last_lines) == ["['lo'] [(1, 'lo')]"]
     assert os.listdir("/sys/class/net") != ["lo"]

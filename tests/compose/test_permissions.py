@@ -63,7 +63,7 @@ class One:
     async def may_ask(self, subject: str, question: object) -> bool:
         """Whether JetStream hears it, whatever it answers."""
         self.refused.clear()
-        asking = asyncio.create_task(self.client.request(subject, json.dumps(question).encode(), timeout=10))
+        asking = asyncio.create_task(self.client.request(subject, json.dumps(question).encode(), timeout=60))
         await asyncio.sleep(0)
         while not asking.done() and not self.refused:
             await asyncio.wait([asking], timeout=0.005)

@@ -39,8 +39,8 @@ class Servers:
         await self.ready()
 
     async def ready(self) -> None:
-        await wait_until(nats_probe("127.0.0.1", self.addresses.nats_port), "nats", timeout_s=10)
-        await wait_until(redis_probe(self.addresses.redis_socket, self.addresses.redis_port), "redis", timeout_s=10)
+        await wait_until(nats_probe("127.0.0.1", self.addresses.nats_port), "nats", timeout_s=60)
+        await wait_until(redis_probe(self.addresses.redis_socket, self.addresses.redis_port), "redis", timeout_s=60)
 
     def redis(self) -> redis.asyncio.Redis:
         password = (self.state.credentials / credentials.REDIS_PASSWORD).read_text().strip()
@@ -90,7 +90,7 @@ async def test_jetstream_keeps_its_messages_when_nats_is_killed(servers: Servers
     before = child.pid
     child.signal(signal.SIGKILL)
     while child.pid in (None, before):
-        await wait_until(nats_probe("127.0.0.1", servers.addresses.nats_port), "nats", timeout_s=10)
+        await wait_until(nats_probe("127.0.0.1", servers.addresses.nats_port), "nats", timeout_s=60)
     await servers.ready()
     connection = await servers.planner()
     assert (await connection.jetstream().stream_info(subjects.PLAN_STREAM)).state.messages == 1

@@ -22,7 +22,7 @@ from compose.restart_policy import RestartPolicy
 from compose.stack import Stack
 from shared.messages.admin import FloorStatus, InstanceStatus, ModelStatus, Status
 from tests.compose.fake_services import journal, write_fake_services
-from tests.compose.waiting import until, until_sync
+from tests.wait_until import eventually, eventually_sync
 
 pytestmark = pytest.mark.stack
 QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.1, max_failed_starts=3)
@@ -211,7 +211,7 @@ async def test_whatever_dies_comes_back(tmp_path: Path, fake_env: dict[str, str]
         before = {name: child.pid for name, child in stack.processes.items()}
         for name in ("nats", "redis", "worker-0", "gateway"):
             stack.kill(name)
-            await until(lambda name=name: stack.processes[name].pid not in (None, before[name]))  # type: ignore[misc]
+            await eventually(lambda name=name: stack.processes[name].pid not in (None, before[name]))  # type: ignore[misc]
         assert stack.processes["pool"].pid == before["pool"]
 
 
@@ -219,7 +219,7 @@ async def test_workers_can_be_added_and_taken_away(tmp_path: Path, fake_env: dic
     async with Stack(stack_config(tmp_path, fake_env, demo_model, workers=1)) as stack:
         await stack.wait_ready(60)
         assert await stack.add_worker() == "worker-1"
-        await until(lambda: (tmp_path / "fake" / "worker-1").exists())
+        await eventually(lambda: (tmp_path / "fake" / "worker-1").exists())
         pid = stack.processes["worker-0"].pid
         await stack.remove_process("worker-0")
         assert pid is not None
@@ -261,11 +261,11 @@ async def test_servers_and_services_that_die_again_and_again_come_back(
         for name in ("nats", "redis", "pool", "worker-0"):
             child = stack.processes[name]
             for death in range(1, 2 + QUICK.max_failed_starts):
-                await until(lambda child=child: child.ready and child.pid is not None)  # type: ignore[misc]
+                await eventually(lambda child=child: child.ready and child.pid is not None)  # type: ignore[misc]
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
-                await until(lambda child=child, death=death: child.num_restarts == death)  # type: ignore[misc]
-        await until(lambda: all(child.ready for child in stack.processes.values()))
+                await eventually(lambda child=child, death=death: child.num_restarts == death)  # type: ignore[misc]
+        await eventually(lambda: all(child.ready for child in stack.processes.values()))
 
 
 @pytest.mark.parametrize(("name", "ends"), [("planner", False), ("redis", False), ("nats", True), ("gateway", True)])
@@ -278,7 +278,7 @@ async def test_once_it_serves_only_what_requests_need_ends_it(
         child.spec = replace(child.spec, argv=(sys.executable, "-c", "raise SystemExit('gone for good')"))
         gave_up = asyncio.ensure_future(stack.wait_gave_up())
         stack.kill(name)
-        await until(lambda: child.state == "gave_up")
+        await eventually(lambda: child.state == "gave_up")
         await asyncio.sleep(0.05)
         assert gave_up.done() == ends
         if ends:
@@ -321,7 +321,7 @@ class Up:
         self.pids: list[int] = []
 
     def wait_serving(self) -> None:
-        until_sync(lambda: "BlitzScale serves at" in self.text() or self.process.poll() is not None, 30)
+        eventually_sync(lambda: "BlitzScale serves at" in self.text() or self.process.poll() is not None, 30)
         assert "BlitzScale serves at" in self.text(), self.text()
         self.pids = [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
         assert len(self.pids) == len(NAMES) + 2, "and the two that they are forked from"
@@ -358,7 +358,7 @@ def test_up_killed_outright_leaves_nothing(tmp_path: Path, fake_env: dict[str, s
         up.wait_serving()
         up.process.kill()
         up.process.wait(10)
-        until_sync(lambda: not living(up.pids), 5)
+        eventually_sync(lambda: not living(up.pids), 5)
     finally:
         up.end()
     again = Up(tmp_path, fake_env, "--port", "0", "--workers", "2")
@@ -366,7 +366,7 @@ def test_up_killed_outright_leaves_nothing(tmp_path: Path, fake_env: dict[str, s
         again.wait_serving()
     finally:
         again.end()
-        until_sync(lambda: not living(again.pids), 5)
+        eventually_sync(lambda: not living(again.pids), 5)
 
 
 def test_a_second_ctrl_c_kills_at_once(tmp_path: Path, fake_env: dict[str, str]) -> None:
@@ -374,7 +374,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path, fake_env: dict[str, str])
     try:
         up.wait_serving()
         up.process.send_signal(signal.SIGINT)
-        until_sync(lambda: "Ctrl-C again" in up.text())
+        eventually_sync(lambda: "Ctrl-C again" in up.text())
         assert living(up.pids)
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(5) == 0

@@ -16,7 +16,7 @@ from compose.child import ChildSpec, describe_exit
 from compose.errors import StackRefused
 from compose.restart_policy import RestartPolicy
 from compose.supervisor import Supervisor
-from tests.compose.waiting import until
+from tests.wait_until import eventually
 
 QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, stable_s=5.0, max_failed_starts=3)
 READY = "import os\nos.write(int(os.environ['BLITZ_READY_FD']), b'ready')\n"
@@ -58,7 +58,7 @@ async def test_a_childs_lines_reach_the_sink_and_its_file(supervisor: Supervisor
         python("talker", "import sys, time\nprint('out')\nsys.stderr.write('err')\ntime.sleep(600)")
     )
     await supervisor.start(python("other", FOREVER))
-    await until(lambda: ("other", "up") in told.lines)
+    await eventually(lambda: ("other", "up") in told.lines)
     supervisor.kill_all()
     await supervisor.stop([])
     assert ("talker", "err") in told.lines
@@ -67,11 +67,11 @@ async def test_a_childs_lines_reach_the_sink_and_its_file(supervisor: Supervisor
 
 async def test_a_child_that_dies_is_started_again_and_it_is_said(supervisor: Supervisor, told: Told) -> None:
     child = await supervisor.start(python("worker-0", FOREVER))
-    await until(lambda: ("worker-0", "up") in told.lines)
+    await eventually(lambda: ("worker-0", "up") in told.lines)
     first = child.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    await until(lambda: child.pid not in (None, first))
+    await eventually(lambda: child.pid not in (None, first))
     assert child.num_restarts == 1
     assert any("worker-0 died (killed by SIGKILL" in text for text in told.said)
 
@@ -98,17 +98,17 @@ async def test_a_process_that_was_ready_is_started_again_as_often_as_it_dies(sup
     spec = replace(python("nats", code), tells_ready=how == "told", probe=answers if how == "probed" else None)
     child = await supervisor.start(spec)
     for death in range(1, 6):
-        await until(lambda: child.ready and child.pid is not None)
+        await eventually(lambda: child.ready and child.pid is not None)
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
-        await until(lambda death=death: child.num_restarts == death)  # type: ignore[misc]
-    await until(lambda: child.ready and child.state == "running")
+        await eventually(lambda death=death: child.num_restarts == death)  # type: ignore[misc]
+    await eventually(lambda: child.ready and child.state == "running")
     assert bool(asked) == (how == "probed")
 
 
 async def test_a_process_that_dies_right_after_it_was_ready_was_ready(supervisor: Supervisor) -> None:
     child = await supervisor.start(replace(python("pool", READY), tells_ready=True))
-    await until(lambda: child.num_restarts >= 5)
+    await eventually(lambda: child.num_restarts >= 5)
     assert child.state != "gave_up"
 
 
@@ -134,7 +134,7 @@ async def test_without_one_that_the_rest_can_do_without_nobody_is_stopped(tmp_pa
     try:
         child = await supervisor.start(python("worker-1", "raise SystemExit('no such device')"))
         other = await supervisor.start(python("worker-0", FOREVER))
-        await until(lambda: child.state == "gave_up")
+        await eventually(lambda: child.state == "gave_up")
         assert any("worker-1 IS GIVEN UP" in text for text in told.said)
         assert told.said[-1].strip() == "no such device"
         await asyncio.sleep(0.05)
@@ -153,7 +153,7 @@ async def test_deaths_that_were_asked_for_are_not_a_crash_loop(supervisor: Super
     for _ in range(5):
         before = child.pid
         child.signal(signal.SIGKILL)
-        await until(lambda before=before: child.pid not in (None, before))  # type: ignore[misc]
+        await eventually(lambda before=before: child.pid not in (None, before))  # type: ignore[misc]
     assert child.state == "running"
 
 
@@ -178,7 +178,7 @@ async def test_stop_follows_the_order_and_lets_children_finish(
     )
     for name, delay in (("nats", 0.0), ("worker-0", 0.1), ("gateway", 0.3)):
         await supervisor.start(python(name, code.format(delay=delay, journal=str(journal), name=name)))
-    await until(lambda: len(told.lines) == 3)
+    await eventually(lambda: len(told.lines) == 3)
     await supervisor.stop([["gateway"], ["worker-0"], ["nats"]])
     assert journal.read_text().split() == ["gateway", "worker-0", "nats"]
     assert {child.state for child in supervisor.children.values()} == {"stopped"}
@@ -189,7 +189,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(supervisor
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(600)"
     )
     child = await supervisor.start(python("monitor", code, grace_s=0.3))
-    await until(lambda: bool(told.lines))
+    await eventually(lambda: bool(told.lines))
     pid = child.pid
     await supervisor.stop([["monitor"]])
     assert pid is not None
@@ -199,7 +199,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(supervisor
 
 async def test_a_suspended_child_still_stops(supervisor: Supervisor, told: Told) -> None:
     child = await supervisor.start(python("worker-0", FOREVER, grace_s=60.0))
-    await until(lambda: bool(told.lines))
+    await eventually(lambda: bool(told.lines))
     child.signal(signal.SIGSTOP)
     async with asyncio.timeout(30):
         await supervisor.stop([["worker-0"]])
@@ -211,7 +211,7 @@ async def test_stopping_while_a_restart_waits_does_not_start_it_again(tmp_path: 
     slow = RestartPolicy(first_delay_s=60.0, max_delay_s=60.0)
     supervisor = Supervisor(tmp_path / "logs", sink=told.line, say=told.said.append, policy=slow)
     child = await supervisor.start(python("pool", "pass"))
-    await until(lambda: child.state == "waiting")
+    await eventually(lambda: child.state == "waiting")
     await supervisor.stop([])
     assert child.state == "stopped"
     assert child.num_restarts == 1

@@ -31,10 +31,10 @@ from shared.messages.registry import AddModel, GetSnapshot, ModelRecord, RemoveM
 from tests.checkpoints import tiny_checkpoint
 from tests.processes import INCARNATION
 from tests.services.fake_gateway import FakeGateway
-from tests.services.waiting import TIMEOUT_S, eventually
 from tests.services.workers import RunningWorker, worker_config
 from tests.shared.bus.memory import MemoryBroker
 from tests.shared.transport.memory import MemoryFabric
+from tests.wait_until import WAIT_S, eventually
 
 LEASE_S = 2.0
 """The default: all share one event loop, and none may be taken for dead because the machine is busy."""
@@ -105,12 +105,12 @@ class Cluster:
     ) -> ModelRecord:
         path = path or tiny_checkpoint(kind)
         message = AddModel(path=str(path), name=name, min_instances=min_instances)
-        record = await self.client.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=TIMEOUT_S)
+        record = await self.client.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=WAIT_S)
         self.gateway.model_hash = record.model_hash
         return record
 
     async def remove_model(self, name: str = "m") -> None:
-        await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=TIMEOUT_S)
+        await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=WAIT_S)
 
     async def start_scale(
         self, instances: int, model: str = "m", *, live: LiveChoice = "auto", role: Role = "colocated"
@@ -121,16 +121,16 @@ class Cluster:
 
     async def record(self, plan_id: str) -> ScaleRecord:
         """The record of an operation that has ended, or 20 s later."""
-        return await self._of_the_leader("record", GetScaleRecord(plan_id=plan_id, wait_s=TIMEOUT_S))
+        return await self._of_the_leader("record", GetScaleRecord(plan_id=plan_id, wait_s=WAIT_S))
 
     async def _of_the_leader(self, operation: str, message: Message) -> ScaleRecord:
         """As a gateway asks: all share one event loop, and who was kept from it for too long does not lead for a
         moment."""
-        async with asyncio.timeout(TIMEOUT_S + 5):
+        async with asyncio.timeout(WAIT_S + 5):
             while True:
                 try:
                     return await self.client.request(
-                        subjects.planner(operation), message, ScaleRecord, timeout_s=TIMEOUT_S + 5
+                        subjects.planner(operation), message, ScaleRecord, timeout_s=WAIT_S + 5
                     )
                 except Unavailable as error:
                     if type(error) not in (Unavailable, NoResponder):
@@ -156,7 +156,7 @@ class Cluster:
     # --- what the registry shows -------------------------------------------------------------
 
     async def snapshot(self) -> Snapshot:
-        return await self.client.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=TIMEOUT_S)
+        return await self.client.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=WAIT_S)
 
     async def instances(self, model: str = "m") -> list[WorkerRecord]:
         """The workers that have an instance of a model, in the order of ids."""

@@ -21,8 +21,8 @@ from shared.messages.generation import (
 )
 from shared.subjects import Process
 from tests.processes import process
-from tests.services.waiting import TIMEOUT_S
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import WAIT_S
 
 PROMPT = tuple(b"a prompt of some length")
 RPC_TIMEOUT_S = 5.0
@@ -115,13 +115,13 @@ class FakeGateway:
 
     async def tokens_arrived(self, request_id: str, count: int, *, attempt: int = 1) -> None:
         """Wait until ``count`` tokens of a stream are here."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(WAIT_S):
             while sum(len(p.token_ids) for p in self.parts.get((request_id, attempt), [])) < count:
                 await self._next_batch()
 
     async def end_of(self, request_id: str, *, attempt: int = 1) -> StreamPart:
         """Wait for a stream's terminal part."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 for part in self.parts.get((request_id, attempt), []):
                     if part.finish_reason is not None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from shared import subjects
-from shared.errors import BlitzError
+from shared.errors import BlitzError, Conflict
 from shared.messages.codec import M, R
 from shared.messages.common import Ack
 from shared.messages.copies import RetireCopy
@@ -67,7 +67,6 @@ class FakePool:
         await self._respond("heartbeat", WorkerHeartbeat, self._on_heartbeat)
         await self._respond("restore_model", RestoreModel, self._on_restore)
         await self._respond("snapshot", GetSnapshot, self._on_snapshot)
-        await self._respond("lease", LeaseWorkers, self._on_lease)
         await self._respond("release", ReleaseWorkers, self._on_release)
         await self._respond("lease_batch", LeaseBatch, self._on_lease_batch)
         await self._respond("lead", Lead, self._on_lead)
@@ -110,8 +109,12 @@ class FakePool:
             next_cursor=page[-1].worker.worker_id if len(page) < len(rest) else "",
         )
 
-    async def _on_lease(self, request: LeaseWorkers) -> LeaseGrant:
+    def _lease(self, request: LeaseWorkers) -> LeaseGrant:
         self.leases.append(request)
+        here = {record.worker.process for record in self.workers}
+        gone = [at.worker for at in request.workers if at.worker not in here]
+        if gone:
+            raise Conflict(f"worker {gone[0]} is another process by now")
         self._epoch += len(request.worker_ids)
         epochs = tuple((worker_id, self._epoch + i) for i, worker_id in enumerate(request.worker_ids))
         if self.shows_leases:
@@ -126,10 +129,12 @@ class FakePool:
         """``errors["lease"]`` are of its single leases, one by one."""
         verdicts = []
         for lease in request.leases:
-            if self.errors["lease"]:
-                verdicts.append(LeaseVerdict.refused(lease.plan_id, self.errors["lease"].pop(0)))
-            else:
-                verdicts.append(LeaseVerdict(plan_id=lease.plan_id, grant=await self._on_lease(lease)))
+            try:
+                if self.errors["lease"]:
+                    raise self.errors["lease"].pop(0)
+                verdicts.append(LeaseVerdict(plan_id=lease.plan_id, grant=self._lease(lease)))
+            except BlitzError as error:
+                verdicts.append(LeaseVerdict.refused(lease.plan_id, error))
         return LeaseVerdicts(verdicts=tuple(verdicts))
 
     async def _on_lead(self, request: Lead) -> Leadership:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from shared.errors import TransferAborted
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
 from shared.transport.tags import MAX_NUMBER
-from shared.transport.traffic import Traffic
+from shared.transport.traffic import TrafficCounters
 from shared.transport.transfer import PostedTransfer
 
 Tamper = Callable[[Buffer, int], tuple[Buffer, int]]
@@ -94,7 +94,7 @@ class TamperingTransport(TensorTransport):
         return self.real.peers
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficCounters:
         return self.real.traffic
 
     def forget(self, address: bytes) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from services.planner.core.operations import operation
 from services.worker.memory.pieces import REFETCH_INDEX
-from services.worker.weights import outcome
+from services.worker.weights import flow_completion
 from shared.errors import Conflict, NoCapacity, SentBack
 from shared.messages.operations import ScaleRecord
 from shared.messages.plans import ScalePlan
@@ -20,9 +20,9 @@ from tests.checkpoints import tiny_checkpoint
 from tests.services.cluster import LEASE_S, Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.tampering import corrupt, lose_from
-from tests.services.waiting import eventually
 from tests.services.worker.pausing import pause, resume
 from tests.services.workers import MIB
+from tests.wait_until import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -387,7 +387,7 @@ async def test_a_target_without_any_way_left_fails_and_takes_the_next_plan(redis
 async def test_a_buffer_that_is_never_given_back_asks_for_a_restart(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
-    monkeypatch.setattr(outcome, "SETTLE_S", 0.2)
+    monkeypatch.setattr(flow_completion, "SETTLE_S", 0.2)
     async with running_cluster(redis_url, 2, monitor=False) as cluster:
         await cluster.add_model()
         await cluster.scale(1)

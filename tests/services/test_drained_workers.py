@@ -13,15 +13,15 @@ from shared.messages.common import Ack
 from shared.messages.registry import CordonWorker, WorkerRecord
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import PROMPT, expected_tokens
-from tests.services.waiting import eventually
 from tests.services.workers import MIB
+from tests.wait_until import eventually
 
 SLOW = MockTiming(layer_base_s=0.002)
 
 
 async def cordon(cluster: Cluster, worker_id: str, *, lift: bool = False) -> None:
     message = CordonWorker(worker_id=worker_id, lift=lift)
-    await cluster.client.request(subjects.pool("cordon_worker"), message, Ack, timeout_s=5.0)
+    await cluster.client.request(subjects.pool("cordon_worker"), message, Ack, timeout_s=60)
 
 
 async def record_of(cluster: Cluster, worker_id: str) -> WorkerRecord:

@@ -57,7 +57,6 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "visible_gpu": "",
         "host_cache_bytes": 0,
         "report_interval_s": 0.05,
-        "load_by_host": False,
         "stall_s": 3.0,
         "clock_skew_s": 1.0,
         "drain_timeout_s": 10.0,

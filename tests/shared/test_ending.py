@@ -45,7 +45,7 @@ def stopped(code: str) -> tuple[int, str]:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
         return process.returncode, said
     finally:
         process.kill()

@@ -75,7 +75,7 @@ def up(process: subprocess.Popen[str]) -> None:
 
 def get(port: int, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -86,7 +86,7 @@ def test_a_signal_lets_the_service_drain_and_exit_with_0(start: Start, number: s
     process = start("sys.exit(run_service('demo', serve))")
     up(process)
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert any(line.endswith("INFO demo: drained") for line in err.splitlines())
 
@@ -101,7 +101,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 130
 
 
@@ -109,14 +109,14 @@ def test_an_expected_error_is_one_line_without_a_traceback(start: Start) -> None
     process = start(
         "async def fail(process):\n    raise Unavailable('cannot reach x')\nsys.exit(run_service('demo', fail))"
     )
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err == "demo: cannot reach x\n"
 
 
 def test_an_unexpected_error_is_logged_with_its_traceback(start: Start) -> None:
     process = start("async def fail(process):\n    1 / 0\nsys.exit(run_service('demo', fail))")
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "ZeroDivisionError" in err
     assert "Traceback" in err
@@ -200,7 +200,7 @@ def test_a_bus_gone_for_good_ends_the_service_after_it_has_cleaned_up(start: Sta
         "    try:\n        await asyncio.sleep(60)\n    finally:\n        log.info('clean')\n"
         "sys.exit(run_service('demo', lambda process: with_bus(process, clean)))"
     )
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     clean, last = err.splitlines()[-2:]
     assert clean.endswith("clean")
@@ -215,7 +215,7 @@ def test_a_service_that_cannot_clean_up_without_its_bus_ends_all_the_same(start:
         "        except asyncio.CancelledError:\n            pass\n"
         "sys.exit(run_service('demo', lambda process: with_bus(process, stuck)))"
     )
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "gone for good (not let in)" in err.splitlines()[-1]
 
@@ -225,7 +225,7 @@ def test_a_health_port_in_use_is_a_clear_error(start: Start) -> None:
     code = f"sys.exit(run_service('demo', serve, health_port={port}, health_host='127.0.0.1'))"
     up(start(code))
     second = start(code)
-    _, err = second.communicate(timeout=20)
+    _, err = second.communicate(timeout=60)
     assert second.returncode == 1
     assert err.startswith(f"demo: cannot listen on 127.0.0.1:{port}")
     assert "Traceback" not in err
@@ -238,7 +238,7 @@ def test_on_request_each_line_of_the_log_is_a_json_object(start: Start) -> None:
         "    raise RuntimeError('a fault')\n"
         "sys.exit(run_service('demo', talk, log_format='json'))"
     )
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     hello, fault = map(json.loads, err.splitlines())
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", hello.pop("time"))
     expected = {"level": "WARNING", "service": "demo", "message": "hello you", "request_id": "a", "tokens": 5}
@@ -248,7 +248,7 @@ def test_on_request_each_line_of_the_log_is_a_json_object(start: Start) -> None:
 
 def test_a_wrong_log_level_is_a_clear_error(start: Start) -> None:
     process = start("sys.exit(run_service('demo', serve, log_level='loud'))")
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "'loud'" in err
 

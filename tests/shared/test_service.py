@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -18,9 +17,8 @@ class DemoConfig(ServiceConfig):
     what: str
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> DemoConfig:
-        env = Settings(environ)
-        return cls(**process_settings(env), **health_settings(env), what=env.text("BLITZ_DEMO"))
+    def read(cls, env: Settings) -> DemoConfig:
+        return cls(**process_settings(env), **health_settings(env), what=env.text("BLITZ_DEMO", "what"))
 
 
 class FakeBus:

@@ -11,20 +11,20 @@ from shared.settings import Settings, SettingsError
 @pytest.mark.parametrize(
     ("get", "expected"),
     [
-        (lambda s: s.text("TEXT"), "a b"),
-        (lambda s: s.integer("INTEGER", minimum=3, maximum=3), 3),
-        (lambda s: s.number("NUMBER"), 2.5),
-        (lambda s: s.boolean("TRUE"), True),
-        (lambda s: s.boolean("FALSE"), False),
-        (lambda s: s.choice("CHOICE", ("cpu", "cuda")), "cuda"),
-        (lambda s: s.listing("LISTING"), ("a", "b")),
-        (lambda s: s.duration_s("MILLISECONDS"), 0.25),
-        (lambda s: s.duration_s("MINUTES"), 90.0),
-        (lambda s: s.duration_s("INTEGER"), 3.0),
-        (lambda s: s.integer("EMPTY", default=7), 7),
-        (lambda s: s.text("ABSENT", default=""), ""),
-        (lambda s: s.boolean("ABSENT", default=False), False),
-        (lambda s: s.duration_s("ABSENT", default=0.5), 0.5),
+        (lambda s: s.text("TEXT", "what"), "a b"),
+        (lambda s: s.integer("INTEGER", "what", minimum=3, maximum=3), 3),
+        (lambda s: s.number("NUMBER", "what"), 2.5),
+        (lambda s: s.boolean("TRUE", "what"), True),
+        (lambda s: s.boolean("FALSE", "what"), False),
+        (lambda s: s.choice("CHOICE", "what", ("cpu", "cuda")), "cuda"),
+        (lambda s: s.listing("LISTING", "what"), ("a", "b")),
+        (lambda s: s.duration_s("MILLISECONDS", "what"), 0.25),
+        (lambda s: s.duration_s("MINUTES", "what"), 90.0),
+        (lambda s: s.duration_s("INTEGER", "what"), 3.0),
+        (lambda s: s.integer("EMPTY", "what", default=7), 7),
+        (lambda s: s.text("ABSENT", "what", default=""), ""),
+        (lambda s: s.boolean("ABSENT", "what", default=False), False),
+        (lambda s: s.duration_s("ABSENT", "what", default=0.5), 0.5),
     ],
 )
 def test_values_and_defaults(get: Callable[[Settings], Any], expected: object) -> None:
@@ -38,18 +38,18 @@ def test_values_and_defaults(get: Callable[[Settings], Any], expected: object) -
 @pytest.mark.parametrize(
     ("value", "get"),
     [
-        ("x", lambda s: s.integer("KEY")),
-        ("2.5", lambda s: s.integer("KEY")),
-        ("-1", lambda s: s.integer("KEY", minimum=0)),
-        ("70000", lambda s: s.integer("KEY", maximum=65535)),
-        ("nan", lambda s: s.number("KEY")),
-        ("inf", lambda s: s.number("KEY")),
-        ("0.1", lambda s: s.number("KEY", minimum=0.2)),
-        ("maybe", lambda s: s.boolean("KEY")),
-        ("tpu", lambda s: s.choice("KEY", ("cpu", "cuda"))),
-        ("5 days", lambda s: s.duration_s("KEY")),
-        ("-5s", lambda s: s.duration_s("KEY")),
-        ("1ms", lambda s: s.duration_s("KEY", minimum=1.0)),
+        ("x", lambda s: s.integer("KEY", "what")),
+        ("2.5", lambda s: s.integer("KEY", "what")),
+        ("-1", lambda s: s.integer("KEY", "what", minimum=0)),
+        ("70000", lambda s: s.integer("KEY", "what", maximum=65535)),
+        ("nan", lambda s: s.number("KEY", "what")),
+        ("inf", lambda s: s.number("KEY", "what")),
+        ("0.1", lambda s: s.number("KEY", "what", minimum=0.2)),
+        ("maybe", lambda s: s.boolean("KEY", "what")),
+        ("tpu", lambda s: s.choice("KEY", "what", ("cpu", "cuda"))),
+        ("5 days", lambda s: s.duration_s("KEY", "what")),
+        ("-5s", lambda s: s.duration_s("KEY", "what")),
+        ("1ms", lambda s: s.duration_s("KEY", "what", minimum=1.0)),
     ],
 )
 def test_a_bad_value_is_refused_by_key_and_value(value: str, get: Callable[[Settings], Any]) -> None:
@@ -61,4 +61,4 @@ def test_a_bad_value_is_refused_by_key_and_value(value: str, get: Callable[[Sett
 
 def test_a_required_value_that_is_absent_is_named() -> None:
     with pytest.raises(SettingsError, match="KEY is not set"):
-        Settings({}).text("KEY")
+        Settings({}).text("KEY", "what")

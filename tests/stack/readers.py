@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from openai import AsyncOpenAI
 
-from tests.services.waiting import eventually
 from tests.stack.client import complete, stream
 from tests.stack.conftest import MODEL
+from tests.wait_until import eventually
 
 TOKENS = 400
 """At 4 layers of 1 ms: a stream of about two seconds."""

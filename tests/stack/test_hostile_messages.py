@@ -49,6 +49,7 @@ AS_BEFORE = SetModelBody(
     served_as="",
     weight=1.0,
     advise=False,
+    no_room_timeout_s="default",
 )
 
 
@@ -65,7 +66,7 @@ async def facts_of(stack: Stack) -> Facts:
     heard: asyncio.Queue[GatewayHeartbeat] = asyncio.Queue()
     async with bus(stack, "gateway") as gateway:
         await gateway.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, heard.put_nowait)
-        view = await read_registry(gateway, timeout_s=5)
+        view = await read_registry(gateway, timeout_s=60)
         async with asyncio.timeout(15):
             beat = await heard.get()
     workers = tuple(w.worker for w in view.workers)

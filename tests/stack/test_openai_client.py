@@ -18,9 +18,9 @@ from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
 from tests.plain_http import http_client
-from tests.services.waiting import TIMEOUT_S, eventually
 from tests.stack.client import PROMPT, bus, complete, openai_client
 from tests.stack.conftest import MODEL
+from tests.wait_until import WAIT_S, eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
@@ -125,7 +125,7 @@ async def test_a_cancelled_stream_frees_its_blocks(torch_stack: Stack, client: A
         reports.clear()
         await eventually(lambda: any(r.kv_blocks_used for r in reports))
         await events.close()
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(WAIT_S):
             while not (fresh := await _fresh(reports)) or any(r.kv_blocks_used for r in fresh):
                 pass
 

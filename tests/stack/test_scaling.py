@@ -12,9 +12,9 @@ from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
 from tests.plain_http import http_client
-from tests.services.waiting import eventually
 from tests.stack.client import PATIENCE_S, bus, complete, openai_client, scale, until
 from tests.stack.conftest import MODEL
+from tests.wait_until import eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 

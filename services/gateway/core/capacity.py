@@ -24,7 +24,7 @@ its supervisor may pause before that. Requests wait four times as long by defaul
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class WorkerMemory:
     """Of a worker."""
 
     arena_bytes: int
@@ -38,7 +38,7 @@ class Capacity:
     def __init__(self) -> None:
         self._since_s: float | None = None
         """When workers were first seen."""
-        self._until_s: dict[Size, float] = {}
+        self._until_s: dict[WorkerMemory, float] = {}
         """How long each size counts; infinite for those that are registered."""
         self._arenas: list[int] = []
         """Rising."""
@@ -50,7 +50,7 @@ class Capacity:
         """Whether any worker is registered, or was a short while ago."""
         return bool(self._until_s)
 
-    def put(self, sizes: Iterable[Size], now_s: float) -> None:
+    def put(self, sizes: Iterable[WorkerMemory], now_s: float) -> None:
         """These workers are registered, and no others."""
         there = set(sizes)
         if self._since_s is None and there:

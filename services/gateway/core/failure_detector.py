@@ -1,4 +1,4 @@
-"""How long silence is tolerated, from a stream and from a worker, and in which time it is measured.
+"""The failure detector: how long silence is tolerated, of a stream and of a worker, and in which time it is measured.
 
 Silence counts only while this process's own bus connection is up and while it could receive: to a process that did not
 run for a while, or whose server did not, all others seem to have been silent. ``OwnTime`` leaves such times out.
@@ -24,8 +24,8 @@ class Reaction(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """The limits of one gateway, in seconds."""
+class FailureDetector:
+    """Time-outs of one gateway, in seconds, and what follows from them."""
 
     stall_s: float
     """After this long without a token the gateway asks for the stream, and after as long again it gives the attempt
@@ -55,7 +55,7 @@ class Patience:
         """How often silence is checked: several times per probe."""
         return min(0.25, self.probe_s / 4)
 
-    def with_stream(self, phase: Phase, quiet_s: float, *, asked: bool) -> Reaction:
+    def stream_reaction(self, phase: Phase, quiet_s: float, *, asked: bool) -> Reaction:
         """What to do about a stream's silence; ``asked``: the gateway has already asked for it."""
         if quiet_s < self.stall_s:
             return Reaction.WAIT
@@ -65,7 +65,7 @@ class Patience:
             return Reaction.GIVE_UP
         return Reaction.WAIT if asked else Reaction.ASK
 
-    def doubts_worker(self, stream_quiet_s: float, worker_quiet_s: float) -> bool:
+    def suspects_worker(self, stream_quiet_s: float, worker_quiet_s: float) -> bool:
         """Whether to ask a worker that owes tokens if it is alive."""
         return stream_quiet_s >= self.probe_s and worker_quiet_s >= self.probe_s
 

@@ -24,7 +24,7 @@ SWEEP_ABOVE = 32
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """One waiting request. ``sequence`` is its place by arrival."""
 
     sequence: int
@@ -33,16 +33,16 @@ class Waiting:
     aside: bool = False
     gone: bool = False
 
-    def __lt__(self, other: Waiting) -> bool:
+    def __lt__(self, other: QueuedRequest) -> bool:
         return self.sequence < other.sequence
 
 
 @dataclass(slots=True)
 class _Lane:
-    heap: list[Waiting] = field(default_factory=list)
+    heap: list[QueuedRequest] = field(default_factory=list)
     num_waiting: int = 0
 
-    def add(self, item: Waiting) -> None:
+    def add(self, item: QueuedRequest) -> None:
         heappush(self.heap, item)
         self.num_waiting += 1
 
@@ -53,7 +53,7 @@ class _Lane:
             self.heap = [item for item in self.heap if not item.gone and not item.aside]
             heapify(self.heap)
 
-    def first(self) -> Waiting:
+    def first(self) -> QueuedRequest:
         while self.heap[0].gone or self.heap[0].aside:
             heappop(self.heap)
         return self.heap[0]
@@ -65,11 +65,11 @@ class FairQueue:
     def __init__(self) -> None:
         self.num_tokens = 0
         """Prompt tokens (and those already generated) of all that wait."""
-        self._items: dict[str, Waiting] = {}
+        self._items: dict[str, QueuedRequest] = {}
         self._lanes: OrderedDict[str, _Lane] = OrderedDict()
         """The lanes with waiting requests, by key; the first one's turn is next."""
-        self._aside: dict[str, Waiting] = {}
-        self._deadlines: list[tuple[float, Waiting]] = []
+        self._aside: dict[str, QueuedRequest] = {}
+        self._deadlines: list[tuple[float, QueuedRequest]] = []
 
     def __len__(self) -> int:
         """Requests that wait, those set aside included."""
@@ -80,7 +80,7 @@ class FairQueue:
         lane = self._lanes.get(key)
         return lane.num_waiting if lane is not None else 0
 
-    def push(self, item: Waiting, *, back: bool = False) -> None:
+    def push(self, item: QueuedRequest, *, back: bool = False) -> None:
         """Add a request at its place by arrival. ``back``: it comes back, and its lane's turn is next."""
         stream = item.stream
         self._items[stream.request_id] = item
@@ -90,20 +90,20 @@ class FairQueue:
         if back:
             self._lanes.move_to_end(stream.key, last=False)
 
-    def head(self) -> Waiting | None:
+    def head(self) -> QueuedRequest | None:
         """The request whose turn it is."""
         for lane in self._lanes.values():
             return lane.first()
         return None
 
-    def take(self, item: Waiting) -> None:
+    def take(self, item: QueuedRequest) -> None:
         """The request leaves with its turn: the next lane's begins."""
         key = item.stream.key
         self._strike(item)
         if key in self._lanes:
             self._lanes.move_to_end(key)
 
-    def set_aside(self, item: Waiting) -> None:
+    def set_aside(self, item: QueuedRequest) -> None:
         """Let the others pass, until ``bring_back``."""
         item.aside = True
         self._aside[item.stream.request_id] = item
@@ -115,7 +115,7 @@ class FairQueue:
         aside, self._aside = self._aside, {}
         for item in aside.values():
             self._strike(item)
-            self.push(Waiting(item.sequence, item.stream, item.deadline_s))
+            self.push(QueuedRequest(item.sequence, item.stream, item.deadline_s))
 
     def remove(self, request_id: str) -> bool:
         """The request no longer waits. False if it did not wait."""
@@ -125,7 +125,7 @@ class FairQueue:
         self._strike(item)
         return True
 
-    def expired(self, now_s: float) -> list[Waiting]:
+    def expired(self, now_s: float) -> list[QueuedRequest]:
         """Those past their deadlines, in order of these; they leave."""
         late = []
         while self._deadlines and (self._deadlines[0][0] <= now_s or self._deadlines[0][1].gone):
@@ -141,14 +141,14 @@ class FairQueue:
             heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def clear(self) -> list[Waiting]:
+    def clear(self) -> list[QueuedRequest]:
         """All that wait, by arrival; they leave."""
         items = sorted(self._items.values(), key=lambda item: item.sequence)
         for item in items:
             self._strike(item)
         return items
 
-    def _strike(self, item: Waiting) -> None:
+    def _strike(self, item: QueuedRequest) -> None:
         del self._items[item.stream.request_id]
         self.num_tokens -= item.stream.num_known_tokens
         in_lane = not item.aside
@@ -162,7 +162,7 @@ class FairQueue:
             self._deadlines = [row for row in self._deadlines if not row[1].gone]
             heapify(self._deadlines)
 
-    def _leave_lane(self, item: Waiting) -> None:
+    def _leave_lane(self, item: QueuedRequest) -> None:
         lane = self._lanes[item.stream.key]
         lane.strike()
         if not lane.num_waiting:

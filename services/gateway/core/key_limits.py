@@ -45,7 +45,7 @@ UNLIMITED = Limits()
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LimitStatus:
     """One limit of a key now."""
 
     limit: int
@@ -84,10 +84,10 @@ class Bucket:
         self.level = min(capacity, self.left(now_s) + capacity - self.capacity)
         self.capacity = capacity
 
-    def standing(self, now_s: float) -> Standing:
+    def status(self, now_s: float) -> LimitStatus:
         """As a client sees it."""
         left = self.left(now_s)
-        return Standing(int(self.capacity), max(0, int(left)), (self.capacity - left) * MINUTE_S / self.capacity)
+        return LimitStatus(int(self.capacity), max(0, int(left)), (self.capacity - left) * MINUTE_S / self.capacity)
 
 
 @dataclass(slots=True)
@@ -199,14 +199,14 @@ class KeyLimits:
         key.duration_s += DURATION_WEIGHT * (now_s - charge.at_s - key.duration_s)
         self._spend(charge.key, key, 0, used_tokens - charge.tokens, now_s)
 
-    def standing(self, name: str, now_s: float) -> tuple[Standing | None, Standing | None]:
+    def status(self, name: str, now_s: float) -> tuple[LimitStatus | None, LimitStatus | None]:
         """The key's requests and tokens; None where they are not limited."""
         key = self._keys.get(name)
         if key is None:
             return None, None
         return (
-            key.requests.standing(now_s) if key.requests is not None else None,
-            key.tokens.standing(now_s) if key.tokens is not None else None,
+            key.requests.status(now_s) if key.requests is not None else None,
+            key.tokens.status(now_s) if key.tokens is not None else None,
         )
 
     def open_tokens(self, name: str, now_s: float, *, prompt_tokens: int, outputs: int, least: int) -> int | None:

@@ -22,14 +22,20 @@ class Known:
     """The planner's part for the model. None: no planner answers."""
 
 
-def is_hopeless(name: str, known: Known, patience_s: float) -> bool:
+def no_room_timeout_s(model: ModelRoutes | None, default_s: float) -> float:
+    """How long requests of a model wait where there is no room."""
+    own_s = model.record.no_room_timeout_s if model is not None else None
+    return default_s if own_s is None else own_s
+
+
+def is_hopeless(name: str, known: Known, timeout_s: float) -> bool:
     """Whether the planner has said for so long that no instance that takes the model's requests can be started, and
     none is on its way. ``known``: of a model without such an instance. Without any worker nothing is known: the first
     one may be about to come."""
     if known.planned is None or not known.has_workers:
         return False
     return any(
-        u.model == name and u.role in TAKES_PROMPTS and not u.coming and u.for_s >= patience_s
+        u.model == name and u.role in TAKES_PROMPTS and not u.coming and u.for_s >= timeout_s
         for u in known.planned.unplanned
     )
 

@@ -61,7 +61,7 @@ class QueueReports:
         self._spoke: set[str] = set()
         """Models of which the last report said something."""
 
-    def report(self, models: Container[str], *, inflight: Mapping[str, int], published_at_s: float) -> QueueReport:
+    def report(self, models: Container[str], *, inflight: Mapping[str, int]) -> QueueReport:
         """The next one, of models that are registered. ``inflight``: requests that are at instances, by model."""
         queues = []
         at_instances = [name for name, requests in inflight.items() if requests]
@@ -82,4 +82,4 @@ class QueueReports:
                     head_tokens=self._router.head_tokens(name),
                 )
             )
-        return QueueReport(gateway_id=self._gateway_id, published_at_s=published_at_s, models=tuple(queues))
+        return QueueReport(gateway_id=self._gateway_id, models=tuple(queues))

@@ -35,12 +35,12 @@ regularly costs nothing for models that nothing waits for; another gateway's rep
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from services.gateway.core.bookings import ALONE, NOTHING, Bookings, Contention, InstanceLoad, OtherGateways
-from services.gateway.core.fair_queue import FairQueue, Waiting
+from services.gateway.core.fair_queue import FairQueue, QueuedRequest
 from services.gateway.core.instance_index import InstanceIndex
 from services.gateway.core.routes import TAKES_REQUESTS, takes_new
 from services.gateway.core.stream import StreamState
@@ -193,7 +193,7 @@ class Router:
                 retry_after_s=retry_after_s,
             )
         self._sequences[stream.request_id] = self._next_sequence
-        queue.waiting.push(Waiting(self._next_sequence, stream, deadline_s))
+        queue.waiting.push(QueuedRequest(self._next_sequence, stream, deadline_s))
         self._waiting.add(stream.model)
         self._next_sequence += 1
 
@@ -201,7 +201,7 @@ class Router:
         """Put a request whose attempt ended back into its place, even if the queue is full. Its model is registered."""
         self.bookings.release(stream.request_id)
         waiting = self._queues[stream.model].waiting
-        waiting.push(Waiting(self._sequences[stream.request_id], stream, deadline_s), back=True)
+        waiting.push(QueuedRequest(self._sequences[stream.request_id], stream, deadline_s), back=True)
         self._waiting.add(stream.model)
 
     def suspend(self, instance_id: str, *, until_s: float) -> None:
@@ -259,9 +259,9 @@ class Router:
         """Requests that waited past their deadline; they leave the queues."""
         return [self._forget(item) for name in self.waiting() for item in self._queues[name].waiting.expired(now_s)]
 
-    def held(self, *, due_s: float) -> list[str]:
-        """Models that sleep and have a request with a deadline by then."""
-        return [m for m, q in self._queues.items() if not q.holds_tokens and q.waiting.next_deadline_s() <= due_s]
+    def held(self, *, due_s: Callable[[str], float]) -> list[str]:
+        """Models that sleep and have a request with a deadline by what ``due_s`` says of the model."""
+        return [m for m, q in self._queues.items() if not q.holds_tokens and q.waiting.next_deadline_s() <= due_s(m)]
 
     def give_up(self, model: str, *, due_s: float) -> list[StreamState]:
         """The requests of a model with deadlines by then; they leave the queue."""
@@ -309,7 +309,7 @@ class Router:
                 queue.contention = contention
                 queue.changed.update(queue.routes)
 
-    def _forget(self, item: Waiting) -> StreamState:
+    def _forget(self, item: QueuedRequest) -> StreamState:
         self._sequences.pop(item.stream.request_id, None)
         return item.stream
 
@@ -351,7 +351,9 @@ class Router:
                     queue.decoders.offer(instance_id, decode_rank, free_tokens=math.inf, context_tokens=_context(route))
         queue.changed.clear()
 
-    def _can_be_held(self, queue: _Queue, item: Waiting, refused: list[tuple[str, ContextLengthExceeded]]) -> bool:
+    def _can_be_held(
+        self, queue: _Queue, item: QueuedRequest, refused: list[tuple[str, ContextLengthExceeded]]
+    ) -> bool:
         """Whether the head's turn may be waited for. If not, it has left the others' way."""
         stream, holds = item.stream, queue.holds_tokens
         if not holds or stream.num_context_tokens <= holds or stream.cut_output(int(holds)):

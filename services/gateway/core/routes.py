@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from shared import subjects
 from shared.messages.common import TAKES_PROMPTS, InstanceState
-from shared.messages.registry import ModelRecord, Route
-from shared.messages.registry import RouteChanges as RegistryChanges
+from shared.messages.registry import ModelRecord, Route, RouteChanges
 from shared.registry_view import ROUTABLE, RegistryView, route_of
 
 TAKES_REQUESTS: frozenset[InstanceState] = frozenset({"serving"})
@@ -59,7 +58,7 @@ class ModelRoutes:
 
 
 @dataclass(slots=True)
-class RouteChanges:
+class RouteDiff:
     """What an update changed."""
 
     models: set[str] = field(default_factory=set)
@@ -96,26 +95,26 @@ class RouteView:
         self._publisher = ""
         self._sequence = 0
         """Number of the last change that was applied. All changes of ``_publisher`` up to it are in."""
-        self._recent: deque[tuple[int, RegistryChanges]] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[tuple[int, RouteChanges]] = deque(maxlen=MAX_RECENT)
         """The newest changes, each with how many were heard by then: a view may be of before them."""
         self.num_heard = 0
         """Changes. ``apply_view`` is told what this was when the view was asked for."""
 
-    def apply_changes(self, event: RegistryChanges) -> RouteChanges:
+    def apply_changes(self, event: RouteChanges) -> RouteDiff:
         """Take one numbered event; ``gap`` in the result asks for a view."""
         if event.publisher == self._publisher and event.sequence <= self._sequence:
-            return RouteChanges()
+            return RouteDiff()
         gap = event.publisher != self._publisher or event.sequence != self._sequence + 1
         if event.publisher != self._publisher:
             self._recent.clear()
         self._publisher, self._sequence = event.publisher, event.sequence
         self.num_heard += 1
         self._recent.append((self.num_heard, event))
-        changes = RouteChanges(gap=gap)
+        changes = RouteDiff(gap=gap)
         self._apply(event, changes)
         return changes
 
-    def _apply(self, event: RegistryChanges, changes: RouteChanges) -> None:
+    def _apply(self, event: RouteChanges, changes: RouteDiff) -> None:
         """Idempotent: applying it again changes nothing."""
         for name in event.removed_models:
             self._remove(name, changes)
@@ -146,10 +145,10 @@ class RouteView:
             if record is not None:
                 self._set(name, ModelRoutes(record, made), changes)
 
-    def apply_view(self, view: RegistryView, *, num_heard: int = 0) -> RouteChanges:
+    def apply_view(self, view: RegistryView, *, num_heard: int = 0) -> RouteDiff:
         """Replace everything by what the registry holds, and what is known to have changed since. ``num_heard``: the
         changes heard when it was asked for, which it knows all."""
-        changes = RouteChanges()
+        changes = RouteDiff()
         routes = routes_of(view)
         for name in sorted(set(self.models) | set(view.models)):
             record = view.models.get(name)
@@ -161,7 +160,7 @@ class RouteView:
         self.ready = True
         return changes
 
-    def _catch_up(self, view: RegistryView, changes: RouteChanges, num_heard: int) -> None:
+    def _catch_up(self, view: RegistryView, changes: RouteDiff, num_heard: int) -> None:
         if view.publisher != self._publisher:
             # Events of either may be on their way; and if this view is of the pool that led before, it has just undone
             # what the other one told. The next reading is of one that leads.
@@ -178,7 +177,7 @@ class RouteView:
                 self._sequence = event.sequence
                 self._apply(event, changes)
 
-    def _set(self, name: str, new: ModelRoutes, changes: RouteChanges) -> None:
+    def _set(self, name: str, new: ModelRoutes, changes: RouteDiff) -> None:
         old = self.models.get(name)
         changes.lost_instances -= new.routes.keys()
         if old == new:
@@ -189,7 +188,7 @@ class RouteView:
         if old is not None:
             changes.lost_instances |= old.routes.keys() - new.routes.keys()
 
-    def _remove(self, name: str, changes: RouteChanges) -> None:
+    def _remove(self, name: str, changes: RouteDiff) -> None:
         old = self.models.pop(name, None)
         if old is not None:
             changes.removed.add(name)

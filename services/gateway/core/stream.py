@@ -82,7 +82,7 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
-class Verdict(enum.Enum):
+class PartVerdict(enum.Enum):
     """What to do with a part: take it, drop it as already had, drop it as another attempt's, or ask again."""
 
     NEW = "new"
@@ -197,15 +197,15 @@ class StreamState:
         self.computing = False
         self.former_workers.clear()
 
-    def taken_over(self, part: StreamPart, verdict: Verdict, *, instance_id: str, worker: Process) -> bool:
+    def taken_over(self, part: StreamPart, verdict: PartVerdict, *, instance_id: str, worker: Process) -> bool:
         """Follow the attempt to the worker that sent ``part``, just judged, if it has taken the attempt over.
 
         Returns whether it has.
         """
-        if self.worker is None or worker == self.worker or verdict is Verdict.FOREIGN:
+        if self.worker is None or worker == self.worker or verdict is PartVerdict.FOREIGN:
             return False
-        if verdict is not Verdict.NEW:
-            says_so = verdict is Verdict.GAP or (not part.token_ids and part.offset == len(self.output_token_ids))
+        if verdict is not PartVerdict.NEW:
+            says_so = verdict is PartVerdict.GAP or (not part.token_ids and part.offset == len(self.output_token_ids))
             if not says_so or worker in self.former_workers:
                 return False
         self.former_workers.add(self.worker)
@@ -242,28 +242,28 @@ class StreamState:
         """Nothing is accepted any more."""
         self.phase = Phase.FINISHED
 
-    def accept(self, part: StreamPart) -> tuple[Verdict, int]:
+    def accept(self, part: StreamPart) -> tuple[PartVerdict, int]:
         """Judge a part; a ``NEW`` one's tokens are appended.
 
         Returns the verdict and how many of the part's leading tokens were already here.
         """
         if part.attempt != self.attempt or (self.phase is not Phase.RUNNING and self.phase is not Phase.SUBMITTED):
-            return Verdict.FOREIGN, 0
+            return PartVerdict.FOREIGN, 0
         if part.computing is not None:
             self.computing = part.computing
         output = self.output_token_ids
         skip = len(output) - part.offset
         if skip >= 0 and not part.token_ids and part.finish_reason is None:
             # A worker's "nothing new": no progress, and no sign that the prompt was begun.
-            return Verdict.DUPLICATE, 0
+            return PartVerdict.DUPLICATE, 0
         if skip < 0:
-            return Verdict.GAP, 0
+            return PartVerdict.GAP, 0
         token_ids = part.token_ids
         if skip == 0:
             output.extend(token_ids)
         elif skip < len(token_ids):
             output.extend(token_ids[skip:])
         elif part.finish_reason is None or skip > len(token_ids):
-            return Verdict.DUPLICATE, skip
+            return PartVerdict.DUPLICATE, skip
         self.phase = Phase.RUNNING
-        return Verdict.NEW, skip
+        return PartVerdict.NEW, skip

@@ -220,6 +220,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
             serving=body.served_as or "",
             weight=1.0 if body.weight is None else body.weight,
             advise=bool(body.advise),
+            no_room_timeout_s=body.no_room_timeout_s,
         )
         known = {name: model.record.added_at_s for name, model in gateway.routes.models.items()}
         record = await added(message)
@@ -232,7 +233,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
         """Change a model's settings; those that are not given stay, and 0 lifts an objective or the keep-alive.
 
         ``{"min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?, "keep_alive_s"?, "served_as"?, "weight"?,
-        "advise"?}``
+        "advise"?, "no_room_timeout_s"?}``
         """
         body = await _body(request, gateway, SetModelBody)
         settings = msgspec.structs.asdict(body)

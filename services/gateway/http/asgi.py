@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.errors import RequestTimeout, UnsupportedMediaType, error_body, error_headers
-from services.gateway.memory import MAX_PIECE_BYTES, Claim
+from services.gateway.memory import MAX_PIECE_BYTES, MemoryClaim
 from services.gateway.offload import Offload
 from services.gateway.server import ABORT
 from shared.errors import BadRequest, BlitzError, PayloadTooLarge
@@ -62,7 +62,7 @@ def client_of(scope: Scope) -> str:
 
 
 async def read_body(
-    scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float, claim: Claim, offload: Offload
+    scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float, claim: MemoryClaim, offload: Offload
 ) -> bytes:
     """The whole request body as it was before it was compressed, its memory charged to ``claim``.
 
@@ -104,7 +104,7 @@ def _gunzip(data: bytes, max_bytes: int) -> bytes:
     return body
 
 
-async def _read(receive: Receive, max_bytes: int, claim: Claim) -> bytes:
+async def _read(receive: Receive, max_bytes: int, claim: MemoryClaim) -> bytes:
     chunks, size = [], 0
     while True:
         message = await receive()

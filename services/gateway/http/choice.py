@@ -26,7 +26,7 @@ _encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Token counts of a response."""
 
     prompt_tokens: int
@@ -56,11 +56,11 @@ class Reply:
         name = chat if self.kind == "chat" else "text_completion"
         return {"id": self.response_id, "object": name, "created": self.created_s, "model": self.model}
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    def whole(self, choices: list[dict[str, Any]], usage: TokenUsage) -> bytes:
         """The body of an answer that is not streamed."""
         return _encode({**self._head(False), "choices": choices, "usage": usage.as_json()})
 
-    def usage_event(self, usage: Usage) -> bytes:
+    def usage_event(self, usage: TokenUsage) -> bytes:
         """The event behind the last token when usage was asked for."""
         return event({**self._head(True), "choices": [], "usage": usage.as_json()})
 
@@ -91,7 +91,7 @@ class ChunkFormat:
         return self._prefix + _encode(text) + self._plain_end
 
     def full_chunk(
-        self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, usage: Usage | None
+        self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, usage: TokenUsage | None
     ) -> bytes:
         """An event with anything."""
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + _encode(finish_reason) + b"}]"
@@ -250,8 +250,8 @@ class StreamedChoice(Choice):
     def _joined(self, entry: Any) -> dict[str, Any] | None:
         return self._logprobs.join([entry]) if self._logprobs is not None and entry is not None else None
 
-    def _usage(self) -> Usage | None:
-        return Usage(self.num_prompt_tokens, self.num_tokens) if self._continuous_usage else None
+    def _usage(self) -> TokenUsage | None:
+        return TokenUsage(self.num_prompt_tokens, self.num_tokens) if self._continuous_usage else None
 
 
 class WholeChoice(Choice):

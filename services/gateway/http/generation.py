@@ -23,11 +23,19 @@ from services.gateway.http.asgi import (
     read_body,
     send_body,
 )
-from services.gateway.http.choice import Choice, ChunkFormat, Reply, StreamedChoice, Usage, WholeChoice
+from services.gateway.http.choice import Choice, ChunkFormat, Reply, StreamedChoice, TokenUsage, WholeChoice
 from services.gateway.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobShape
-from services.gateway.http.preparation import Job, Kind, Preparation, memory_bytes, streams_of, text_output, warm_up
+from services.gateway.http.preparation import (
+    Kind,
+    Preparation,
+    PreparedRequest,
+    memory_bytes,
+    streams_of,
+    text_output,
+    warm_up,
+)
 from services.gateway.http.request_log import REQUEST, RequestLog
-from services.gateway.memory import Claim, ResponseBuffer
+from services.gateway.memory import MemoryClaim, ResponseBuffer
 from services.gateway.request_bodies.options import Options, SharedBody
 from services.gateway.service import Gateway
 from shared.errors import Internal
@@ -42,7 +50,7 @@ STREAM_HEADERS = [
 HELD_COMMENT = b": waiting\n\n"
 HELD_COMMENT_EVERY_S = 5.0
 """To a stream without a token yet. The first one comes later than the refusal of what there is no room for, which is a
-plain HTTP error so."""
+plain HTTP error so; not that of a model with a longer time of its own: proxies do not wait for it."""
 
 
 class Generation:
@@ -65,18 +73,22 @@ class Generation:
             operation = "chat" if self._kind == "chat" else "text_completion"
             spans = request_span(operation, model.record.name, body, header(scope, b"traceparent"))
             with spans as span, gateway.api_keys.bill(key_of(scope)) as bill:
-                job = await preparation.job(body, model)
+                prepared = await preparation.prepare(body, model)
                 request: RequestLog = scope[REQUEST]
-                request.begins(model.record.name, job.response_id)
+                request.begins(model.record.name, prepared.response_id)
                 # The text goes, the token ids stay.
                 del preparation, body
-                claim.resize(memory_bytes(job))
-                options = bill.limited(job.options, [prompt.token_ids for prompt in job.prompts])
-                streams = streams_of(job, options, key=bill.key, arrived_at_s=arrived_at_s, seeds=gateway.seeds)
+                claim.resize(memory_bytes(prepared))
+                options = bill.limited(prepared.options, [prompt.token_ids for prompt in prepared.prompts])
+                streams = streams_of(prepared, options, key=bill.key, arrived_at_s=arrived_at_s, seeds=gateway.seeds)
                 bill.charge(streams)
-                reply = Reply(job.kind, job.response_id, model.record.name, int(arrived_at_s), options.include_usage)
-                with closing(gateway.response_memory.open(job.response_id, len(streams), abort_of(scope))) as buffer:
-                    choices = [self._choice(job, reply, buffer, i, s, arrived_s) for i, s in enumerate(streams)]
+                reply = Reply(
+                    prepared.kind, prepared.response_id, model.record.name, int(arrived_at_s), options.include_usage
+                )
+                with closing(
+                    gateway.response_memory.open(prepared.response_id, len(streams), abort_of(scope))
+                ) as buffer:
+                    choices = [self._choice(prepared, reply, buffer, i, s, arrived_s) for i, s in enumerate(streams)]
                     self._admit(streams, choices)
                     request.streams, request.choices = streams, choices
                     try:
@@ -84,9 +96,9 @@ class Generation:
                         await _answer(reply, options, receive, send, buffer, choices, silent_s)
                     finally:
                         self._end(streams, choices)
-                        set_response_attributes(span, job.response_id, choices)
+                        set_response_attributes(span, prepared.response_id, choices)
 
-    async def _read(self, scope: Scope, receive: Receive, claim: Claim) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive, claim: MemoryClaim) -> bytes:
         config = self._gateway.config
         return await read_body(
             scope,
@@ -118,22 +130,30 @@ class Generation:
                 self._gateway.dispatcher.cancel(stream.request_id)
 
     def _choice(
-        self, job: Job, reply: Reply, buffer: ResponseBuffer, index: int, stream: StreamState, arrived_s: float
+        self,
+        prepared: PreparedRequest,
+        reply: Reply,
+        buffer: ResponseBuffer,
+        index: int,
+        stream: StreamState,
+        arrived_s: float,
     ) -> Choice:
-        options = job.options
+        options = prepared.options
         shape: LogprobShape | None = None
         if options.sampling.logprobs is not None:
-            shape = ChatLogprobs(job.tokenizer) if job.kind == "chat" else CompletionLogprobs(job.tokenizer)
+            shape = (
+                ChatLogprobs(prepared.tokenizer) if prepared.kind == "chat" else CompletionLogprobs(prepared.tokenizer)
+            )
         kind = StreamedChoice if options.stream else WholeChoice
         return kind(
             buffer,
             ChunkFormat(reply, index),
-            text_output(options, stream, job.tokenizer),
-            self._gateway.metrics.of(job.model.record.name),
+            text_output(options, stream, prepared.tokenizer),
+            self._gateway.metrics.of(prepared.model.record.name),
             stream=stream,
             arrived_s=arrived_s,
             logprobs=shape,
-            opening_text=job.prompts[index].echo,
+            opening_text=prepared.prompts[index].echo,
             continuous_usage=options.continuous_usage,
         )
 
@@ -186,8 +206,8 @@ async def _watch(receive: Receive, buffer: ResponseBuffer) -> None:
     buffer.disconnect()
 
 
-def _usage(choices: list[Choice]) -> Usage:
-    return Usage(sum(c.num_prompt_tokens for c in choices), sum(c.num_tokens for c in choices))
+def _usage(choices: list[Choice]) -> TokenUsage:
+    return TokenUsage(sum(c.num_prompt_tokens for c in choices), sum(c.num_tokens for c in choices))
 
 
 async def _send_stream(

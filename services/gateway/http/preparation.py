@@ -66,7 +66,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedRequest:
     """A request that passed every check and is about to be dispatched."""
 
     kind: Kind
@@ -100,7 +100,7 @@ def warm_up(kind: Kind) -> None:
 
 
 class Preparation:
-    """One request's way to its job. Both steps raise typed errors that name the parameter at fault."""
+    """One request's way to its dispatch. Both steps raise typed errors that name the parameter at fault."""
 
     def __init__(self, gateway: Gateway, raw: bytes) -> None:
         self._gateway = gateway
@@ -112,7 +112,7 @@ class Preparation:
         body: Body = await self._run(lambda: read_body(self._raw, type_))
         return body, self._gateway.find_model(required(body.model, "model"))
 
-    async def job(self, body: Body, model: ModelRoutes) -> Job:
+    async def prepare(self, body: Body, model: ModelRoutes) -> PreparedRequest:
         """The request for that model."""
         vocab_size = model.record.spec.vocab_size
         max_prompt_bytes = self._gateway.bus.max_payload_bytes
@@ -120,16 +120,16 @@ class Preparation:
             chat = await self._run(
                 lambda: read_chat_request(self._raw, body, vocab_size=vocab_size, max_prompt_bytes=max_prompt_bytes)
             )
-            return await self._chat_job(chat, model, max_prompt_bytes)
+            return await self._prepare_chat(chat, model, max_prompt_bytes)
         completion = await self._run(
             lambda: read_completion_request(self._raw, body, vocab_size=vocab_size, max_prompt_bytes=max_prompt_bytes)
         )
-        return await self._completion_job(completion, model)
+        return await self._prepare_completion(completion, model)
 
     async def _run(self, step: Callable[[], T]) -> T:
         return step() if len(self._raw) <= INLINE_BODY_BYTES else await self._gateway.offload.run(step)
 
-    async def _chat_job(self, chat: ChatRequest, model: ModelRoutes, max_prompt_bytes: int) -> Job:
+    async def _prepare_chat(self, chat: ChatRequest, model: ModelRoutes, max_prompt_bytes: int) -> PreparedRequest:
         offload = self._gateway.offload
         tokenizer = await self._gateway.tokenizers.get(model.record)
         template = tokenizer.template
@@ -141,7 +141,7 @@ class Preparation:
         refuse_unknown_tokens(ids, model.record.spec.vocab_size, param="messages")
         return self._job("chat", f"chatcmpl-{secrets.token_hex(16)}", model, tokenizer, chat.options, Prompt(ids, ""))
 
-    async def _completion_job(self, request: CompletionRequest, model: ModelRoutes) -> Job:
+    async def _prepare_completion(self, request: CompletionRequest, model: ModelRoutes) -> PreparedRequest:
         offload = self._gateway.offload
         tokenizer = await self._gateway.tokenizers.get(model.record)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
@@ -161,9 +161,9 @@ class Preparation:
 
     def _job(
         self, kind: Kind, response_id: str, model: ModelRoutes, tokenizer: ModelTokenizer, options: Options, *p: Prompt
-    ) -> Job:
+    ) -> PreparedRequest:
         longest = self._gateway.dispatcher.context_tokens(model)
-        return Job(kind, response_id, model, longest, tokenizer, options, p)
+        return PreparedRequest(kind, response_id, model, longest, tokenizer, options, p)
 
 
 async def encode(
@@ -199,9 +199,9 @@ async def render(template: ChatTemplate, chat: ChatRequest, offload: Offload) ->
         raise BadRequest(f"the model's chat template was stopped: {error}", param="messages") from error
 
 
-def memory_bytes(job: Job) -> int:
+def memory_bytes(prepared: PreparedRequest) -> int:
     """What a request occupies from its admission to its end, apart from its output."""
-    return sum(BYTES_PER_STREAM + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in job.prompts)
+    return sum(BYTES_PER_STREAM + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
 
 
 def refuse_unknown_tokens(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
@@ -213,40 +213,42 @@ def refuse_unknown_tokens(token_ids: Sequence[int], vocab_size: int, *, param: s
         )
 
 
-def streams_of(job: Job, options: Options, *, key: str, arrived_at_s: float, seeds: random.Random) -> list[StreamState]:
-    """A stream in its queued state for each prompt of a job, which is to be generated with ``options``.
+def streams_of(
+    prepared: PreparedRequest, options: Options, *, key: str, arrived_at_s: float, seeds: random.Random
+) -> list[StreamState]:
+    """A stream in its queued state for each of its prompts, which is to be generated with ``options``.
 
     ``key``: the name of the caller's key; ``arrived_at_s``: Unix time; ``seeds`` draws for callers that gave none.
     Raises ``BadRequest`` for an empty prompt, ``ContextLengthExceeded`` when prompt and output do not fit.
     """
-    record = job.model.record
+    record = prepared.model.record
     eos = () if options.sampling.ignore_eos else record.spec.eos_token_ids
     end_token_ids = frozenset((*eos, *options.sampling.stop_token_ids))
     return [
         StreamState(
-            request_id=f"{job.response_id}-{index}",
+            request_id=f"{prepared.response_id}-{index}",
             model=record.name,
             model_hash=record.model_hash,
             prompt_token_ids=prompt.token_ids,
-            sampling=_sampling_of(job, options, len(prompt.token_ids), seeds),
+            sampling=_sampling_of(prepared, options, len(prompt.token_ids), seeds),
             arrived_at_s=arrived_at_s,
             key=key,
             default_max_tokens=options.max_tokens is None,
             end_token_ids=end_token_ids,
         )
-        for index, prompt in enumerate(job.prompts)
+        for index, prompt in enumerate(prepared.prompts)
     ]
 
 
-def _sampling_of(job: Job, options: Options, num_prompt: int, seeds: random.Random) -> SamplingParams:
-    limit = job.context_tokens
+def _sampling_of(prepared: PreparedRequest, options: Options, num_prompt: int, seeds: random.Random) -> SamplingParams:
+    limit = prepared.context_tokens
     if num_prompt == 0:
-        raise BadRequest("the prompt has no tokens", param=job.prompt_param)
+        raise BadRequest("the prompt has no tokens", param=prepared.prompt_param)
     if num_prompt >= limit:
         raise ContextLengthExceeded(
             f"the prompt has {num_prompt} tokens; with at least one of output that exceeds "
             f"this model's context of {limit} tokens",
-            param=job.prompt_param,
+            param=prepared.prompt_param,
         )
     max_tokens = options.max_tokens
     if max_tokens is None:

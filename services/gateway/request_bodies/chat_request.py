@@ -32,18 +32,18 @@ MESSAGE_CHARACTERS = 128
 """What rendering a message costs, however short it is, in characters."""
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a message's content."""
 
     type: Any = None
     text: str | None = None
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     """One message as it comes."""
 
     role: Annotated[Role, Meta(description="one of assistant, developer, function, system, tool, user")] | None = None
-    content: str | list[str | Part] | None = None
+    content: str | list[str | ContentPart] | None = None
     name: str | None = None
     tool_calls: Any = None
 
@@ -113,7 +113,7 @@ def _messages(raw: Raw, max_prompt_bytes: int) -> tuple[dict[str, Any], ...]:
             param="messages",
         )
     refuse_many_elements(json, MAX_ELEMENTS, "messages")
-    messages: list[Message] | None = read_json(json, list[Message] | None, "messages")
+    messages: list[ChatMessage] | None = read_json(json, list[ChatMessage] | None, "messages")
     if not required(messages, "messages"):
         raise BadRequest("messages must be a non-empty array of messages, not an array of 0", param="messages")
     assert messages is not None
@@ -122,7 +122,7 @@ def _messages(raw: Raw, max_prompt_bytes: int) -> tuple[dict[str, Any], ...]:
     return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
-def _message(message: Message, name: str) -> dict[str, Any]:
+def _message(message: ChatMessage, name: str) -> dict[str, Any]:
     role = required(message.role, f"{name}.role")
     if message.tool_calls:
         raise UnsupportedParameter(f"{name}.tool_calls: tools are not supported", param=f"{name}.tool_calls")
@@ -132,7 +132,7 @@ def _message(message: Message, name: str) -> dict[str, Any]:
     return result
 
 
-def _content(content: str | list[str | Part] | None, name: str, role: str) -> str:
+def _content(content: str | list[str | ContentPart] | None, name: str, role: str) -> str:
     if isinstance(content, str):
         return content
     if content is None:
@@ -144,7 +144,7 @@ def _content(content: str | list[str | Part] | None, name: str, role: str) -> st
     return "\n".join(_text(part, f"{name}[{index}]") for index, part in enumerate(content))
 
 
-def _text(part: str | Part, name: str) -> str:
+def _text(part: str | ContentPart, name: str) -> str:
     if isinstance(part, str):
         return part
     if part.type != "text":

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from services.monitor.core.capability import Estimate
 from services.monitor.core.decoding import Decoding
 from services.monitor.core.give_back import idle_window_s
-from services.monitor.core.need import Capability, Load, Need, need_of, worth_moving
+from services.monitor.core.need import Capability, ModelLoad, Need, need_of, worth_moving
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.reported import ARRIVALS_S, Reported, serving, waiting_requests
-from services.monitor.core.sizing import Situation, Size, Sizing
+from services.monitor.core.sizing import Size, Sizing, SizingInputs
 from shared.messages.common import Role
 from shared.messages.load import LoadReport, ModelQueue
 from shared.profile import Profile
@@ -35,7 +35,7 @@ MIN_SLACK_S = 0.001
 MAX_SLACK_S = ARRIVALS_S
 
 
-class Settings(NamedTuple):
+class DemandSettings(NamedTuple):
     """Of one model, and of this process, as far as verdicts depend on them."""
 
     slo_ttft_s: float = 0.0
@@ -49,7 +49,7 @@ class Settings(NamedTuple):
     """Another model that was asked for lately has no instance, and no worker is spare."""
 
 
-NO_SETTINGS = Settings()
+NO_SETTINGS = DemandSettings()
 
 
 class Verdict(NamedTuple):
@@ -77,7 +77,7 @@ class Verdict(NamedTuple):
 class _Prompts(NamedTuple):
     """Why colocated or prefill instances are needed."""
 
-    load: Load
+    load: ModelLoad
     need: Need
     tokens_per_s: float
     decodes: bool
@@ -97,7 +97,7 @@ class _Prompts(NamedTuple):
         )
 
 
-_NO_LOAD, _NO_NEED = Load(), Need(0.0, 0.0, 0.0, 0.0)
+_NO_LOAD, _NO_NEED = ModelLoad(), Need(0.0, 0.0, 0.0, 0.0)
 
 
 class ModelDemand:
@@ -149,11 +149,11 @@ class ModelDemand:
         """Of one of the prompts that arrive, if it matters."""
         return self._reported.prompt_tokens if self.profile is not None else 0.0
 
-    def hears(self, now_s: float, settings: Settings) -> bool:
+    def hears(self, now_s: float, settings: DemandSettings) -> bool:
         """Whether the connection has been up for so long that silence says that there are no requests."""
         return now_s - settings.connected_since_s >= self._policy.report_ttl_s
 
-    def is_awake(self, now_s: float, settings: Settings) -> bool:
+    def is_awake(self, now_s: float, settings: DemandSettings) -> bool:
         """Whether requests came so lately that a last instance stays for others."""
         idle_s = now_s - self._idle_since_s if self._idle_since_s is not None else 0.0
         return idle_s < max(self._policy.down_window_s or idle_window_s(self._load_s), settings.keep_alive_s)
@@ -163,7 +163,7 @@ class ModelDemand:
         return self._was_asked and self.is_awake(now_s, NO_SETTINGS)
 
     def colocated(
-        self, now_s: float, observed: int, settings: Settings = NO_SETTINGS, *, alone: bool = False
+        self, now_s: float, observed: int, settings: DemandSettings = NO_SETTINGS, *, alone: bool = False
     ) -> Verdict:
         """The verdict on colocated instances when ``observed`` of them serve or are on their way. ``alone``: all
         prompts are theirs, whoever else takes some now."""
@@ -183,7 +183,7 @@ class ModelDemand:
         busy = bool(load.requests or load.waiting_tokens)
         size = self._sizing["colocated"].size(
             need.instances,
-            self._situation(observed, len(here), busy, now_s, settings),
+            self._sizing_inputs(observed, len(here), busy, now_s, settings),
             now_s,
             most=load.requests,
             # What decodes may need next to nothing, but it needs the instance where it does.
@@ -193,7 +193,7 @@ class ModelDemand:
         return _verdict(size, _Prompts(load, need, self.tokens_per_s, decodes=True))
 
     def disaggregated(
-        self, now_s: float, observed: Mapping[Role, int], settings: Settings = NO_SETTINGS
+        self, now_s: float, observed: Mapping[Role, int], settings: DemandSettings = NO_SETTINGS
     ) -> Mapping[Role, Verdict]:
         """The verdicts on prefill and decode instances when so many serve or are on their way."""
         reported, slack_s = self._reported, self._slack_s(settings)
@@ -206,20 +206,20 @@ class ModelDemand:
             load = self._prompts(now_s, slack_s)
             prefill = need_of(load, Capability(one.tokens_per_s), slack_s=slack_s)
         busy = bool(load.requests or load.waiting_tokens)
-        situation = self._situation(observed["prefill"], len(takers), busy, now_s, settings)
+        inputs = self._sizing_inputs(observed["prefill"], len(takers), busy, now_s, settings)
         prefill_size = self._sizing["prefill"].size(
             prefill.instances,
-            situation,
+            inputs,
             now_s,
             most=min(load.requests, load.prompts),
             least=min(observed["prefill"], 1 if load.running_requests else 0),
             overdue_tokens=load.overdue_tokens,
         )
         decoding = self._decoding
-        decode = decoding.need(one, prefill_size.needed, situation.load_s, now_s) if busy else decoding.rest(now_s)
+        decode = decoding.need(one, prefill_size.needed, inputs.load_s, now_s) if busy else decoding.rest(now_s)
         decode_size = self._sizing["decode"].size(
             decode.need.instances,
-            situation._replace(observed=observed["decode"], num_serving=len(decoders)),
+            inputs._replace(observed=observed["decode"], num_serving=len(decoders)),
             now_s,
             most=decode.need.instances,
             least=1 if decode.load.running or decode.load.coming else 0,
@@ -232,7 +232,7 @@ class ModelDemand:
 
     # --- what goes into the formulas ---------------------------------------------------------
 
-    def _load(self, reports: Sequence[LoadReport], now_s: float, slack_s: float, share: float) -> Load:
+    def _load(self, reports: Sequence[LoadReport], now_s: float, slack_s: float, share: float) -> ModelLoad:
         """Of instances that take prompts, to which ``share`` of the new requests goes."""
         policy, reported = self._policy, self._reported
         at_instances = sum(r.queued_requests + r.running_requests for r in reports)
@@ -244,7 +244,7 @@ class ModelDemand:
         running = sum(r.running_requests for r in reports)
         blocks = max((r.kv_blocks_total for r in reports if r.state == "serving"), default=0)
         used = sum(r.kv_blocks_used for r in reports)
-        return Load(
+        return ModelLoad(
             arrived_tokens_per_s=share * reported.arrived_tokens(now_s, policy.rate_window_s) / policy.rate_window_s,
             burst_tokens=burst,
             waiting_tokens=waiting,
@@ -257,7 +257,7 @@ class ModelDemand:
             requests=max(reported.open_requests, at_instances),
         )
 
-    def _prompts(self, now_s: float, slack_s: float) -> Load:
+    def _prompts(self, now_s: float, slack_s: float) -> ModelLoad:
         """For prefill instances: KV of what they hold for decode is not theirs to need more instances for."""
         reported = self._reported
         every = sum(r.queued_requests + r.running_requests for r in reported.instances())
@@ -266,13 +266,15 @@ class ModelDemand:
 
     # --- what becomes of the result ----------------------------------------------------------
 
-    def _situation(self, observed: int, num_serving: int, busy: bool, now_s: float, settings: Settings) -> Situation:
+    def _sizing_inputs(
+        self, observed: int, num_serving: int, busy: bool, now_s: float, settings: DemandSettings
+    ) -> SizingInputs:
         """``busy``: whether there are requests anywhere."""
         if busy:
             self._was_asked, self._idle_since_s = True, None
         elif self._idle_since_s is None:
             self._idle_since_s = now_s
-        return Situation(
+        return SizingInputs(
             observed,
             num_serving,
             self._load_s,
@@ -286,12 +288,12 @@ class ModelDemand:
     def _load_s(self) -> float:
         return self._reported.load_s or self._estimate.load_s or self._policy.assumed_load_s
 
-    def _slack_s(self, settings: Settings) -> float:
+    def _slack_s(self, settings: DemandSettings) -> float:
         ttft_s = settings.slo_ttft_s
         return min(max(ttft_s, MIN_SLACK_S), MAX_SLACK_S) if ttft_s > 0 else self._policy.slack_s
 
     def _capability(
-        self, prefilling: Sequence[LoadReport], decoding: Sequence[LoadReport], settings: Settings
+        self, prefilling: Sequence[LoadReport], decoding: Sequence[LoadReport], settings: DemandSettings
     ) -> Capability:
         return self._estimate.capability(
             prefilling, decoding, prompt_tokens=self._prompt_tokens, slo_tbt_s=settings.slo_tbt_s

@@ -58,7 +58,7 @@ class Capability:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ModelLoad:
     """What there is to do for one model."""
 
     arrived_tokens_per_s: float = 0.0
@@ -89,7 +89,7 @@ class Need:
     memory: float
 
 
-def need_of(load: Load, one: Capability, *, slack_s: float) -> Need:
+def need_of(load: ModelLoad, one: Capability, *, slack_s: float) -> Need:
     """The formula above. It never falls when any part of the load grows."""
     rate = max(load.arrived_tokens_per_s, min(load.burst_tokens, load.waiting_tokens) / slack_s)
     overdue = min(1.0, load.overdue_tokens / (one.tokens_per_s * slack_s))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from services.monitor.core.demand import ModelDemand, Settings, Verdict
+from services.monitor.core.demand import DemandSettings, ModelDemand, Verdict
 from shared.messages.common import SERVED_BY, TAKES_PROMPTS, Role
 from shared.messages.registry import Floor, ModelRecord
 from shared.registry_view import bounded
@@ -45,7 +45,7 @@ def verdicts(
 ) -> Mapping[Role, Verdict]:
     """For every role; ``desired`` is within the model's limits and floors, and ``idle`` is beyond these. ``crowded``:
     another model that was asked for lately has no instance, and no worker is spare."""
-    settings = Settings(model.slo_ttft_s, model.slo_tbt_s, model.keep_alive_s, connected_since_s, crowded)
+    settings = DemandSettings(model.slo_ttft_s, model.slo_tbt_s, model.keep_alive_s, connected_since_s, crowded)
     if model.serving == "disaggregated":
         by_load = demand.disaggregated(now_s, {role: there[role].observed for role in ROLES}, settings)
     else:

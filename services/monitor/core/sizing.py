@@ -22,7 +22,7 @@ from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.windows import MaxWindow
 
 
-class Situation(NamedTuple):
+class SizingInputs(NamedTuple):
     """What a number of instances depends on beside the load."""
 
     observed: int
@@ -67,7 +67,7 @@ class Sizing:
     def size(
         self,
         needed: float,
-        situation: Situation,
+        inputs: SizingInputs,
         now_s: float,
         *,
         most: float,
@@ -75,26 +75,26 @@ class Sizing:
         overdue_tokens: float = 0.0,
     ) -> Size:
         """``most``: as many as there are requests to use them. ``least``: not less, however little is needed."""
-        policy, observed = self._policy, situation.observed
+        policy, observed = self._policy, inputs.observed
         self._asked.add(now_s, needed)
         if overdue_tokens > 0:
-            lately = self._asked.largest(now_s, self._worth_s(situation))
-            needed = max(needed, self._overdue.hold(overdue_tokens, lately, situation.num_serving, now_s))
+            lately = self._asked.largest(now_s, self._worth_s(inputs))
+            needed = max(needed, self._overdue.hold(overdue_tokens, lately, inputs.num_serving, now_s))
         else:
             self._overdue.end()
         needed = min(needed, most)
         self._needed.add(now_s, needed)
         desired, idle, spare, window_s = max(rounded_up(needed), least), 0, 0, 0.0
         if desired < observed:
-            if situation.connected_s >= policy.report_ttl_s:
+            if inputs.connected_s >= policy.report_ttl_s:
                 idle = observed - desired
                 lately_s = 2 * policy.rate_window_s
                 if self._needed.full(now_s, lately_s):
                     spare = max(0, min(idle, observed - self._fitting(now_s, lately_s)))
-            kept, window_s = self._kept(policy.down_window_s, situation, now_s)
-            if situation.crowded and kept >= observed:
+            kept, window_s = self._kept(policy.down_window_s, inputs, now_s)
+            if inputs.crowded and kept >= observed:
                 # One at a time: it is not known whether the next one is wanted, too.
-                kept, window_s = self._kept(0.0, situation, now_s)
+                kept, window_s = self._kept(0.0, inputs, now_s)
                 kept = max(kept, observed - 1)
             desired = min(observed, max(desired, kept))
         return Size(desired, needed, idle, spare, window_s if desired < observed else 0.0)
@@ -103,26 +103,26 @@ class Sizing:
         """Instances that the largest need of that time fits with headroom."""
         return rounded_up(self._needed.largest(now_s, within_s) / self._policy.down_headroom)
 
-    def _kept(self, set_s: float, situation: Situation, now_s: float) -> tuple[int, float]:
+    def _kept(self, set_s: float, inputs: SizingInputs, now_s: float) -> tuple[int, float]:
         """Instances that stay for what may come, whatever is needed now, and for how long that was looked at.
         ``set_s``: for which they stay; 0: for as long as that is worth it."""
         # Never shorter than two windows of the rate, or random arrivals would be taken for ups and downs.
-        window_s = set_s or self._worth_s(situation)
-        if situation.connected_s < max(window_s, self._policy.report_ttl_s):
-            return situation.observed, window_s
-        idle_s = set_s or idle_window_s(situation.load_s)
-        last = 1 if situation.idle_s < max(idle_s, situation.keep_alive_s) else 0
-        if situation.idle_s >= idle_s:
+        window_s = set_s or self._worth_s(inputs)
+        if inputs.connected_s < max(window_s, self._policy.report_ttl_s):
+            return inputs.observed, window_s
+        idle_s = set_s or idle_window_s(inputs.load_s)
+        last = 1 if inputs.idle_s < max(idle_s, inputs.keep_alive_s) else 0
+        if inputs.idle_s >= idle_s:
             return last, idle_s
         if not self._needed.full(now_s, window_s):
-            return situation.observed, window_s
+            return inputs.observed, window_s
         # In small steps of evidence: the whole window's peak must fit what would remain.
         return max(last, self._fitting(now_s, window_s)), window_s
 
-    def _worth_s(self, situation: Situation) -> float:
+    def _worth_s(self, inputs: SizingInputs) -> float:
         """For how long keeping an instance costs less than to fetch it again. What is overdue has waited for about as
         long: what was needed before that was not needed for it, however long instances are kept."""
-        return max(idle_window_s(situation.load_s), 2 * self._policy.rate_window_s)
+        return max(idle_window_s(inputs.load_s), 2 * self._policy.rate_window_s)
 
 
 class _Overdue:

@@ -77,10 +77,10 @@ class _Group:
     """As of the last snapshot."""
     sent: int | None = None
     sent_at_s: float = -inf
-    told: int | None = None
+    announced: int | None = None
     """The number that people were last told is wanted, if it is not met since."""
-    told_at_s: float = -inf
-    told_more: bool | None = None
+    announced_at_s: float = -inf
+    announced_more: bool | None = None
     """Whether that was more than there were, or fewer."""
     triggered_s: float = 0.0
     met: bool = True
@@ -93,9 +93,9 @@ class _Group:
     def is_news(self, desired: int) -> bool:
         """Whether people are to be told of the number now."""
         more = _direction(desired, self.there.observed)
-        if more is None or desired == self.told:
+        if more is None or desired == self.announced:
             return False
-        return more != self.told_more or self.sent_at_s - self.told_at_s >= TELL_S
+        return more != self.announced_more or self.sent_at_s - self.announced_at_s >= TELL_S
 
     def set_idle(self, idle: int, spare: int, now_s: float) -> bool:
         """Whether they are other numbers than before."""
@@ -266,9 +266,9 @@ class Watch:
                 was_met, group.met = group.met, desired == observed
                 ended = group.met and not was_met
                 if group.met:
-                    group.told = group.told_more = None
+                    group.announced = group.announced_more = None
                 if not leads or (group.met and not (group.idle or changed or ended)):
-                    group.sent = group.told = group.told_more = None
+                    group.sent = group.announced = group.announced_more = None
                     continue
                 if desired != group.sent or (was_met and not group.met):
                     group.triggered_s = now_s
@@ -290,7 +290,7 @@ class Watch:
         if model is not None:
             group, more = model.groups[wish.role], _direction(wish.desired, wish.observed)
             if wish.turns:
-                group.told, group.told_more, group.told_at_s = wish.desired, more, group.sent_at_s
+                group.announced, group.announced_more, group.announced_at_s = wish.desired, more, group.sent_at_s
 
 
 def _wish(name: str, role: Role, group: _Group, verdict: Verdict, now_s: float) -> Wish:

@@ -33,10 +33,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from services.planner.core.fleet.evacuation import evacuations
+from services.planner.core.multicast.overhead import Overheads
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operations import Operations
-from services.planner.core.operations.refusals import Refusals
+from services.planner.core.operations.refusals import WorkerRefusals
+from services.planner.core.placement.evacuation import evacuations
 from services.planner.core.rounds.advice import Adviser
 from services.planner.core.rounds.fleet import Fleet
 from services.planner.core.rounds.migrations import Migrations
@@ -65,8 +66,9 @@ class Planner:
     def __init__(self, settings: PlanSettings, new_id: Callable[[str], str], find_profile: FindProfile) -> None:
         """``new_id``: of a kind ("plan", "move", "advice"), which it begins with, and a dash."""
         self.operations = operations = Operations()
-        self.refusals = Refusals()
-        self.pairs = PairPlanner(operations, settings.live, find_profile)
+        self.refusals = WorkerRefusals()
+        self.overheads = overheads = Overheads()
+        self.pairs = PairPlanner(operations, settings.live, overheads, find_profile)
         self.adviser = Adviser(operations, new_id, everything=settings.advise)
         advises = self.adviser.advises
 
@@ -76,10 +78,10 @@ class Planner:
         self.fleet = Fleet(operations, self.refusals, self.pairs.is_at_work, advises, mutates)
         self.mutations = Mutations(operations, self.fleet, self.pairs, mutates)
         self.migrations = Migrations(operations, self.pairs.load, advises, new_id, enabled=settings.migration)
-        self.scaler = Scaler(operations, self.pairs, self.refusals, self.mutations, settings, new_id)
+        self.scaler = Scaler(operations, self.pairs, self.refusals, self.mutations, overheads, settings, new_id)
         self.writer = PlanWriter(operations, self.pairs, self.migrations, settings, new_id)
         self.rounds = Rounds(operations, self.scaler, self.fleet, self.adviser, self.mutations)
-        self.tracker = Tracker(operations, self.refusals, self.mutations, self.pairs)
+        self.tracker = Tracker(operations, self.refusals, self.mutations, overheads)
         self.splits = Splits(operations)
         self._monitor_term = 0
         """The newest that was heard."""

@@ -12,10 +12,10 @@ following one.
 
 from __future__ import annotations
 
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies import Key, ModelCopies
 from services.pool.core.places import Places
-from services.pool.core.steps import Placement, Steps
+from services.pool.core.steps import PlacementDecision, Steps
 from shared.messages.registry import ModelRecord, Unplaced
 
 VISITS = 1000
@@ -24,10 +24,10 @@ RECHECK_S = 5.0
 """While models have no copy, it is looked this often whether they are still on disk: answers grow old."""
 
 
-class CopiesEverywhere:
+class AllCacheRules:
     """As ``CopyRules``."""
 
-    def __init__(self, cluster: Cluster, keep_copies_s: float) -> None:
+    def __init__(self, cluster: ClusterView, keep_copies_s: float) -> None:
         """``keep_copies_s``: for how long cached copies, of hosts without room for a placed one, may be unused."""
         self._cluster = cluster
         self._keep_copies_s = keep_copies_s
@@ -42,7 +42,7 @@ class CopiesEverywhere:
         self._found: dict[str, Unplaced] = {}
         """Models without any copy, of which none could be placed in this round."""
 
-    def look(self, now_s: float, visits: int = VISITS) -> Placement:
+    def look(self, now_s: float, visits: int = VISITS) -> PlacementDecision:
         """The next steps; ``visits`` bounds the work."""
         steps, cluster = self._steps, self._cluster
         steps.begin(now_s)
@@ -63,13 +63,14 @@ class CopiesEverywhere:
             self._round = []
         unplaced = tuple(entry for model_hash, entry in self._found.items() if model_hash in cluster.needy)
         unfinished = bool(self._round) or not steps.may_drop
-        return Placement(steps.decided, unplaced, unfinished=unfinished, asks=steps.asks)
+        return PlacementDecision(steps.decided, unplaced, unfinished=unfinished, asks=steps.asks)
 
     def _place(self, copies: ModelCopies, record: ModelRecord) -> None:
         cluster, memory = self._cluster, self._cluster.memory
         self._places.visits += len(copies.placed)
         has = {held.worker.host for held in copies.placed.values() if not cluster.is_lost(held.key)}
-        has |= {memory.workers[w].host for w in cluster.outstanding.told(copies.model_hash) if w in memory.workers}
+        assigned = cluster.outstanding.assigned_workers(copies.model_hash)
+        has |= {memory.workers[w].host for w in assigned if w in memory.workers}
         for host in sorted(memory.hosts.keys() - has):
             if cluster.loads.is_full:
                 return

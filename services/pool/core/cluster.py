@@ -11,20 +11,22 @@ from heapq import nsmallest
 
 from services.pool.core.copies import Held, Key, ModelCopies
 from services.pool.core.copy_index import CopyIndex
+from services.pool.core.exposed import ExposedCopies
 from services.pool.core.host_memory import HostMemoryUse
 from services.pool.core.loads import LoadLimits, Loads
 from services.pool.core.on_disk import OnDisk
 from services.pool.core.outstanding import OutstandingSteps
 from services.pool.core.ranking import Ranking
 from services.pool.core.unused import UnusedCopies
-from services.pool.core.usage import Usage
+from services.pool.core.usage import ModelUsage
+from shared.failure_domains import FailureDomain
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 
 PUSH_EVERY_S = 10.0
 """Least time between two drops of last copies on one worker: each costs a load from a peer or from disk."""
 
 
-class Cluster:
+class ClusterView:
     """Pure: it is told of changes and answers questions."""
 
     def __init__(self, removed: Collection[str], limits: LoadLimits) -> None:
@@ -45,6 +47,8 @@ class Cluster:
         """Of those with several on one host, cached ones included."""
         self.unused = UnusedCopies()
         """Ready cached copies on hosts without an instance of their model."""
+        self.exposed = ExposedCopies()
+        """Only copies that one failure takes together with all instances of their model."""
         self.strangers: dict[str, tuple[tuple[Held, str], ...]] = {}
         """By worker: its useless copies, and why they are useless."""
         self.without_copy: set[str] = set()
@@ -53,7 +57,7 @@ class Cluster:
         """Of those without a complete placed host copy."""
         self.now_s = 0.0
         """The latest moment that it was told of."""
-        self.usage = Usage()
+        self.usage = ModelUsage()
         self.on_disk = OnDisk()
         self.idle = Ranking()
         """Hashes of models that nobody uses and that have one host copy, the longest unused first (milliseconds)."""
@@ -175,6 +179,7 @@ class Cluster:
         kept = sum(not self.outstanding.is_dropped(h.key) for h in ready)
         _keep(self.surplus, model_hash, registered and kept > 1)
         self._refresh_hosts(model_hash, copies if registered else None)
+        self._refresh_exposed(model_hash, copies if registered else None)
         if copies is None or not registered:
             self.usage.forget(model_hash)
             self.on_disk.forget(model_hash)
@@ -193,10 +198,19 @@ class Cluster:
         unused = [held for held in stays if held.copy.cached and held.worker.host not in used]
         self.unused.put(model_hash, unused, self.now_s)
 
+    def _refresh_exposed(self, model_hash: str, copies: ModelCopies | None) -> None:
+        """``copies``: of a registered model. Of one that scales out it is not known yet where its instances will be."""
+        settled = copies is not None and bool(copies.serving) and not copies.num_coming
+        held = self.only_copy(copies) if copies is not None and settled else None
+        if copies is None or held is None:
+            self.exposed.put(model_hash, None, FailureDomain.NONE, self.now_s)
+        else:
+            self.exposed.put(model_hash, held.key, copies.domain_of(held.worker), self.now_s)
+
     def _needs_copy(self, copies: ModelCopies) -> bool:
         if not all(self.is_lost(held.key) for held in copies.placed.values()):
             return False
-        return all(self.outstanding.is_leaving(w) for w in self.outstanding.told(copies.model_hash))
+        return all(self.outstanding.is_leaving(w) for w in self.outstanding.assigned_workers(copies.model_hash))
 
     # --- questions ---------------------------------------------------------------------------
 
@@ -212,7 +226,11 @@ class Cluster:
 
     def idle_copy(self, copies: ModelCopies) -> Held | None:
         """The one host copy of a model that nobody uses, reads for another copy, or is about to let go; else None."""
-        if copies.instances or len(copies.placed) != 1 or self.outstanding.told(copies.model_hash):
+        return self.only_copy(copies) if not copies.instances else None
+
+    def only_copy(self, copies: ModelCopies) -> Held | None:
+        """The one placed host copy of a model; None if there are others or one is on its way, or it does not count."""
+        if len(copies.placed) != 1 or self.outstanding.assigned_workers(copies.model_hash):
             return None
         (held,) = copies.placed.values()
         return held if held.copy.state == "ready" and not self.is_lost(held.key) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from shared.failure_domains import FailureDomain, shared_domain
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat, WorkerInfo
 
 Key = tuple[str, str]
@@ -74,9 +75,19 @@ class ModelCopies:
         return len(self.serving) + len(self.draining) + self.num_ready
 
     @property
+    def num_coming(self) -> int:
+        """Instances that do not serve yet, or have failed."""
+        return len(self.instances) - len(self.serving) - len(self.draining)
+
+    @property
     def is_unknown(self) -> bool:
         """It is not registered, and no worker has it."""
         return self.record is None and not (self.instances or self.present)
+
+    def domain_of(self, worker: WorkerInfo) -> FailureDomain:
+        """What a copy on the worker has, or would have, in common with all instances that serve: the lower, the
+        better a place it is."""
+        return shared_domain(worker, self.serving.values())
 
     def put_instance(self, worker: WorkerInfo) -> None:
         """A worker has an instance of it."""

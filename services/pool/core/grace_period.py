@@ -1,4 +1,4 @@
-"""When silence counts. A bus, Redis or pool outage must not look like a mass death.
+"""Grace periods: when silence counts. A bus, Redis or pool outage must not look like a mass death.
 
 A worker is dead when its lease has run out, but a lease also runs out when the pool could not hear or store its
 renewal. So after every outage on the pool's own side, and after start-up, the pool expires and grants nothing until one
@@ -13,7 +13,7 @@ from __future__ import annotations
 from shared.errors import Unavailable
 
 
-class Grace:
+class GracePeriod:
     """Knows since when both the bus and the store work. Times are monotonic seconds."""
 
     def __init__(self, lease_s: float, *, knows_all: bool = False) -> None:

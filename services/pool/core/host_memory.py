@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from services.pool.core.ranking import Ranking
 from shared.messages.registry import WorkerInfo
 
+Rank = tuple[int, bool, str, bool, int, str]
+"""A worker's place among those that could get a copy, the lowest first."""
+
 
 @dataclass(slots=True)
 class _WorkerMemory:
@@ -139,10 +142,10 @@ class HostMemoryUse:
 
     def rank(
         self, worker_id: str, serving: Mapping[str, WorkerInfo] | None = None, serving_hosts: Collection[str] = ()
-    ) -> tuple[int, bool, str, bool, int, str]:
+    ) -> Rank:
         """The worker that should get the next copy has the lowest: evenly over hosts, then over a host's workers.
 
-        Among equals one that does not die together with the copies of ``serving``, on ``serving_hosts``.
+        Among equals one without the instances of ``serving``, on ``serving_hosts``.
         """
         host = self.workers[worker_id].host
         return (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import BadRequest
-from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_SLO_S, MAX_WEIGHT, MIN_SLO_S
+from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_NO_ROOM_TIMEOUT_S, MAX_SLO_S, MAX_WEIGHT, MIN_SLO_S
 from shared.messages.common import SERVED_BY
 from shared.messages.registry import AddModel, ModelRecord
 
@@ -38,8 +38,8 @@ def path_of(path: str, roots: Sequence[Path]) -> Path:
 
 
 def check_limits(request: AddModel | ModelRecord) -> None:
-    """Raises ``BadRequest`` naming the parameter if instances, objectives, the keep-alive or the weight are out of
-    range, or contradict each other or how the model is served."""
+    """Raises ``BadRequest`` naming the parameter if instances, objectives, times or the weight are out of range, or
+    contradict each other or how the model is served."""
     if not 0 <= request.min_instances <= request.max_instances:
         raise BadRequest(
             f"min_instances {request.min_instances} and max_instances {request.max_instances} "
@@ -66,6 +66,12 @@ def check_limits(request: AddModel | ModelRecord) -> None:
                 f"{param} must be from {MIN_SLO_S:g} to {MAX_SLO_S:g} seconds, or 0 for none, not {slo_s:g}",
                 param=param,
             )
+    no_room_timeout_s = request.no_room_timeout_s
+    if no_room_timeout_s is not None and not 0 <= no_room_timeout_s <= MAX_NO_ROOM_TIMEOUT_S:
+        raise BadRequest(
+            f"no_room_timeout_s must be from 0 to {MAX_NO_ROOM_TIMEOUT_S:.0f} seconds, not {no_room_timeout_s:g}",
+            param="no_room_timeout_s",
+        )
     keep_alive_s = request.keep_alive_s
     if not 0 <= keep_alive_s <= MAX_KEEP_ALIVE_S:
         raise BadRequest(

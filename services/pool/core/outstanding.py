@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from services.pool.core.copies import Key
 from services.pool.core.loads import Loads, Nic
-from services.pool.core.outstanding_entry import Avoided, Entry, Hold, Leaving, Loading
+from services.pool.core.outstanding_entry import Avoided, Entry, Leaving, Loading, OutstandingHold
 from shared.messages.registry import HostCopy, WorkerInfo
 
 HOLD_TIMEOUT_S = 5.0
@@ -55,7 +55,7 @@ class OutstandingSteps:
         """A worker on ``host`` is to load a copy, through the source's ``nic``."""
         entry = self._entry(key)
         self.num_busy += entry.hold is None
-        entry.hold = Hold(num_bytes, now_s + HOLD_TIMEOUT_S)
+        entry.hold = OutstandingHold(num_bytes, now_s + HOLD_TIMEOUT_S)
         self._loads.begin(key, host, nic)
         self._wake(entry.hold.until_s, key)
         self._update(key, entry)
@@ -149,8 +149,8 @@ class OutstandingSteps:
                 self._end_hold(entry)
                 entry.avoided = None
             elif placed:
-                entry.hold.seen = True
-            elif entry.hold.seen:
+                entry.hold.reported = True
+            elif entry.hold.reported:
                 failures.append(_failed(key, "lost it while loading"))
                 self.hold_failed(key, now_s)
         self._update(key, entry)
@@ -191,7 +191,7 @@ class OutstandingSteps:
                 self.hold_failed(key, now_s)
             elif now_s >= loading.since_s + loading.limit_s:
                 self._wake(now_s, key)
-        if entry.hold is not None and not entry.hold.seen and now_s >= entry.hold.until_s:
+        if entry.hold is not None and not entry.hold.reported and now_s >= entry.hold.until_s:
             failures.append(_failed(key, f"did not report it within {HOLD_TIMEOUT_S:g} s"))
             self.hold_failed(key, now_s)
         if entry.drop_until_s is not None and now_s >= entry.drop_until_s:
@@ -213,8 +213,8 @@ class OutstandingSteps:
         """Bytes of the copies that a worker was told to hold, by hash."""
         return {h: e.hold.num_bytes for h, e in self.entries.get(worker_id, {}).items() if e.hold is not None}
 
-    def told(self, model_hash: str) -> list[str]:
-        """Workers that were told to hold a model."""
+    def assigned_workers(self, model_hash: str) -> list[str]:
+        """Workers that were told to hold a model and do not yet."""
         return [w for w in self._of_model.get(model_hash, ()) if self.entries[w][model_hash].hold is not None]
 
     def is_dropped(self, key: Key) -> bool:

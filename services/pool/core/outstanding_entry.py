@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Hold:
+class OutstandingHold:
     """A copy that a worker was told to hold."""
 
     num_bytes: int
     until_s: float
-    seen: bool = False
+    reported: bool = False
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Leaving:
 class Entry:
     """What is outstanding between one worker and one model."""
 
-    hold: Hold | None = None
+    hold: OutstandingHold | None = None
     drop_until_s: float | None = None
     to_disk: bool = False
     """What is dropped is the last copy in any memory, and the model stays on disk."""

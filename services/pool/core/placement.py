@@ -3,14 +3,16 @@
 Invariant: every registered model has a complete copy in some GPU or host memory, or (rule 6) can be read from disk.
 Rules:
 
-1. A model without a placed host copy gets one, on the host that holds the fewest bytes of them. It is loaded from
-   another host copy, else from a GPU that serves the model, else from disk, and takes at most half of a NIC's
-   bandwidth: others have work to do there. One that loads counts as placed.
-2. Of several ready ones all but one are dropped; copies of models that were removed are dropped.
+1. A model without a placed host copy gets one, apart from its instances (rule 7), and on the host that holds the fewest
+   bytes of them. It is loaded from another host copy, else from a GPU that serves the model, else from disk, and takes
+   at most half of a NIC's bandwidth: others have work to do there. One that loads counts as placed.
+2. Of several ready ones all but one are dropped: the one stays that is apart, then that on the emptiest host. Copies of
+   models that were removed are dropped.
 3. A model that has no copy left and fits nowhere evicts host copies of models that a GPU serves. A model that a GPU
    serves evicts nothing: it has a copy, and two such models would evict each other for ever. Nor does one that exists
    on disk only (rule 6).
-4. Once all is in place, one copy at a time moves from a fuller host to an emptier one: a second copy, then rule 2.
+4. Once all is in place, one copy at a time moves from a fuller host to an emptier one, unless it is apart only where it
+   is: a second copy, then rule 2.
 5. Only so many copies load at a time: in total, into one host, out of one NIC. Models take turns, those with the
    fewest copies first. A host that loads as many as it may is passed over; a model whose sources all send as many
    as they may waits, and its room is kept for it.
@@ -19,6 +21,10 @@ Rules:
    A model that is used, or was, pushes out the last copies of those that are unused for longest, if they have been so
    for ``UNUSED_S``; a worker lets last copies go every ``PUSH_EVERY_S`` only. Such a model gets a copy again when there
    is room, or when it is used: the most recently used first.
+
+7. A copy is apart: no host has it together with all of the model's instances that serve, or at least no worker has, so
+   that one failure does not take them all. One that has not been for a while (``EXPOSED_S``) moves to where it would
+   be, or would be more so, if there is room without a drop: a second copy, then rule 2.
 
 No other drop takes a model's last complete copy; should the reports be outdated, the registry refuses it (``retire``).
 Copies of workers that leave do not count as placed, and neither do copies that take too long to load.
@@ -34,11 +40,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies import Key, ModelCopies
-from services.pool.core.evening import Evening
-from services.pool.core.places import Places
-from services.pool.core.steps import Placement, Steps
+from services.pool.core.places import MODEL_VISITS, Places
+from services.pool.core.rebalance import Rebalancer
+from services.pool.core.separation import Separator
+from services.pool.core.steps import PlacementDecision, Steps
 from shared.messages.registry import ModelRecord, Unplaced
 
 VISITS = 1000
@@ -50,8 +57,6 @@ UNUSED_S = 60.0
 each other out."""
 RECHECK_S = 5.0
 """While models have no place, they are gone through this often: what may be done is a matter of time, too."""
-MODEL_VISITS = 20
-"""What looking at a model costs, beside the workers that are compared for it."""
 
 
 class Placer:
@@ -61,13 +66,14 @@ class Placer:
     their records back from the workers that hold them.
     """
 
-    def __init__(self, cluster: Cluster, keep_copies_s: float = math.inf) -> None:
+    def __init__(self, cluster: ClusterView, keep_copies_s: float = math.inf) -> None:
         """``keep_copies_s``: for how long cached copies may be unused."""
         self._cluster = cluster
         self._keep_copies_s = keep_copies_s
         self._places = Places(cluster)
-        self._evening = Evening(cluster)
+        self._rebalancer = Rebalancer(cluster)
         self._steps = Steps(cluster)
+        self._separator = Separator(cluster, self._places, self._steps)
         self._now_s = 0.0
         self._round: list[str] = []
         """Hashes of the models that are still to be looked at, the next one last."""
@@ -79,13 +85,13 @@ class Placer:
         """This round's models without a place."""
         self._unplaced: dict[str, Unplaced] = {}
         """The last whole round's."""
-        self._last = Placement((), ())
+        self._last = PlacementDecision((), ())
         self._shown_version = -1
         """The cluster's version when ``_last`` was complete; -1: it was not."""
         self._waiting: set[str] = set()
         """Hashes of the models that only wait for their turn."""
 
-    def look(self, now_s: float, visits: int = VISITS) -> Placement:
+    def look(self, now_s: float, visits: int = VISITS) -> PlacementDecision:
         """The next steps; ``visits`` bounds the work."""
         self._now_s = now_s
         self._steps.begin(now_s)
@@ -97,13 +103,15 @@ class Placer:
         self._steps.drop_unused(self._keep_copies_s)
         self._go_round(visits)
         unfinished = bool(self._round) or not self._steps.may_drop
+        if not unfinished:
+            self._separator.look(now_s, visits)
         if not self._steps.decided and not unfinished and not self._cluster.outstanding.num_busy:
-            unfinished = self._even_out(visits)
+            unfinished = self._rebalance(visits)
         if not (self._steps.decided or self._steps.asks or unfinished) and self._shown_version == self._cluster.version:
             return self._last
         shown = {h: entry for h, entry in self._unplaced.items() if h in self._cluster.needy}
         waiting = frozenset(entry.model for h, entry in shown.items() if h in self._waiting)
-        decided = Placement(self._steps.decided, tuple(shown.values()), waiting, unfinished, self._steps.asks)
+        decided = PlacementDecision(self._steps.decided, tuple(shown.values()), waiting, unfinished, self._steps.asks)
         self._last = replace(decided, asks=())
         self._shown_version = -1 if self._steps.decided or unfinished else self._cluster.version
         return decided
@@ -146,6 +154,7 @@ class Placer:
             ready,
             key=lambda h: (
                 out.is_going(h.key),
+                copies.domain_of(h.worker),
                 memory.host_bytes(h.worker.host) - h.copy.num_bytes
                 if h.worker.host in memory.hosts
                 else -h.copy.num_bytes,
@@ -292,13 +301,13 @@ class Placer:
             self._steps.drop(held, why, to_disk=True)
         return f"waits for room on worker {worker_id}: {names} stays on disk only"
 
-    # --- evening out -------------------------------------------------------------------------
+    # --- rebalancing -------------------------------------------------------------------------
 
-    def _even_out(self, visits: int) -> bool:
+    def _rebalance(self, visits: int) -> bool:
         """Moves a copy if that helps; whether there is more to look at."""
-        move = self._evening.find(visits)
+        move = self._rebalancer.find(visits)
         if move is None:
-            return not self._evening.is_over
+            return not self._rebalancer.is_over
         copies, record, worker_id, reason = move
         self._steps.hold(
             record, worker_id, self._places.sources(copies, self._cluster.memory.workers[worker_id]), reason

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Literal
 
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies import Held, ModelCopies
+from services.pool.core.host_memory import Rank
 from services.pool.core.ranking import Ranking
+from shared.failure_domains import FailureDomain
 from shared.messages.copies import CopySource
 from shared.messages.registry import ModelRecord, WorkerInfo
 
+MODEL_VISITS = 20
+"""What looking at a model costs, beside the workers that are compared for it."""
 MAX_SOURCES = 8
 """Of one hold: the first is used, the others are for when it dies."""
 MAX_IDLE = 64
@@ -34,7 +38,7 @@ class Sources:
 class Places:
     """Searches the cluster, and counts the work."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterView) -> None:
         self.visits = 0
         """Workers and hosts that were looked at."""
         self._cluster = cluster
@@ -45,11 +49,11 @@ class Places:
     def fitting(self, copies: ModelCopies, record: ModelRecord, *, in_turn: bool) -> str | None:
         """The best worker with room now; with ``in_turn`` on a host that may load one more copy now."""
         busy = self._cluster.loads.host_is_full if in_turn else _never
-        return self._best(copies, record, self._memory.by_free_bytes, self._memory.free_bytes, copies.serving, busy)
+        return self._best(copies, record, self._memory.by_free_bytes, self._memory.free_bytes, busy)
 
     def waiting(self, copies: ModelCopies, record: ModelRecord) -> str | None:
         """The best worker that will have room once everything that is dropped there is gone."""
-        return self._best(copies, record, self._memory.by_free_after_drops, self._memory.free_after_drops, {}, _never)
+        return self._best(copies, record, self._memory.by_free_after_drops, self._memory.free_after_drops, _never)
 
     def on_host(self, host: str, copies: ModelCopies) -> str | None:
         """The host's best worker with room now."""
@@ -63,14 +67,17 @@ class Places:
         record: ModelRecord,
         ranking: Ranking,
         bytes_of: Callable[[str], int],
-        serving: dict[str, WorkerInfo],
         busy: Callable[[str], bool],
     ) -> str | None:
-        memory, hosts = self._memory, {w.host for w in serving.values()}
+        """Apart from the instances first, then evenly."""
+        memory, hosts = self._memory, {w.host for w in copies.serving.values()}
+
+        def rank(worker_id: str) -> tuple[FailureDomain, Rank]:
+            return copies.domain_of(memory.workers[worker_id]), memory.rank(worker_id, copies.serving, hosts)
 
         def best_of(workers: Iterable[str]) -> str | None:
             fits = [w for w in workers if self._fits(copies, w, bytes_of) and not busy(memory.workers[w].host)]
-            return min(fits, key=lambda w: memory.rank(w, serving, hosts), default=None)
+            return min(fits, key=rank, default=None)
 
         own = best_of(w for w in copies.cached if w in memory.workers)
         if ranking.num_from(record.weights_bytes) <= FEW:
@@ -80,16 +87,20 @@ class Places:
         return best_of(w for w in (own, found) if w is not None)
 
     def _hosts(self, serving: Collection[str]) -> Iterator[str]:
-        """By rank: the emptiest first, among equals those where the model is not served, in the order of names."""
+        """By rank: one with all instances last; else the emptiest first, among equals those where the model is not
+        served, in the order of names."""
+        has_all = next(iter(serving)) if len(serving) == 1 else None
         for _, equal in groupby(self._memory.by_bytes, key=lambda entry: entry[0]):
             late = []
             for _, host in equal:
                 self.visits += 1
-                if host in serving:
-                    late.append(host)
-                else:
+                if host not in serving:
                     yield host
+                elif host != has_all:
+                    late.append(host)
             yield from late
+        if has_all in self._memory.hosts:
+            yield has_all
 
     def _fits(self, copies: ModelCopies, worker_id: str, bytes_of: Callable[[str], int]) -> bool:
         self.visits += 1

@@ -21,10 +21,11 @@ from services.pool.core.worker_entry import Lease, WorkerEntry, durable, model_o
 from shared.messages.common import InstanceState
 from shared.messages.registry import ModelRecord, ModelRoute, Route, WorkerHeartbeat
 from shared.registry_view import route_of
+from shared.subjects import Process
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ReportOutcome:
     """What a report meant."""
 
     accepted: bool
@@ -71,18 +72,18 @@ class Registry:
 
     # --- workers -----------------------------------------------------------------------------
 
-    def take(self, report: WorkerHeartbeat, now_s: float, lease_s: float) -> Taken:
+    def take(self, report: WorkerHeartbeat, now_s: float, lease_s: float) -> ReportOutcome:
         """A worker reports: its lease runs for ``lease_s`` from now."""
         worker_id = report.worker.worker_id
         known = self.workers.get(worker_id)
         same = known is not None and known.report.worker.incarnation == report.worker.incarnation
         if known is not None and same and known.report.sequence >= report.sequence:
-            return Taken(accepted=False)
+            return ReportOutcome(accepted=False)
         if report.leaving:
             if not same:
-                return Taken(accepted=False)
+                return ReportOutcome(accepted=False)
             self.forget([worker_id])
-            return Taken(accepted=True, store=True)
+            return ReportOutcome(accepted=True, store=True)
         if known is not None and not same:
             # A new process knows nothing of a plan that its predecessor was leased for.
             self.leases.pop(worker_id, None)
@@ -90,7 +91,7 @@ class Registry:
         changed = known is None or not same or durable(known.report) != durable(report)
         stored = known is not None and not changed and known.stored
         self._put(report, now_s + lease_s, stored=stored)
-        return Taken(accepted=True, store=not stored or self._retires(report))
+        return ReportOutcome(accepted=True, store=not stored or self._retires(report))
 
     def _use_up(self, report: WorkerHeartbeat) -> None:
         """The worker reports on its lease itself once it works under it."""
@@ -203,6 +204,11 @@ class Registry:
             self._index(worker_id, entry, None)
             if entry.route is not None:
                 self.routes.gone(entry.route.model, entry.route.route.instance_id)
+
+    def is_here(self, worker: Process) -> bool:
+        """Whether that very process lives, and not another one under its id."""
+        entry = self.workers.get(worker.id)
+        return entry is not None and entry.record.worker.process == worker
 
     def silent(self, now_s: float) -> tuple[str, ...]:
         """Workers whose lease ran out."""

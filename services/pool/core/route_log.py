@@ -52,7 +52,7 @@ class RouteLog:
         for key in [key for key in self._routes if key[0] == name]:
             del self._routes[key]
 
-    def take(self, publisher: str, now_s: float) -> tuple[list[RouteChanges], frozenset[str]]:
+    def take(self, publisher: str) -> tuple[list[RouteChanges], frozenset[str]]:
         """Everything that waits, as events in order, and the names of the models that it is about."""
         about = frozenset([*self._removed, *self._models, *(model for model, _ in self._routes)])
         # In this order, which is also that in which an event is applied, parts of one change never contradict each
@@ -62,15 +62,15 @@ class RouteLog:
         items += [("gone", GoneRoute(model=m, instance_id=i)) for (m, i), r in self._routes.items() if r is None]
         items += [("routes", ModelRoute(model=m, route=r)) for (m, _), r in self._routes.items() if r is not None]
         self._removed, self._models, self._routes = {}, {}, {}
-        return [self._event(publisher, now_s, part) for part in _cut(items)], about
+        return [self._event(publisher, part) for part in _cut(items)], about
 
-    def _event(self, publisher: str, now_s: float, items: Sequence[tuple[_Field, object]]) -> RouteChanges:
+    def _event(self, publisher: str, items: Sequence[tuple[_Field, object]]) -> RouteChanges:
         self.sequence += 1
         fields: dict[str, list[object]] = {}
         for name, item in items:
             fields.setdefault(name, []).append(item)
         made: dict[str, Any] = {name: tuple(found) for name, found in fields.items()}
-        return RouteChanges(publisher=publisher, sequence=self.sequence, published_at_s=now_s, **made)
+        return RouteChanges(publisher=publisher, sequence=self.sequence, **made)
 
 
 def _cut(items: Sequence[tuple[_Field, object]]) -> list[list[tuple[_Field, object]]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies import Held, Key, ModelCopies
 from services.pool.core.loads import nic_between
 from services.pool.core.places import Sources
@@ -66,7 +66,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacementDecision:
     """What to do now, and which models have no host copy and none on its way."""
 
     steps: tuple[Hold | Drop, ...]
@@ -79,10 +79,10 @@ class Placement:
 
 
 class CopyRules(Protocol):
-    """Which host copies there are to be. Decides from a ``Cluster``; what it decides is outstanding there at once. The
-    same changes in the same order give the same steps."""
+    """Which host copies there are to be. Decides from a ``ClusterView``; what it decides is outstanding there at once.
+    The same changes in the same order give the same steps."""
 
-    def look(self, now_s: float) -> Placement:
+    def look(self, now_s: float) -> PlacementDecision:
         """The next steps; a bounded amount of work."""
 
     def could_take(self, model_hash: str) -> bool:
@@ -95,7 +95,7 @@ class CopyRules(Protocol):
 class Steps:
     """Those of one look. Each is outstanding in the cluster from the moment that it is decided."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
         self._now_s = 0.0
         self._decided: list[Hold | Drop] = []

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import math
 
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies import Key
-from services.pool.core.steps import Placement, Steps
+from services.pool.core.steps import PlacementDecision, Steps
 from shared.messages.registry import Unplaced
 
 RECHECK_S = 5.0
 """While models have no copy, it is looked this often whether they are still on disk: answers grow old."""
 
 
-class KeptCopies:
+class TtlCacheRules:
     """As ``CopyRules``."""
 
-    def __init__(self, cluster: Cluster, keep_copies_s: float) -> None:
+    def __init__(self, cluster: ClusterView, keep_copies_s: float) -> None:
         self._cluster = cluster
         self._keep_copies_s = keep_copies_s
         self._steps = Steps(cluster)
@@ -35,7 +35,7 @@ class KeptCopies:
         self._shown = (-1, -math.inf)
         """The cluster's version and the moment when ``_unplaced`` was found."""
 
-    def look(self, now_s: float) -> Placement:
+    def look(self, now_s: float) -> PlacementDecision:
         """Only drops and questions. Unplaced are models without any copy."""
         steps = self._steps
         steps.begin(now_s)
@@ -50,7 +50,7 @@ class KeptCopies:
             self._shown = self._cluster.version, now_s
             found = [self._without_copy(model_hash) for model_hash in sorted(self._cluster.without_copy)]
             self._unplaced = tuple([entry for entry in found if entry is not None])
-        return Placement(steps.decided, self._unplaced, unfinished=not steps.may_drop, asks=steps.asks)
+        return PlacementDecision(steps.decided, self._unplaced, unfinished=not steps.may_drop, asks=steps.asks)
 
     def _without_copy(self, model_hash: str) -> Unplaced | None:
         self._ask(model_hash)

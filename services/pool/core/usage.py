@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-class Usage:
+class ModelUsage:
     """Follows what is observed since this pool leads; an earlier use counts as one when it began to."""
 
     def __init__(self) -> None:

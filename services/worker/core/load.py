@@ -21,9 +21,8 @@ def load_report(
     busy_s_total: float,
     load_s: float,
     now_s: float,
-    unix_s: float,
 ) -> LoadReport:
-    """``now_s``: in the scheduler's clock, in which arrivals are. ``unix_s``: the same moment in Unix time."""
+    """``now_s``: in the scheduler's clock, in which arrivals are."""
     oldest_arrived_s = now_s if load.oldest_arrived_s is None else load.oldest_arrived_s
     return LoadReport(
         worker_id=worker.id,
@@ -32,7 +31,6 @@ def load_report(
         model=model,
         state=state,
         role=role,
-        published_at_s=unix_s,
         queued_requests=load.queued_requests,
         queued_tokens=load.queued_tokens,
         running_requests=load.running_requests,

@@ -49,7 +49,7 @@ class StripeSources:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlanPart:
     """A worker's part of a plan, as a target."""
 
     member: ChainMember
@@ -59,7 +59,7 @@ class Part:
     stripes: tuple[StripeSources, ...]
 
 
-def part_of(plan: ScalePlan, worker_id: str) -> Part | None:
+def part_of(plan: ScalePlan, worker_id: str) -> PlanPart | None:
     """What the plan wants from this worker as a target; None if it is none.
 
     Raises ``BadRequest`` for a plan that names unknown members or whose hop lacks stripes.
@@ -71,7 +71,7 @@ def part_of(plan: ScalePlan, worker_id: str) -> Part | None:
                     raise BadRequest(f"{plan.plan_id}: the hop of {worker_id} has no stripes", param="stripes")
                 try:
                     stripes = tuple(_sources(plan, stripe, worker_id) for stripe in hop.stripes)
-                    return Part(plan.member(worker_id), chain, position, stripes)
+                    return PlanPart(plan.member(worker_id), chain, position, stripes)
                 except KeyError as error:
                     raise BadRequest(f"{plan.plan_id} names {error}, which is no member", param="members") from error
     return None

@@ -1,7 +1,7 @@
 """The engine: computes batches, layer by layer. Implementations: ``torch_engine`` and ``mock``.
 
 The scheduler (``services.worker.core.scheduling``) speaks in ids, token counts and block tables; an engine
-turns a ``Batch`` into sampled tokens. All methods run on the engine thread, but for those that say
+turns a ``ForwardBatch`` into sampled tokens. All methods run on the engine thread, but for those that say
 otherwise. Nothing here imports torch, so that the core, the mock and the tests start without it.
 
 A batch can move between two engines of the same model half-way: one exports the KV of the layers it has
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.transport.base import Buffer
 
 
@@ -36,7 +36,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ForwardBatch:
     """Slices to compute together; decode slices have one token."""
 
     slices: tuple[Slice, ...]
@@ -45,7 +45,7 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(len(s.token_ids) for s in self.slices)
 
-    def part(self, begin: int, end: int) -> Batch:
+    def part(self, begin: int, end: int) -> ForwardBatch:
         """Tokens ``begin <= i < end`` of all slices, one after another; a slice that does not end in it samples
         nothing."""
         slices: list[Slice] = []
@@ -56,7 +56,7 @@ class Batch:
                 token_ids, sample = piece.token_ids[first:last], piece.sample and last == count
                 slices.append(Slice(piece.sequence_id, token_ids, piece.start + first, piece.block_table, sample))
             begin, end = begin - count, end - count
-        return Batch(tuple(slices))
+        return ForwardBatch(tuple(slices))
 
 
 Activation = Any
@@ -96,7 +96,7 @@ class Engine(Protocol):
         """Make the first steps that use KV blocks ``first <= i < last`` as quick as later ones will be. From any
         thread, also while batches run: it changes nothing that they read."""
 
-    def embed(self, batch: Batch) -> Activation:
+    def embed(self, batch: ForwardBatch) -> Activation:
         """Plan the batch's attention and embed its tokens."""
 
     def embed_tokens(self, token_ids: Sequence[int]) -> Buffer:
@@ -105,7 +105,7 @@ class Engine(Protocol):
         From any thread. Raises ``BadRequest`` for a token outside of the vocabulary.
         """
 
-    def resume(self, batch: Batch, hidden: Buffer, *, next_layer: int) -> Activation:
+    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Activation:
         """As ``embed``, from hidden states that were computed elsewhere up to ``next_layer``.
 
         ``hidden``: bytes of ``embed_tokens`` or ``hidden_states``; they belong to the activation from now on and
@@ -118,7 +118,7 @@ class Engine(Protocol):
         """Run decoder layers ``first <= i < last`` in place, writing their KV. Layer by layer costs no more."""
 
     def run_part(self, activation: Activation, layer: int, begin: int, end: int) -> None:
-        """Run one decoder layer for tokens ``begin <= i < end`` of the batch (``Batch.part``) alone, in place.
+        """Run one decoder layer for tokens ``begin <= i < end`` of the batch (``ForwardBatch.part``) alone, in place.
 
         Of a long batch this needs less memory at once, and other batches can be run in between. Parts come in order,
         each token once; the layer has run when ``end`` is the number of tokens. Raises ``BadRequest`` for others.
@@ -171,7 +171,7 @@ class Engine(Protocol):
     def head(self, activation: Activation) -> Logits:
         """Final norm and head of the tokens that are sampled."""
 
-    def sample(self, logits: Logits, rows: Sequence[Request]) -> list[Sampled]:
+    def sample(self, logits: Logits, rows: Sequence[ActiveSequence]) -> list[Sampled]:
         """The next token of each request, one per row of ``logits``.
 
         Draws depend on (seed, position) only, never on the batch. ``counts`` of a request are the sampler's alone.

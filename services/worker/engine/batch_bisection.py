@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice
-from services.worker.core.scheduling.sequence import Sequence as Request
-from services.worker.engine.base import Batch, Engine, Slice
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.base import Engine, ForwardBatch, Slice
 from shared.errors import BlitzError, EngineBroken, RequestFailed
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams
@@ -22,7 +22,7 @@ Run = Callable[[Sequence[ScheduledSlice]], list[Sampled]]
 """Computes slices together: one token for each that samples, in order. Raises whatever the engine raises."""
 
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-_PROBE = Request(request_id="probe", attempt=0, gateway_id="", prompt=(0,), params=_GREEDY)
+_PROBE = ActiveSequence(request_id="probe", attempt=0, gateway_id="", prompt=(0,), params=_GREEDY)
 
 
 @dataclass(slots=True)
@@ -49,11 +49,11 @@ def compute(slices: Sequence[ScheduledSlice], run: Run, engine: Engine) -> Compu
     except Exception as failure:  # noqa: BLE001 - an engine may raise anything; what did it is found below
         _log.warning("an engine step of %d slices failed, it is run again in parts: %s", len(slices), failure)
         computed.at_once = False
-        _Parts(slices, run, engine, computed).run_again()
+        _Bisection(slices, run, engine, computed).run_again()
     return computed
 
 
-class _Parts:
+class _Bisection:
     """One batch that failed."""
 
     def __init__(self, slices: Sequence[ScheduledSlice], run: Run, engine: Engine, computed: Computed) -> None:
@@ -99,7 +99,7 @@ class _Parts:
             return
         engine, sequence = self._engine, piece.sequence
         block = sequence.block_table[piece.start // engine.block_size]
-        probe = Batch((Slice(sequence.id, (0,), 0, (block,), sample=True),))
+        probe = ForwardBatch((Slice(sequence.id, (0,), 0, (block,), sample=True),))
         try:
             activation = engine.embed(probe)
             engine.run_layers(activation, 0, engine.num_layers)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.engine.base import Batch
+from services.worker.engine.base import ForwardBatch
 from shared.errors import BadRequest
 from shared.transport.base import Buffer
 
@@ -63,7 +63,7 @@ def slots_of(
     return np.concatenate(slots)
 
 
-def check_batch(batch: Batch, block_size: int) -> None:
+def check_batch(batch: ForwardBatch, block_size: int) -> None:
     """Raises ``BadRequest`` for an empty batch, an empty slice, a block table that is too short."""
     if not batch.slices:
         raise BadRequest("a batch without slices")

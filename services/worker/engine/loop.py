@@ -7,18 +7,17 @@ live scaling (``partial``) there are steps of one layer, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Slices
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice, SchedulerConfig, SchedulerLoad
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import Speed
 from services.worker.core.scheduling.turns import StepTurns
-from services.worker.engine.base import Activation, Batch, Engine, Slice
-from services.worker.engine.parts import compute
+from services.worker.engine.base import Activation, Engine, ForwardBatch, Slice
+from services.worker.engine.batch_bisection import compute
 from shared.errors import Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart
@@ -33,8 +32,8 @@ class StepOutput:
     num_decode_tokens: int = 0
     error: ErrorInfo | None = None
     """Why a request of the step's batch could not be computed, if one could not: it ended with this."""
-    alone: Sequence | None = None
-    """Whose own step this was. ``EngineLoop.witness`` is to be told once the output is on its way."""
+    alone: ActiveSequence | None = None
+    """Whose own step this was. ``EngineLoop.step_listener`` is to be told once the output is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +77,27 @@ class PartialWork(Protocol):
 class PrefillListener(Protocol):
     """Requests that another instance is to decode (disaggregated serving). Called on the engine's thread."""
 
-    def ran_layers(self, sequence: Sequence, start: int, end: int, num_layers: int) -> None:
+    def ran_layers(self, sequence: ActiveSequence, start: int, end: int, num_layers: int) -> None:
         """A chunk of the request's context, tokens ``start <= i < end``, has KV of so many layers here; what is before
         it has KV of all."""
 
-    def computed(self, sequence: Sequence, token: Sampled) -> None:
+    def computed(self, sequence: ActiveSequence, token: Sampled) -> None:
         """Its first token was sampled. It is held, unless that was the end."""
 
 
-class Witness(Protocol):
+class StepListener(Protocol):
     """Of the steps of requests that are computed alone, for those who outlive this process. Called on the engine's
     thread."""
 
-    def begins(self, sequence: Sequence) -> None:
+    def begins(self, sequence: ActiveSequence) -> None:
         """Its step is next. Returns when those who wait for the request know, or cannot be told."""
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: ActiveSequence) -> None:
         """Its step is over, and what it brought was sent. Returns as ``begins``."""
 
 
 class EngineLoop:
-    """A scheduler and an engine. ``clock`` gives seconds; ``Sequence.arrived_s`` is in the same clock."""
+    """A scheduler and an engine. ``clock`` gives seconds; ``ActiveSequence.arrived_s`` is in the same clock."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig, clock: Callable[[], float]) -> None:
         if config.num_blocks > engine.num_blocks or config.block_size != engine.block_size:
@@ -113,7 +112,7 @@ class EngineLoop:
         self._busy_s_total = 0.0
         self.partial: PartialWork | None = None
         self.prefill_listener: PrefillListener | None = None
-        self.witness: Witness | None = None
+        self.step_listener: StepListener | None = None
         self.between_layers: Callable[[], None] = lambda: None
         """Called between two layers of a step with prompt tokens. It must not step."""
 
@@ -135,7 +134,7 @@ class EngineLoop:
         tokens_per_s = budgets.speed.speed.prefill_tokens_per_s
         return 1 / tokens_per_s if tokens_per_s else budgets.cost.token_s
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: ActiveSequence) -> None:
         """Accept a request. Raises what ``Scheduler.add`` raises."""
         self.scheduler.add(sequence, self._clock())
 
@@ -166,8 +165,8 @@ class EngineLoop:
             outputs = self.scheduler.take_ended()
             return StepOutput(tuple(outputs)) if outputs else None
         alone = batch.slices[0].sequence if batch.alone else None
-        if alone is not None and self.witness is not None:
-            self.witness.begins(alone)
+        if alone is not None and self.step_listener is not None:
+            self.step_listener.begins(alone)
             started_s = self._clock()
         computed = compute(batch.slices, self._compute, self.engine)
         error = next(iter(computed.failures.values()), None)
@@ -200,9 +199,9 @@ class EngineLoop:
             )
         return LoopStats(load, self._busy_s_total, self.scheduler.budgets.speed.speed)
 
-    def _compute(self, pieces: Slices[ScheduledSlice]) -> list[Sampled]:
+    def _compute(self, pieces: Sequence[ScheduledSlice]) -> list[Sampled]:
         slices: list[Slice] = []
-        rows: list[Sequence] = []
+        rows: list[ActiveSequence] = []
         for piece in pieces:
             sequence, start, count = piece.sequence, piece.start, piece.num_tokens
             tokens = sequence.tokens
@@ -211,7 +210,7 @@ class EngineLoop:
             if piece.sample:
                 rows.append(sequence)
         engine = self.engine
-        activation = engine.embed(Batch(tuple(slices)))
+        activation = engine.embed(ForwardBatch(tuple(slices)))
         if any(_is_prefill(piece) for piece in pieces):
             self._run_prompts(activation, pieces)
         else:
@@ -223,7 +222,7 @@ class EngineLoop:
             raise Internal(f"the engine sampled {len(sampled)} tokens for {len(rows)} rows")
         return sampled
 
-    def _run_prompts(self, activation: Activation, pieces: Slices[ScheduledSlice]) -> None:
+    def _run_prompts(self, activation: Activation, pieces: Sequence[ScheduledSlice]) -> None:
         engine, prefill_listener = self.engine, self.prefill_listener
         leaving = [p for p in pieces if p.sequence.decode_at is not None]
         for layer in range(engine.num_layers):

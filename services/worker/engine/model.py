@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.engine.attention.base import AttentionBackend, AttentionPlan
+from services.worker.engine.attention.backend import AttentionBackend, AttentionPlan
 from services.worker.engine.kernels import linear, rms_norm, silu_and_mul
 from services.worker.engine.kv_pool import KvCache
 from services.worker.engine.rope import rotate_

@@ -4,7 +4,8 @@ Order: log-probabilities are read off the raw logits; then ``min_tokens`` masks 
 would end the request, ``logit_bias`` is added, the repetition penalty (prompt and output) and
 the frequency and presence penalties (output) apply; then temperature, top-k, top-p, draw.
 
-A draw depends on the logits and on (seed, index of the output token), never on the rest of the batch; see ``draw``.
+A draw depends on the logits and on (seed, index of the output token), never on the rest of the batch; see
+``categorical``.
 Greedy takes the lowest id among equals.
 
 A row whose logits are not finite numbers (NaN, +inf, or all -inf) yields ``Sampled.error``: its
@@ -21,8 +22,8 @@ import numpy as np
 import torch
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence as Request
-from services.worker.engine.draw import DrawRow, Floats, Ids, draw, uniform
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.categorical import DrawRow, Floats, Ids, draw, uniform
 from shared.errors import BadRequest, Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import TokenLogprobs
@@ -31,7 +32,7 @@ _ROWS_AT_ONCE = 32
 """Bounds the copies: 32 rows of 128k tokens are 16 MiB each."""
 
 
-def sample_rows(logits: torch.Tensor, rows: Sequence[Request]) -> list[Sampled]:
+def sample_rows(logits: torch.Tensor, rows: Sequence[ActiveSequence]) -> list[Sampled]:
     """One token per row of ``logits`` [n, vocab], any float dtype and device. ``logits`` is not changed."""
     if logits.shape[0] != len(rows):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} rows of parameters")
@@ -42,7 +43,7 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[Request]) -> list[Sampled]:
     return sampled
 
 
-def _sample(raw: torch.Tensor, rows: Sequence[Request]) -> list[Sampled]:
+def _sample(raw: torch.Tensor, rows: Sequence[ActiveSequence]) -> list[Sampled]:
     """``raw`` [n, vocab] float32 on the CPU."""
     errors: dict[int, ErrorInfo] = {}
     best, greedy = _best(raw)
@@ -79,25 +80,25 @@ def _best(scores: torch.Tensor) -> tuple[Floats, Ids]:
     return np.take_along_axis(table, greedy[:, None], axis=-1)[:, 0], greedy
 
 
-def _draw_row(row: Request) -> DrawRow:
+def _draw_row(row: ActiveSequence) -> DrawRow:
     params = row.params
     return DrawRow(uniform(params.seed, len(row.output)), params.temperature, max(0, params.top_k), params.top_p)
 
 
-def _masks_ends(row: Request) -> bool:
+def _masks_ends(row: ActiveSequence) -> bool:
     return len(row.output) < row.params.min_tokens
 
 
-def _penalises(row: Request) -> bool:
+def _penalises(row: ActiveSequence) -> bool:
     params = row.params
     return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
-def _is_adjusted(row: Request) -> bool:
+def _is_adjusted(row: ActiveSequence) -> bool:
     return bool(row.params.logit_bias) or _masks_ends(row) or _penalises(row)
 
 
-def _adjust(scores: Floats, row: Request) -> ErrorInfo | None:
+def _adjust(scores: Floats, row: ActiveSequence) -> ErrorInfo | None:
     """Apply mask, bias and penalties to one row [vocab] in place; the error of a bad bias."""
     params, vocab = row.params, len(scores)
     if _masks_ends(row):
@@ -114,7 +115,7 @@ def _adjust(scores: Floats, row: Request) -> ErrorInfo | None:
     return None
 
 
-def _penalise(scores: Floats, row: Request) -> None:
+def _penalise(scores: Floats, row: ActiveSequence) -> None:
     params = row.params
     counts = row.counts
     counts.catch_up(row.prompt, row.output)
@@ -135,7 +136,9 @@ def _inside(ids: Ids, vocab: int) -> Ids:
     return ids[(ids >= 0) & (ids < vocab)]
 
 
-def _logprobs(raw: torch.Tensor, token_ids: Sequence[int], rows: Sequence[Request]) -> list[TokenLogprobs | None]:
+def _logprobs(
+    raw: torch.Tensor, token_ids: Sequence[int], rows: Sequence[ActiveSequence]
+) -> list[TokenLogprobs | None]:
     """Of the rows that ask for them, those with equally many alternatives together."""
     by_count: defaultdict[int, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from services.worker.core.scheduling.gateways import Gone
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
 from shared.errors import BlitzError, EngineBroken, Unavailable
 from shared.messages.common import ErrorInfo
@@ -83,7 +83,7 @@ class EngineThread:
         """The figures after the latest step or command, be it between two layers; no locks, never waits."""
         return self._stats
 
-    def submit(self, sequence: Sequence) -> Future[None]:
+    def submit(self, sequence: ActiveSequence) -> Future[None]:
         """Accept a request; the future carries the scheduler's refusal, or ``Unavailable`` once stopped."""
         return self.call(lambda loop: loop.add(sequence), between_layers=True)
 
@@ -170,8 +170,8 @@ class EngineThread:
                 output = loop.step()
                 self._deliver(output)
                 self.prepare()
-                if output is not None and output.alone is not None and loop.witness is not None:
-                    loop.witness.ended(output.alone)
+                if output is not None and output.alone is not None and loop.step_listener is not None:
+                    loop.step_listener.ended(output.alone)
                 self._stats = loop.stats()
                 if output is None:
                     # There is work and no capacity for it; what changes that comes as a command.

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence as Request
-from services.worker.engine.attention.base import AttentionBackend
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.attention.backend import AttentionBackend
 from services.worker.engine.attention.torch_cpu import TorchAttention
-from services.worker.engine.base import Batch
+from services.worker.engine.base import ForwardBatch
 from services.worker.engine.handoff import (
     Bytes,
     check_batch,
@@ -44,7 +44,7 @@ times as many. Where memory is committed slowly, those of a prompt took longer t
 class Activation:
     """A batch between two layers."""
 
-    batch: Batch
+    batch: ForwardBatch
     placement: Placement | None
     """Of the whole batch, once that is run in one go."""
     hidden: torch.Tensor
@@ -100,7 +100,7 @@ class TorchEngine:
         self._kv_pool.populate_blocks(self.cache, first, last)
 
     @torch.inference_mode()
-    def embed(self, batch: Batch) -> Activation:
+    def embed(self, batch: ForwardBatch) -> Activation:
         """Plan and embed. Raises ``BadRequest`` for an empty batch or slice, a short block table, an unknown token."""
         token_ids = [token for piece in batch.slices for token in piece.token_ids]
         return self._begin(batch, self._embed(token_ids), 0)
@@ -116,13 +116,13 @@ class TorchEngine:
         return self._model.embed(torch.from_numpy(ids))
 
     @torch.inference_mode()
-    def resume(self, batch: Batch, hidden: Buffer, *, next_layer: int) -> Activation:
+    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Activation:
         """See ``Engine``. Layers before ``next_layer`` are neither run nor read: their KV serves later tokens."""
         check_next_layer(next_layer, self.num_layers)
         flat = host_bytes(hidden, batch.num_tokens * self.hidden_bytes_per_token, "hidden states")
         return self._begin(batch, self._tensor(flat).view(-1, self._model.spec.hidden_size), next_layer)
 
-    def _begin(self, batch: Batch, hidden: torch.Tensor, next_layer: int) -> Activation:
+    def _begin(self, batch: ForwardBatch, hidden: torch.Tensor, next_layer: int) -> Activation:
         """Takes ``hidden [num_tokens, hidden_size]`` over."""
         check_batch(batch, self.block_size)
         last_rows = np.cumsum([len(piece.token_ids) for piece in batch.slices]) - 1
@@ -192,7 +192,7 @@ class TorchEngine:
             slots_of(block_tables, num_tokens, first_tokens, block_size=self.block_size, num_blocks=self.num_blocks)
         )
 
-    def _place(self, batch: Batch) -> Placement:
+    def _place(self, batch: ForwardBatch) -> Placement:
         size = self.block_size
         positions, kv_slots = [], []
         qo_indptr, kv_indptr, kv_indices, last_page_len = [0], [0], list[int](), list[int]()
@@ -253,6 +253,6 @@ class TorchEngine:
             raise BadRequest(f"head of a batch whose next layer is {activation.next_layer} of {self.num_layers}")
         return self._model.head(activation.hidden)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[Request]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[ActiveSequence]) -> list[Sampled]:
         """One token per row; see ``sampler``."""
         return sample_rows(logits, rows)

@@ -11,7 +11,7 @@ import logging
 import time
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
@@ -64,7 +64,7 @@ def _run(dtype: Dtype) -> int:
     loop = EngineLoop(engine, config, time.monotonic)
     for index, (length, params) in enumerate(zip(PROMPTS, _PARAMS, strict=True)):
         prompt = tuple(range(length))
-        loop.add(Sequence(request_id=str(index), attempt=1, gateway_id="warm-up", prompt=prompt, params=params))
+        loop.add(ActiveSequence(request_id=str(index), attempt=1, gateway_id="warm-up", prompt=prompt, params=params))
     computed = 0
     while loop.has_work:
         step = loop.step()

@@ -11,8 +11,8 @@ from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
-from services.worker.engine.loop import EngineLoop, PrefillListener, StepOutput, Witness
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.loop import EngineLoop, PrefillListener, StepListener, StepOutput
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
 from services.worker.memory.arena import HostArena
@@ -53,11 +53,11 @@ class InstanceFactory:
         on_failure: Callable[[BlitzError], None],
         *,
         prefill_listener: PrefillListener | None = None,
-        witness: Witness | None = None,
+        step_listener: StepListener | None = None,
     ) -> None:
         """All of these are called on the engine's thread."""
         self._prefill_listener = prefill_listener
-        self._witness = witness
+        self._step_listener = step_listener
         self._config = config
         self._on_output = on_output
         self._on_failure = on_failure
@@ -111,7 +111,7 @@ class InstanceFactory:
         loop = EngineLoop(engine, limits, time.monotonic)
         if profile is not None:
             loop.scheduler.budgets.expect(profile)
-        loop.prefill_listener, loop.witness = self._prefill_listener, self._witness
+        loop.prefill_listener, loop.step_listener = self._prefill_listener, self._step_listener
         thread = EngineThread(loop, self._on_output, self._on_failure)
         return Instance(plan, member, copy, thread, default_slo_tbt_s=config.slo_tbt_s)
 

@@ -11,7 +11,7 @@ from math import inf
 
 from services.worker.core.lifecycle import InstanceLifecycle
 from services.worker.core.scheduling.request_checks import check_request
-from services.worker.core.scheduling.sequence import Sequence, sequence_of
+from services.worker.core.scheduling.sequence import ActiveSequence, sequence_of
 from services.worker.engine.thread import EngineThread
 from services.worker.memory.weight_copy import WeightCopy
 from shared.errors import BadRequest, Conflict, Unavailable
@@ -161,7 +161,7 @@ class Instance:
             first, self.on_first_work = self.on_first_work, None
             first()
 
-    def sequence_of(self, request: Submit) -> Sequence:
+    def sequence_of(self, request: Submit) -> ActiveSequence:
         """A request as this instance's scheduler takes it. Raises ``BadRequest`` for tokens that the model lacks, for
         sampling that is out of range, and for names that no process can have, ``Conflict`` for a request for other
         weights: its tokens mean something else there."""

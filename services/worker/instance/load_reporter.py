@@ -45,11 +45,15 @@ class LoadReporter:
         self._at_intervals = tuple(at_intervals)
         self._group = group
         self._interval_s = interval_s
-        self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests", registry=metrics)
-        self._queued_gauge = Gauge("blitz_worker_queued_requests", "Waiting requests", registry=metrics)
-        self._kv_gauge = Gauge("blitz_worker_kv_usage_ratio", "Used share of the KV blocks", registry=metrics)
-        text = "The same, for dashboards of vLLM"
-        self._vllm_kv_gauge = Gauge("vllm:kv_cache_usage_perc", text, ["model_name"], registry=metrics)
+        self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests.", registry=metrics)
+        self._queued_gauge = Gauge("blitz_worker_queued_requests", "Waiting requests.", registry=metrics)
+        self._kv_gauge = Gauge("blitz_worker_kv_usage_ratio", "Used share of the KV blocks, 0 to 1.", registry=metrics)
+        self._vllm_kv_gauge = Gauge(
+            "vllm:kv_cache_usage_perc",
+            "Used share of the KV blocks of this worker's instance, 0 to 1.",
+            ["model_name"],
+            registry=metrics,
+        )
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -116,5 +120,4 @@ class LoadReporter:
             busy_s_total=stats.busy_s_total,
             load_s=instance.load_s,
             now_s=time.monotonic(),
-            unix_s=time.time(),
         )

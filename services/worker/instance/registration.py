@@ -39,7 +39,7 @@ POOL_SILENT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class WorkerStanding:
     """What a report says, as of now."""
 
     state: InstanceState
@@ -56,7 +56,7 @@ class ClockSkew:
         """Up to ``limit_s`` nobody is told."""
         self._limit_s = limit_s
         self._gauge = Gauge(
-            "blitz_worker_clock_ahead_seconds", "Time of day here, ahead of the pool's", registry=metrics
+            "blitz_worker_clock_ahead_seconds", "Time of day here, ahead of the pool's.", registry=metrics
         )
         self.told_s = 0.0
         """What people are told; 0: the two agree."""
@@ -82,7 +82,7 @@ class Registration:
         self,
         bus: Bus,
         worker: WorkerInfo,
-        standing: Callable[[], Standing],
+        standing: Callable[[], WorkerStanding],
         model: Callable[[str], ModelRecord | None],
         skew: ClockSkew | None = None,
     ) -> None:
@@ -184,7 +184,7 @@ class Registration:
         )
         await self._bus.request(subjects.pool("retire_copy"), request, Ack, timeout_s=RETIRE_TIMEOUT_S)
 
-    async def _report(self, now: Standing) -> HeartbeatAck | None:
+    async def _report(self, now: WorkerStanding) -> HeartbeatAck | None:
         """The pool's answer to a report; None if there was none."""
         self._sequence += 1
         sequence = self._sequence

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.worker.core.kv_transfer import room
+from services.worker.core.kv_admission import room
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
 from shared import subjects

@@ -15,14 +15,14 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter
 
 from services.worker.core.scheduling.gateways import Gone
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.shipment import Shipment
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
 from services.worker.requests.inbox import Cooperation, Inbox
-from services.worker.weights.peers import TENSOR_LANE, Peers
+from services.worker.weights.peers import TENSOR_LANE, PeerChannels
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Unavailable
@@ -48,7 +48,7 @@ class Departures(Cooperation):
         self,
         bus: Bus,
         me: WorkerInfo,
-        peers: Peers,
+        peers: PeerChannels,
         inbox: Inbox,
         *,
         silence_s: float,
@@ -66,7 +66,9 @@ class Departures(Cooperation):
         self._tasks = OwnedTasks()
         self._ended = Counter(
             "blitz_worker_departures_total",
-            "Requests that were to be decoded elsewhere, by what became of them",
+            "Requests that another instance was to decode: moved, kept (decoded here), ended (before that), shared (as "
+            "the target of a pair it sent the layers that it ran), unknown (the other side may have it, so the attempt "
+            "ends).",
             ["outcome"],
             registry=metrics,
         )
@@ -77,7 +79,7 @@ class Departures(Cooperation):
         task = self._running[transfer] = self._tasks.start(self._run(transfer, hand_over, keep))
         return task
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
+    def forget(self, sequences: Iterable[ActiveSequence]) -> None:
         """What becomes of these is decided elsewhere: nothing leaves from here any more."""
         for sequence in sequences:
             transfer = self.transfers.get(sequence.key)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.worker.core.kv_transfer.staging import Window
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.kv_admission.staging import Window
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.transfer import Chunk
-from services.worker.weights.peers import TENSOR_LANE, Peers
+from services.worker.weights.peers import TENSOR_LANE, PeerChannels
 from shared.aio import Wakeup, in_thread
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded, TransferAborted
 from shared.messages.disaggregated import ReserveDecode
@@ -37,7 +37,7 @@ class IncomingKv:
     def __init__(
         self,
         message: ReserveDecode,
-        sequence: Sequence,
+        sequence: ActiveSequence,
         instance: Instance,
         ticket: int,
         window: Window,
@@ -92,7 +92,7 @@ class IncomingKv:
     def _known_layers(self) -> int:
         return len(self._chunks) * self._layers_each
 
-    async def connect(self, transport: TensorTransport, peers: Peers) -> None:
+    async def connect(self, transport: TensorTransport, peers: PeerChannels) -> None:
         """Post the first receives. Raises ``TransportError``, ``DeadlineExceeded``."""
         self._transport = transport
         self._channel = await peers.channel(self.message.transport_address, self.message.host, lane=TENSOR_LANE)

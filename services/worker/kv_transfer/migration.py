@@ -13,10 +13,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Ordered
+from collections.abc import Callable, Sequence
 
-from services.worker.core.kv_transfer.move_history import LOOK_S, MORE_TOKENS, MOVING_AT_ONCE, Key, MoveHistory
+from services.worker.core.kv_admission.move_history import LOOK_S, MORE_TOKENS, MOVING_AT_ONCE, Key, MoveHistory
 from services.worker.core.scheduling.leaving import KvPath, Moving, Takers, see_off, to_make_room
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.engine.loop import EngineLoop
@@ -82,7 +81,7 @@ class Migrator:
 
     # --- who leaves ----------------------------------------------------------------------------
 
-    def leave(self, instance: Instance, destinations: Ordered[Destination], send_back: SendBack) -> None:
+    def leave(self, instance: Instance, destinations: Sequence[Destination], send_back: SendBack) -> None:
         """The instance drains: see its requests off, as long as it does."""
         if destinations or send_back != "none":
             self._tasks.start(self._leave(instance, Takers(destinations), send_back))

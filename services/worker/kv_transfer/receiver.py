@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from services.worker.core.kv_transfer import room
-from services.worker.core.kv_transfer.staging import Staging, Window
+from services.worker.core.kv_admission import room
+from services.worker.core.kv_admission.staging import Staging, Window
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.engine.loop import EngineLoop, StepOutput
@@ -21,7 +21,7 @@ from services.worker.kv_transfer.incoming import IncomingKv
 from services.worker.kv_transfer.reservation import DecodeReservation
 from services.worker.kv_transfer.transfer import Chunk
 from services.worker.requests.inbox import Cooperation, Inbox
-from services.worker.weights.peers import Peers
+from services.worker.weights.peers import PeerChannels
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
@@ -67,7 +67,7 @@ class KvReceiver(Cooperation):
         bus: Bus,
         transport: TensorTransport,
         me: WorkerInfo,
-        peers: Peers,
+        peers: PeerChannels,
         inbox: Inbox,
         instance: Callable[[], Instance | None],
     ) -> None:

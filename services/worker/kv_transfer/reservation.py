@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.incoming import IncomingKv
 from shared.messages.disaggregated import ReserveDecode
@@ -16,7 +16,7 @@ from shared.messages.disaggregated import ReserveDecode
 class DecodeReservation:
     """Event loop only. Its sequence has its slot and blocks; the instance is pinned until ``unpin``."""
 
-    def __init__(self, sequence: Sequence, instance: Instance, kv: IncomingKv) -> None:
+    def __init__(self, sequence: ActiveSequence, instance: Instance, kv: IncomingKv) -> None:
         self.sequence = sequence
         self.instance = instance
         self.kv = [kv]

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Summary
 
-from services.worker.core.kv_transfer import room
+from services.worker.core.kv_admission import room
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.departures import Departures
@@ -38,12 +37,14 @@ class KvSender:
         # One minus their quotient is the share of the transfer that prefill hides.
         self._transferring_s = Summary(
             "blitz_worker_kv_transfer_seconds",
-            "Of requests that moved: in which their KV was copied or on its way, during prefill or after it",
+            "Of requests that another instance decodes: while their KV was copied or on its way, during prefill or "
+            "after it.",
             registry=metrics,
         )
         self._exposed_s = Summary(
             "blitz_worker_kv_exposed_seconds",
-            "Of requests that moved: from the end of prefill until all their KV had arrived",
+            "Of requests that another instance decodes: from the end of prefill until all KV had arrived. One minus "
+            "its quotient with blitz_worker_kv_transfer_seconds is the share that prefill hides.",
             registry=metrics,
         )
 
@@ -54,24 +55,26 @@ class KvSender:
 
     # --- from the engine's thread ------------------------------------------------------------
 
-    def ran_layers(self, sequence: Sequence, start: int, end: int, num_layers: int) -> None:
+    def ran_layers(self, sequence: ActiveSequence, start: int, end: int, num_layers: int) -> None:
         """See ``services.worker.engine.loop.PrefillListener``."""
         context = sequence.num_tokens, sequence.block_table
         self._loop.call_soon_threadsafe(self._on_layers, sequence, *context, Chunk(start, end), num_layers)
 
-    def computed(self, sequence: Sequence, token: Sampled) -> None:
+    def computed(self, sequence: ActiveSequence, token: Sampled) -> None:
         """See ``services.worker.engine.loop.PrefillListener``."""
         context = sequence.num_tokens - 1, sequence.block_table
         self._loop.call_soon_threadsafe(self._on_computed, sequence, *context, token)
 
     def _on_layers(
-        self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], chunk: Chunk, num_layers: int
+        self, sequence: ActiveSequence, num_tokens: int, block_table: Sequence[int], chunk: Chunk, num_layers: int
     ) -> None:
         transfer = self._transfer(sequence, num_tokens, chunk.end)
         if transfer is not None:
             transfer.ran_layers(block_table, chunk, num_layers)
 
-    def _on_computed(self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], token: Sampled) -> None:
+    def _on_computed(
+        self, sequence: ActiveSequence, num_tokens: int, block_table: Sequence[int], token: Sampled
+    ) -> None:
         transfer, instance = self._transfer(sequence, num_tokens, num_tokens), self._instance()
         if transfer is not None:
             transfer.computed(block_table, token)
@@ -79,7 +82,7 @@ class KvSender:
             # It ended before the event loop had heard of it, held as it may be.
             instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
 
-    def _transfer(self, sequence: Sequence, num_tokens: int, first_end: int) -> KvTransfer | None:
+    def _transfer(self, sequence: ActiveSequence, num_tokens: int, first_end: int) -> KvTransfer | None:
         """None if there is nothing to send any more."""
         known = self._departures.transfers.get(sequence.key)
         if known is not None and known.sequence is sequence:
@@ -94,7 +97,7 @@ class KvSender:
 
     # --- from a pair of prefill instances ----------------------------------------------------
 
-    def share(self, sequences: Iterable[Sequence], num_layers: int) -> bool:
+    def share(self, sequences: Iterable[ActiveSequence], num_layers: int) -> bool:
         """As the target: the source goes on from this layer on. Whether the KV of the layers before is on its way to
         the decode instances, for all of these requests that have not ended."""
         transfers = [self.transfers.get(s.key) for s in sequences if not s.finished]
@@ -105,11 +108,13 @@ class KvSender:
             transfer.leave_to_other(num_layers)
         return True
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
+    def forget(self, sequences: Iterable[ActiveSequence]) -> None:
         """These are the other member's, or computed anew: nothing leaves from here any more."""
         self._departures.forget(sequences)
 
-    def send_rest(self, sequences: Iterable[Sequence], first_layer: int, over: Callable[[], Awaitable[None]]) -> None:
+    def send_rest(
+        self, sequences: Iterable[ActiveSequence], first_layer: int, over: Callable[[], Awaitable[None]]
+    ) -> None:
         """As the source: the KV of the layers before ``first_layer``, which the target ran, is on its way to the decode
         instances; this one runs the rest. Once all of these requests are decoded there, or it is known that they are
         not (``Reservations.stay``), ``over()``."""
@@ -121,7 +126,7 @@ class KvSender:
                 running.append(self._departures.start(transfer, self._hand_over, self._keep_rest))
         self._departures.after(running, over)
 
-    def computed_rest(self, sequence: Sequence, token: Sampled) -> None:
+    def computed_rest(self, sequence: ActiveSequence, token: Sampled) -> None:
         """As the source: a request of ``send_rest`` has its first token."""
         transfer = self.transfers.get(sequence.key)
         if transfer is not None and transfer.sequence is sequence and transfer.first_layer:

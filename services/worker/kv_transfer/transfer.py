@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from collections.abc import Sequence as Ordered
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence, submit_of
+from services.worker.core.scheduling.sequence import ActiveSequence, submit_of
 from services.worker.instance.instance import Instance
 from shared.aio import Wakeup
 from shared.messages.generation import DecodePlace, Submit
@@ -46,7 +45,7 @@ class KvTransfer:
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: ActiveSequence,
         num_tokens: int,
         place: DecodePlace,
         instance: Instance,
@@ -70,7 +69,7 @@ class KvTransfer:
         self.last_layer = instance.layout.num_layers
         """Its KV leaves from here of layers ``first_layer <= i < last_layer``: the other member of a pair sends the
         rest."""
-        self.block_table: Ordered[int] = ()
+        self.block_table: Sequence[int] = ()
         self.chunk = Chunk(0, 0)
         """The one that was computed last."""
         self._layers_done = 0
@@ -90,7 +89,7 @@ class KvTransfer:
         """Done as soon as there is a reason to stop that the event loop knows."""
         self._changed = Wakeup()
 
-    def ran_layers(self, block_table: Ordered[int], chunk: Chunk, num_layers: int) -> None:
+    def ran_layers(self, block_table: Sequence[int], chunk: Chunk, num_layers: int) -> None:
         """The KV of so many layers of a chunk lies in these blocks. A context that was preempted begins anew, in
         others."""
         if chunk == self.chunk and block_table is self.block_table and num_layers <= self._layers_done:
@@ -98,7 +97,7 @@ class KvTransfer:
         self.block_table, self.chunk, self._layers_done = block_table, chunk, num_layers
         self._changed.fire()
 
-    def computed(self, block_table: Ordered[int], token: Sampled) -> None:
+    def computed(self, block_table: Sequence[int], token: Sampled) -> None:
         """The prompt is computed; the request is held, or has ended."""
         self.token, self.computed_at_s = token, time.monotonic()
         self.ran_layers(block_table, Chunk(0, self.num_tokens), self.last_layer)
@@ -113,7 +112,7 @@ class KvTransfer:
         if token_ids:
             self.ran_layers(self.block_table, Chunk(start, self.num_tokens), self.last_layer)
 
-    def lies_in(self, block_table: Ordered[int]) -> bool:
+    def lies_in(self, block_table: Sequence[int]) -> bool:
         """These blocks are the request's still: it was not preempted. To be asked after reading from them."""
         return self.sequence.block_table is block_table
 

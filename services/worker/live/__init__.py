@@ -32,5 +32,5 @@ again, at its place                                          with an error, and 
 
 Start with ``roles`` (which pair this worker is in), then ``source`` or ``target`` (the life of a pair at either), which
 share ``links`` (what they say to each other). ``steppers`` run on the engines' threads. What is decided in a pair is in
-``services.worker.core.live``.
+``services.worker.core.pairing``.
 """

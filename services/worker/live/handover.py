@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.source_queue import SourceQueue
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.source_queue import SourceQueue
 from services.worker.instance.instance import Instance
 from services.worker.live.links import LinkToTarget
 from services.worker.live.tensors import Kind, Tensors

@@ -9,8 +9,8 @@ import itertools
 import time
 from typing import TypeVar
 
-from services.worker.core.live.pair import PairLife, offer_pauses
-from services.worker.link import Link, LinkLost
+from services.worker.core.pairing.pair import PairLife, offer_pauses
+from services.worker.link import LinkLost, WorkerLink
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.bus.base import Bus
@@ -28,7 +28,7 @@ TELL_RETRY_S = 0.05
 M = TypeVar("M", bound=Message)
 
 
-class LinkToTarget(Link):
+class LinkToTarget(WorkerLink):
     """The source's, of one pair: questions, claims to settle, cancels and signs of life."""
 
     def __init__(self, bus: Bus, target: Process, pair_id: str, *, silence_s: float) -> None:
@@ -108,7 +108,7 @@ class LinkToTarget(Link):
         await self.tell(subjects.worker_pair_ended(self._target), notice)
 
 
-class LinkToSource(Link):
+class LinkToSource(WorkerLink):
     """The target's, of one pair."""
 
     def __init__(

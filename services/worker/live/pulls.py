@@ -15,7 +15,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from services.worker.core.live.source_work import LOOK_S, PULL_WAIT_S, PullTime
+from services.worker.core.pairing.source_work import LOOK_S, PULL_WAIT_S, PullTime
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from opentelemetry.trace import Span
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.pair import PairState
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.pair import PairState
 from shared.messages.live import LayerRuns, LiveBatch, LiveReport, ZigzagAssignment
 
 BUCKET_S = 0.05

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from services.worker.core.live.pair import check_target, why_no_source
+from services.worker.core.pairing.pair import check_target, why_no_source
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
@@ -21,7 +21,7 @@ from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Inbox
-from services.worker.weights.peers import TENSOR_LANE, Peers
+from services.worker.weights.peers import TENSOR_LANE, PeerChannels
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
@@ -65,7 +65,7 @@ class PairRoles:
         bus: Bus,
         transport: TensorTransport,
         worker: Process,
-        peers: Peers,
+        peers: PeerChannels,
         inbox: Inbox,
         kv_sender: KvSender,
         progress: ProgressReporter,

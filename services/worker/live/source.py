@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from opentelemetry import trace
 
-from services.worker.core.live.pair import PairLife, PairState
-from services.worker.core.live.source_work import AfterPull, after_pull, parts
+from services.worker.core.pairing.pair import PairLife, PairState
+from services.worker.core.pairing.source_work import AfterPull, after_pull, parts
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.source_work import Kv, SourceRun, SourceWork
-from services.worker.core.live.target_work import TargetRun, TargetWork
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.source_work import Kv, SourceRun, SourceWork
+from services.worker.core.pairing.target_work import TargetRun, TargetWork
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence
-from services.worker.engine.base import Activation, Batch, Slice
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.base import Activation, ForwardBatch, Slice
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.live.report import Timeline
 from shared.transport.base import Buffer
@@ -57,7 +57,7 @@ class SourceStepper:
         start_s: float,
         on_done: Callable[[SourceBatch], None],
         on_free: Callable[[], None],
-        on_token: Callable[[Sequence, Sampled], None] = lambda _sequence, _token: None,
+        on_token: Callable[[ActiveSequence, Sampled], None] = lambda _sequence, _token: None,
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """``on_token``: a request of a batch whose KV leaves from both members has its first token. ``has_room()``:
@@ -311,9 +311,9 @@ class TargetStepper:
         """Only a source asks for its tokens."""
 
 
-def engine_batch(batch: PromptBatch) -> Batch:
+def engine_batch(batch: PromptBatch) -> ForwardBatch:
     """For an engine whose blocks the sequences hold."""
-    return Batch(tuple(Slice(s.id, tuple(s.tokens), 0, s.block_table, sample=True) for s in batch.sequences))
+    return ForwardBatch(tuple(Slice(s.id, tuple(s.tokens), 0, s.block_table, sample=True) for s in batch.sequences))
 
 
 def tell_layers(loop: EngineLoop, batch: PromptBatch, num_layers: int) -> None:

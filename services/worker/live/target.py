@@ -12,9 +12,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.pair import PairLife, PairState
-from services.worker.core.live.target_work import TargetWork
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.pair import PairLife, PairState
+from services.worker.core.pairing.target_work import TargetWork
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance

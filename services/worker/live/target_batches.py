@@ -14,9 +14,9 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.target_work import TargetWork
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.target_work import TargetWork
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
@@ -248,7 +248,7 @@ class TargetBatches:
                 self._inbox.unhost(batch.sequences)
         self.look_again()
 
-    async def cancel(self, is_gone: Callable[[Sequence], bool]) -> None:
+    async def cancel(self, is_gone: Callable[[ActiveSequence], bool]) -> None:
         """The requests of which ``is_gone`` says so are not wanted any more."""
         with self._stepper.lock:
             batches = {id(b): b for b in (*self.not_taken.values(), *(h.batch for h in self._work.batches.values()))}

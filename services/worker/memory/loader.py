@@ -15,7 +15,7 @@ import numpy as np
 from services.worker.memory.arena import Arena
 from shared.checkpoint import WEIGHT_DTYPES, Checkpoint
 from shared.errors import BadRequest
-from shared.layout import ArenaLayout, Part, Slot, Unit
+from shared.layout import ArenaLayout, Slot, TensorPart, Unit
 from shared.model_spec import DTYPE_BYTES
 from shared.tensor_file import opened, read_tensor
 
@@ -29,7 +29,7 @@ _STAGED_BYTES = 1024 * 1024
 """Of tensors that are cast or that go to a device, at a time."""
 
 
-def _load_part(checkpoint: Checkpoint, part: Part, slot: Slot, arena: Arena) -> None:
+def _load_part(checkpoint: Checkpoint, part: TensorPart, slot: Slot, arena: Arena) -> None:
     name, dtype = part.checkpoint_name, checkpoint.spec.dtype
     entry = checkpoint.tensors[name]
     item_bytes = DTYPE_BYTES[dtype]

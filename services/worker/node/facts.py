@@ -9,8 +9,8 @@ from typing import Literal
 
 from services.worker.config import DEFAULT_LEAF, WorkerConfig
 from services.worker.node.disk import measure_ssd_gbps
-from services.worker.node.links import GpuLinks, Nvml, load_nvml, measure_copy_gbps, read_gpu
-from services.worker.node.nic import LOOPBACK, Nic, Roots, find_nic, interfaces, named_nic, rdma_ports
+from services.worker.node.gpu_links import GpuLinks, Nvml, load_nvml, measure_copy_gbps, read_gpu
+from services.worker.node.nic import LOOPBACK, LocalNic, Roots, find_nic, interfaces, named_nic, rdma_ports
 from shared.settings import SettingsError
 
 How = Literal["configured", "sysfs", "nvml", "measured", "default", "unknown"]
@@ -45,7 +45,7 @@ class NodeFacts:
     host_link_gbps: float | None
     ssd_gbps: float | None
     how: Origins
-    device: Nic | None
+    device: LocalNic | None
     """What ``nic`` names, for a ``NicMeter``."""
 
     def describe(self) -> str:
@@ -111,7 +111,7 @@ def _gpu(config: WorkerConfig, probes: Probes) -> GpuLinks:
     return GpuLinks() if nvml is None else read_gpu(nvml, config.visible_gpu)
 
 
-def _nic(config: WorkerConfig, roots: Roots, gpu: GpuLinks) -> Nic | None:
+def _nic(config: WorkerConfig, roots: Roots, gpu: GpuLinks) -> LocalNic | None:
     if not config.nic:
         return find_nic(roots, gpu_bus_id=gpu.bus_id)
     nic = named_nic(roots, config.nic)
@@ -122,7 +122,7 @@ def _nic(config: WorkerConfig, roots: Roots, gpu: GpuLinks) -> Nic | None:
     return nic
 
 
-def _nic_gbps(config: WorkerConfig, device: Nic | None) -> tuple[float, How]:
+def _nic_gbps(config: WorkerConfig, device: LocalNic | None) -> tuple[float, How]:
     if config.nic_gbps is not None:
         return config.nic_gbps, "configured"
     if device is not None and device.speed_gbps is not None:

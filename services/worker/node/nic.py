@@ -27,7 +27,7 @@ class Roots:
 
 
 @dataclass(frozen=True, slots=True)
-class Nic:
+class LocalNic:
     """A network interface, or one port of an RDMA device."""
 
     name: str
@@ -43,7 +43,7 @@ class Nic:
         return self.name.partition(":")[0] if self.kind == "rdma" else self.name
 
 
-def find_nic(roots: Roots, *, gpu_bus_id: str = "") -> Nic | None:
+def find_nic(roots: Roots, *, gpu_bus_id: str = "") -> LocalNic | None:
     """The RDMA port nearest to the GPU, else the interface that traffic leaves by; None without any.
 
     ``gpu_bus_id`` is the GPU's PCI address as NVML gives it; empty for a worker without one.
@@ -55,7 +55,7 @@ def find_nic(roots: Roots, *, gpu_bus_id: str = "") -> Nic | None:
     return None if name is None else _interface(roots, name)
 
 
-def named_nic(roots: Roots, name: str) -> Nic | None:
+def named_nic(roots: Roots, name: str) -> LocalNic | None:
     """The NIC of this name; None if this machine (or network namespace) has none that is usable."""
     for nic in rdma_ports(roots):
         if name in (nic.name, f"{nic.device}:{nic.port}"):
@@ -63,7 +63,7 @@ def named_nic(roots: Roots, name: str) -> Nic | None:
     return _interface(roots, name) if name in interfaces(roots) else None
 
 
-def rdma_ports(roots: Roots) -> list[Nic]:
+def rdma_ports(roots: Roots) -> list[LocalNic]:
     """Active ports that this process can open. Emulated devices (soft RoCE) do not count."""
     ports = []
     for device in _entries(roots.sys / "class/infiniband"):
@@ -77,7 +77,7 @@ def rdma_ports(roots: Roots) -> list[Nic]:
             number = int(port.name)
             name = device.name if number == 1 else f"{device.name}:{number}"
             rate = _RATE.match(_text(port / "rate"))
-            ports.append(Nic(name, "rdma", number, float(rate[1]) if rate else None))
+            ports.append(LocalNic(name, "rdma", number, float(rate[1]) if rate else None))
     return ports
 
 
@@ -87,8 +87,8 @@ def interfaces(roots: Roots) -> list[str]:
     return [line.partition(":")[0].strip() for line in lines if ":" in line]
 
 
-def _interface(roots: Roots, name: str) -> Nic:
-    return Nic(name, "interface", speed_gbps=_speed_gbps(roots, name))
+def _interface(roots: Roots, name: str) -> LocalNic:
+    return LocalNic(name, "interface", speed_gbps=_speed_gbps(roots, name))
 
 
 def _outgoing_interface(roots: Roots) -> str | None:
@@ -163,7 +163,7 @@ def _said_gbps(interface: Path) -> float | None:
     return mbps / 1000 if mbps > 0 else None
 
 
-def _distance(roots: Roots, nic: Nic, gpu_bus_id: str) -> tuple[int, bool]:
+def _distance(roots: Roots, nic: LocalNic, gpu_bus_id: str) -> tuple[int, bool]:
     """How far the NIC is from the GPU: PCI bridges shared (negated), then whether on another NUMA node."""
     if not gpu_bus_id:
         return 0, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.node.nic import Nic, Roots
+from services.worker.node.nic import LocalNic, Roots
 
 _BYTES_PER_WORD = 4
 """InfiniBand counts data in words of four octets."""
@@ -21,7 +21,7 @@ class _Reading:
 class NicMeter:
     """Rates from the kernel's byte counters. Reading takes microseconds: fine on an event loop."""
 
-    def __init__(self, nic: Nic | None, roots: Roots | None = None) -> None:
+    def __init__(self, nic: LocalNic | None, roots: Roots | None = None) -> None:
         """``nic`` None: every rate is 0."""
         self._nic = nic
         self._roots = roots or Roots()

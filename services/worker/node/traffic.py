@@ -10,13 +10,13 @@ from prometheus_client.registry import Collector
 
 from shared.messages.registry import WorkerInfo
 from shared.messages.traffic import GetTraffic, WorkerTraffic
-from shared.transport.traffic import Traffic
+from shared.transport.traffic import TrafficCounters
 
 
 class TrafficReporter(Collector):
     """Reads the transport's counters when somebody looks, from any thread."""
 
-    def __init__(self, worker: WorkerInfo, traffic: Traffic, *, metrics: CollectorRegistry) -> None:
+    def __init__(self, worker: WorkerInfo, traffic: TrafficCounters, *, metrics: CollectorRegistry) -> None:
         self._worker = worker
         self._traffic = traffic
         metrics.register(self)
@@ -32,7 +32,11 @@ class TrafficReporter(Collector):
     def collect(self) -> Iterator[Metric]:
         """``blitz_worker_transfer_bytes_total``."""
         family = CounterMetricFamily(
-            "blitz_worker_transfer_bytes", "Bytes of tensor transfers", labels=["direction", "purpose", "way"]
+            "blitz_worker_transfer_bytes",
+            "Bytes of tensor transfers sent and received: weights, kv (of requests), activations (hidden states "
+            "of a pair); over the network or within the host. What is received twice, or thrown away, counts at its "
+            "sender only.",
+            labels=["direction", "purpose", "way"],
         )
         for row in self._traffic.carried():
             family.add_metric([row.direction, row.purpose, row.way], row.num_bytes)

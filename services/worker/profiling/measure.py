@@ -21,7 +21,7 @@ from services.worker.memory.arena import HostArena
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.profiling.fit import fit, largest_error
 from services.worker.profiling.loads import load_from_disk, load_from_host
-from services.worker.profiling.rig import Chunk, Rig
+from services.worker.profiling.rig import Rig, TimedChunk
 from shared.checkpoint import Checkpoint
 from shared.errors import BadRequest
 from shared.profile import (
@@ -134,7 +134,7 @@ class _Steps:
         self._say = say
         self.prefill: list[PrefillPoint] = []
         self.decode: list[DecodePoint] = []
-        self._chunks: list[Chunk] = []
+        self._chunks: list[TimedChunk] = []
 
     def run(self) -> None:
         """Raises ``BadRequest`` where not even a short prompt fits."""
@@ -167,7 +167,7 @@ class _Steps:
         self.prefill.append(PrefillPoint(prompt_tokens=length, seconds=seconds, repetitions=effort.repetitions))
         for same in zip(*runs, strict=True):
             median_s = statistics.median(chunk.seconds for chunk in same)
-            self._chunks.append(Chunk(same[0].start, same[0].num_tokens, median_s))
+            self._chunks.append(TimedChunk(same[0].start, same[0].num_tokens, median_s))
 
     def _batches(self, context_tokens: int) -> Iterator[int]:
         count, step_s = 1, 0.0

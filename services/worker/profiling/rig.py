@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.worker.core.scheduling.sequence import Sequence as Request
-from services.worker.engine.base import Batch, Engine, Slice
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.base import Engine, ForwardBatch, Slice
 from shared.messages.generation import SamplingParams
 
 _GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TimedChunk:
     """Part of a prompt that was computed in one step."""
 
     start: int
@@ -28,22 +28,22 @@ class Rig:
         self._engine = engine
         self._vocab_size = vocab_size
         self._clock = clock
-        self._row = Request(request_id="profile", attempt=0, gateway_id="", prompt=(0,), params=_GREEDY)
+        self._row = ActiveSequence(request_id="profile", attempt=0, gateway_id="", prompt=(0,), params=_GREEDY)
 
     @property
     def kv_tokens(self) -> int:
         """That all requests together may have."""
         return self._engine.num_blocks * self._engine.block_size
 
-    def prefill(self, num_tokens: int, chunk_tokens: int) -> list[Chunk]:
+    def prefill(self, num_tokens: int, chunk_tokens: int) -> list[TimedChunk]:
         """A prompt alone, at the beginning of the KV."""
         blocks = self._blocks(0, num_tokens)
-        chunks: list[Chunk] = []
+        chunks: list[TimedChunk] = []
         for start in range(0, num_tokens, chunk_tokens):
             end = min(start + chunk_tokens, num_tokens)
             tokens = tuple(position % self._vocab_size for position in range(start, end))
             piece = Slice(0, tokens, start, blocks, end == num_tokens)
-            chunks.append(Chunk(start, end - start, self._step((piece,))))
+            chunks.append(TimedChunk(start, end - start, self._step((piece,))))
         return chunks
 
     def spread(self, num_tokens: int, num_requests: int, room: int) -> None:
@@ -65,7 +65,7 @@ class Rig:
     def _step(self, slices: Sequence[Slice]) -> float:
         engine = self._engine
         started_s = self._clock()
-        activation = engine.embed(Batch(tuple(slices)))
+        activation = engine.embed(ForwardBatch(tuple(slices)))
         if len(slices[0].token_ids) == 1 and slices[0].sample:
             engine.run_layers(activation, 0, engine.num_layers)
         else:

@@ -7,15 +7,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Tokens
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
 from services.worker.core.scheduling.gateways import Gateways, Gone
 from services.worker.core.scheduling.request_checks import check_slot
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.requests.streams import NewOwners, RequestSpans, Streams
@@ -238,7 +237,7 @@ class Inbox:
                 self.streams.follow(*key, output[start:], with_logprobs=logprobs)
             self._gateways.spoke(*request.gateway, now_s)
 
-    def follow(self, sequence: Sequence, token_ids: Tokens[int]) -> None:
+    def follow(self, sequence: ActiveSequence, token_ids: Sequence[int]) -> None:
         """The other worker has streamed these of a hosted request."""
         self.streams.follow(*sequence.key, token_ids, with_logprobs=sequence.params.logprobs is not None)
 
@@ -253,16 +252,16 @@ class Inbox:
         if known is not None and known < request.attempt:
             self._give_up(instance, request.request_id, known)
 
-    def unhost(self, sequences: Iterable[Sequence]) -> None:
+    def unhost(self, sequences: Iterable[ActiveSequence]) -> None:
         """They are the other worker's alone."""
         for sequence in sequences:
             self.streams.forget(*sequence.key)
 
-    def announce(self, sequences: Iterable[Sequence]) -> None:
+    def announce(self, sequences: Iterable[ActiveSequence]) -> None:
         """Tell the gateways that these requests are this worker's now, before their first tokens do."""
         self.on_output(StepOutput(tuple(sequence.taken_over() for sequence in sequences)))
 
-    def moved(self, sequences: Iterable[Sequence], worker: Process) -> None:
+    def moved(self, sequences: Iterable[ActiveSequence], worker: Process) -> None:
         """These requests are another worker's now: what gateways still say here about them goes there."""
         gone = [s for s in sequences if not s.finished]
         self.new_owners.add([s.key for s in gone], worker, time.monotonic())

@@ -11,7 +11,7 @@ import logging
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import StepOutput
 from services.worker.requests.inbox import Inbox
 from shared.bus.base import Bus
@@ -19,25 +19,25 @@ from shared.bus.base import Bus
 log = logging.getLogger(__name__)
 
 SAY_S = 1.0
-"""Longest that the engine waits for a word to be sent; without it the request has no witness in this step."""
+"""Longest that the engine waits for a word to be sent; without it the gateway does not know of this step."""
 
 
-class StepWitness:
-    """See ``services.worker.engine.loop.Witness``. Made on the event loop, called on the engine's thread."""
+class StepAnnouncer:
+    """See ``services.worker.engine.loop.StepListener``. Made on the event loop, called on the engine's thread."""
 
     def __init__(self, bus: Bus, inbox: Inbox) -> None:
         self._bus = bus
         self._inbox = inbox
         self._loop = asyncio.get_running_loop()
 
-    def begins(self, sequence: Sequence) -> None:
+    def begins(self, sequence: ActiveSequence) -> None:
         self._say(sequence, begins=True)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: ActiveSequence) -> None:
         if not sequence.finished:
             self._say(sequence, begins=False)
 
-    def _say(self, sequence: Sequence, *, begins: bool) -> None:
+    def _say(self, sequence: ActiveSequence, *, begins: bool) -> None:
         self._inbox.on_output(StepOutput((sequence.computing(begins),)))
         sent = self._sent()
         try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from services.worker.core.upstreams import Upstream
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Copies, CopyKind
-from services.worker.weights.peers import Peers
+from services.worker.weights.peers import PeerChannels
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, NotFound
@@ -31,7 +31,7 @@ class FeedClient:
         self,
         bus: Bus,
         me: WorkerInfo,
-        peers: Peers,
+        peers: PeerChannels,
         copies: Copies,
         plan_id: str,
         model: ModelRecord,

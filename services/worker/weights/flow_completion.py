@@ -19,7 +19,7 @@ class BuffersStuck(TransportError):
     code = "buffers_stuck"
 
 
-class Outcome:
+class FlowCompletion:
     """The end of a flow, as a future of the running event loop."""
 
     def __init__(self) -> None:

@@ -15,9 +15,9 @@ from services.worker.instance.instance import Instance
 from services.worker.instance.registration import ASK_INTERVAL_S, Registration, wait_until_retired
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Offer
+from services.worker.weights.flow_completion import BuffersStuck
 from services.worker.weights.host_store import DROP_TIMEOUT_S, HostStore
 from services.worker.weights.mover import WeightMover
-from services.worker.weights.outcome import BuffersStuck
 from shared.aio import OwnedTasks, in_thread
 from shared.checkpoint import inspect_registered
 from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound, TransportError

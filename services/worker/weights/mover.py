@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from services.worker.core.upstreams import Part, StripeSources
+from services.worker.core.upstreams import PlanPart, StripeSources
 from services.worker.instance.instance import Instance
 from services.worker.instance.progress import ProgressReporter
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Copies, Offer
 from services.worker.weights.feed_client import FeedClient
 from services.worker.weights.pace import Paces
-from services.worker.weights.peers import Peers
+from services.worker.weights.peers import PeerChannels
 from services.worker.weights.receiving import Fill
 from services.worker.weights.sending import Sender
 from shared import subjects
@@ -33,7 +33,7 @@ class WeightMover:
         bus: Bus,
         transport: TensorTransport,
         me: WorkerInfo,
-        peers: Peers,
+        peers: PeerChannels,
         progress: ProgressReporter,
         *,
         stall_s: float,
@@ -65,7 +65,7 @@ class WeightMover:
         self.withdraw(instance)
         await self.sender.end_feeds_of(instance.copy)
 
-    async def fill(self, plan: ScalePlan, part: Part, instance: Instance) -> None:
+    async def fill(self, plan: ScalePlan, part: PlanPart, instance: Instance) -> None:
         """Load an instance's copy, as the plan says. Raises what ``Fill.run`` raises."""
         plan_id, instance_id = plan.plan_id, instance.instance_id
 

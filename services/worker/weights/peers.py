@@ -39,7 +39,7 @@ _DIALS_AT_ONCE = 4
 """A dial to a peer of this host that has just died takes all of its time-out; the others continue in the meantime."""
 
 
-class Peers:
+class PeerChannels:
     """Channels by transport address; the transport keeps them."""
 
     def __init__(

@@ -19,7 +19,7 @@ from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.checkpoint_reader import CheckpointReader
 from services.worker.weights.feed_client import FeedClient
 from services.worker.weights.flow import Inflow
-from services.worker.weights.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon
+from services.worker.weights.flow_completion import SETTLE_S, BuffersStuck, FlowCompletion, ends_soon
 from services.worker.weights.pace import Paces
 from shared.aio import in_thread
 from shared.errors import BlitzError, CheckpointChanged, DeadlineExceeded, NoResponder, NotFound, TransportError
@@ -82,7 +82,7 @@ class Fill:
         self._refetches = itertools.count()
         self._units: asyncio.Queue[int] = asyncio.Queue()
         self._first = asyncio.Event()
-        self._feeds: dict[int, tuple[Outcome, Upstream]] = {}
+        self._feeds: dict[int, tuple[FlowCompletion, Upstream]] = {}
         self._paces = paces or Paces()
         alone = len(stripes) == 1
         self._disk = CheckpointReader(
@@ -168,7 +168,7 @@ class Fill:
         if attempt >= MAX_ATTEMPTS:
             raise TransportError(f"{attempt} feeds broke under one lease")
         channel = await self._upstreams.connect(upstream)
-        outcome = Outcome()
+        completion = FlowCompletion()
         flow = Inflow(
             self._transport,
             channel,
@@ -178,20 +178,20 @@ class Fill:
             attempt,
             lambda: self._call(self._first.set),
             lambda unit: self._call(self._units.put_nowait, unit),
-            outcome.succeed,
-            outcome.fail,
+            completion.succeed,
+            completion.fail,
         )
-        self._feeds[attempt] = (outcome, upstream)
+        self._feeds[attempt] = (completion, upstream)
         whole = False
         try:
             flow.start()  # receives are posted before anybody may send
             await self._upstreams.ask(upstream, attempt, wanted_bits(missing), cap_gbps)
-            await self._watch(flow, outcome, upstream, attempt)
+            await self._watch(flow, completion, upstream, attempt)
             whole = True
         finally:
             del self._feeds[attempt]
             self.received_bytes += flow.moved_bytes
-            outcome.discard()
+            completion.discard()
             flow.abort()  # before anything that may be cancelled in its turn
             try:
                 if not whole:
@@ -202,9 +202,9 @@ class Fill:
                     # Late bytes could still land in the arena.
                     raise BuffersStuck(f"buffers of an aborted transfer are still posted after {SETTLE_S:g} s")
 
-    async def _watch(self, flow: Inflow, outcome: Outcome, upstream: Upstream, attempt: int) -> None:
+    async def _watch(self, flow: Inflow, completion: FlowCompletion, upstream: Upstream, attempt: int) -> None:
         moved, since_s = flow.moved_bytes, self._loop.time()
-        while not await outcome.within(min(_WATCH_S, self._stall_s / 4)):
+        while not await completion.within(min(_WATCH_S, self._stall_s / 4)):
             now_s = self._loop.time()
             if flow.moved_bytes != moved:
                 moved, since_s = flow.moved_bytes, now_s
@@ -217,7 +217,7 @@ class Fill:
                 if isinstance(error, NoResponder) and self._upstreams.bus_up_s < RECONNECT_S:
                     since_s = self._loop.time()  # the bus was away for both; it may still be for the other
                     continue
-                if outcome.done.done() or flow.moved_bytes != moved:
+                if completion.done.done() or flow.moved_bytes != moved:
                     continue  # the last bytes came while it was asked
                 raise TransportError(f"{upstream.worker_id} is gone: {error}") from error
             except BlitzError as error:

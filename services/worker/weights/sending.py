@@ -14,7 +14,7 @@ from services.worker.memory.pieces import MAX_ATTEMPTS, cut, wanted_pieces
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Copies, Offer
 from services.worker.weights.flow import OnDone, Outflow
-from services.worker.weights.outcome import SETTLE_S, Outcome, ends_soon
+from services.worker.weights.flow_completion import SETTLE_S, FlowCompletion, ends_soon
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded, NotFound
 from shared.messages.common import Ack
 from shared.messages.feeds import (
@@ -113,20 +113,20 @@ class Sender:
                 raise NotFound("the copy is gone")
             if key in self._feeds or key in self._stopped or key in self._sent:
                 raise Conflict(f"feed {feed.attempt} of epoch {feed.epoch} was asked for before, or given up")
-            outcome = Outcome()
+            completion = FlowCompletion()
             flow = Outflow(
                 channel,
                 offer.copy,
                 pieces,
                 feed.epoch,
                 feed.attempt,
-                outcome.succeed,
-                outcome.fail,
+                completion.succeed,
+                completion.fail,
                 cap_gbps=feed.cap_gbps,
                 call_later=self._call_later,
             )
             kept = pins.pop_all()
-            task = asyncio.create_task(self._send(feed, flow, outcome, kept))
+            task = asyncio.create_task(self._send(feed, flow, completion, kept))
             self._feeds[key] = _Running(flow, offer.copy, task)
             task.add_done_callback(lambda _: self._feed_ended(key, kept))
         return Ack()
@@ -191,12 +191,12 @@ class Sender:
     def _call_later(self, delay_s: float, callback: OnDone) -> None:
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, callback)
 
-    async def _send(self, feed: Feed, flow: Outflow, outcome: Outcome, pins: contextlib.ExitStack) -> None:
+    async def _send(self, feed: Feed, flow: Outflow, completion: FlowCompletion, pins: contextlib.ExitStack) -> None:
         attributes = {"blitz.plan_id": feed.plan_id, "blitz.to": feed.worker_id}
         with pins, tracer().start_as_current_span("worker.send", attributes=attributes) as span:
             try:
                 flow.start()
-                await self._watch(flow, outcome)
+                await self._watch(flow, completion)
                 _remember(self._sent, (feed.epoch, feed.attempt))
             except BlitzError as error:
                 span.record_exception(error)
@@ -207,17 +207,17 @@ class Sender:
                 raise
             finally:
                 span.set_attribute("blitz.bytes", flow.moved_bytes)
-                outcome.discard()
+                completion.discard()
                 flow.stop_listening()
                 flow.abort()
                 if not await ends_soon(lambda: flow.quiet):
                     # Only reads: what the arena holds later cannot harm a peer that is gone.
                     log.warning("%s: sends to the lost %s are still posted", feed.plan_id, feed.worker_id)
 
-    async def _watch(self, flow: Outflow, outcome: Outcome) -> None:
+    async def _watch(self, flow: Outflow, completion: FlowCompletion) -> None:
         """Wait for the end. Raises the flow's error, or ``DeadlineExceeded`` if it stalls."""
         moved, since_s = flow.moved_bytes, self._loop.time()
-        while not await outcome.within(min(_WATCH_S, self._stall_s / 4)):
+        while not await completion.within(min(_WATCH_S, self._stall_s / 4)):
             now_s = self._loop.time()
             if flow.moved_bytes != moved or flow.starved:
                 moved, since_s = flow.moved_bytes, now_s

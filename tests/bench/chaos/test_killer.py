@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from bench.chaos.injected_fault import InjectedFault, now_s
 from bench.chaos.killer import Killer
 from bench.chaos.plan import How, Kill
-from bench.chaos.strike import Strike, now_s
 
 
 class FakeProcesses:
@@ -41,13 +41,13 @@ async def test_a_kill_is_told_before_and_its_return_after() -> None:
     processes = FakeProcesses("nats")
     told: list[str] = []
 
-    def before(strike: Strike) -> None:
+    def before(fault: InjectedFault) -> None:
         assert not processes.sent
-        told.append(f"before {strike.member}")
+        told.append(f"before {fault.member}")
 
-    async def after(strike: Strike) -> None:
+    async def after(fault: InjectedFault) -> None:
         assert processes.pid("nats") is not None
-        told.append(f"after {strike.member}")
+        told.append(f"after {fault.member}")
 
     killer = Killer(processes, before=before, after=after)
     running = asyncio.create_task(killer.run([kill("nats")], start_s=now_s()))
@@ -59,7 +59,7 @@ async def test_a_kill_is_told_before_and_its_return_after() -> None:
     await running
     assert told == ["before nats", "after nats"]
     assert killer.kills() == {"nats": 1}
-    assert killer.strikes[0].over_s is not None
+    assert killer.faults[0].over_s is not None
 
 
 async def test_whoever_is_away_is_passed_over_and_a_kind_that_is_away_is_skipped() -> None:
@@ -69,7 +69,7 @@ async def test_whoever_is_away_is_passed_over_and_a_kind_that_is_away_is_skipped
     running = asyncio.create_task(killer.run(plan, start_s=now_s()))
     while not killer.skipped:
         await asyncio.sleep(0)
-    assert [strike.member for strike in killer.strikes] == ["worker-1", "worker-0"]
+    assert [fault.member for fault in killer.faults] == ["worker-1", "worker-0"]
     assert killer.skipped == {"worker": 1}
     for name in processes.names():
         processes.come_back(name)
@@ -101,6 +101,6 @@ async def test_of_several_nats_servers_only_one_is_away_at_a_time() -> None:
     running = asyncio.create_task(killer.run([kill("nats-0"), kill("nats-1")], start_s=now_s()))
     while not killer.skipped:
         await asyncio.sleep(0)
-    assert [strike.member for strike in killer.strikes] == ["nats-0"]
+    assert [fault.member for fault in killer.faults] == ["nats-0"]
     processes.come_back("nats-0")
     await running

@@ -4,9 +4,9 @@ import asyncio
 
 from bench.chaos.answer import Answer
 from bench.chaos.gateways import Gateways
+from bench.chaos.injected_fault import InjectedFault, now_s
 from bench.chaos.load import Load
 from bench.chaos.question import Question
-from bench.chaos.strike import Strike, now_s
 from tests.bench.fake_server import FakeServer, fake_server
 
 QUESTION = Question(0, (5, 6), 3, (("temperature", 0.0),))
@@ -55,7 +55,7 @@ async def test_while_the_only_gateway_is_down_nothing_is_sent_and_it_is_counted(
         load, quiet = load_on(gateways), asyncio.Event()
         running = asyncio.create_task(load.run(3, quiet))
         await until_sent(server, 3)
-        gateways.struck(Strike("gateway", "gateway", "KILL", now_s()))
+        gateways.fault_injected(InjectedFault("gateway", "gateway", "KILL", now_s()))
         while load.unsent < 3:
             await asyncio.sleep(0.005)
         sent = len(server.bodies)
@@ -72,7 +72,7 @@ async def test_while_the_only_gateway_is_down_nothing_is_sent_and_it_is_counted(
 async def test_a_stopped_gateway_is_asked_all_the_same() -> None:
     async with fake_server() as server:
         gateways = Gateways({"gateway": server.url})
-        gateways.struck(Strike("gateway", "gateway", "STOP", now_s()))
+        gateways.fault_injected(InjectedFault("gateway", "gateway", "STOP", now_s()))
         load, quiet = load_on(gateways), asyncio.Event()
         running = asyncio.create_task(load.run(1, quiet))
         await until_sent(server, 1)

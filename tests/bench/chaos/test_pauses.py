@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from bench.chaos import observer as observing
+from bench.chaos.injected_fault import InjectedFault
 from bench.chaos.judge import Outcome
 from bench.chaos.load import Record
 from bench.chaos.observer import Observer
 from bench.chaos.pauses import Pause, Prefill, pauses
 from bench.chaos.plan import How
 from bench.chaos.question import Question
-from bench.chaos.strike import Strike
 from shared.messages.common import Role
 from shared.messages.generation import StreamPart, TokenBatch
 from shared.messages.load import LoadReport
@@ -24,7 +24,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at_s = 0.0
         self.observer = Observer(max_running=2)
-        self.strikes: list[Strike] = []
+        self.faults: list[InjectedFault] = []
         monkeypatch.setattr(observing, "now_s", lambda: self.at_s)
 
     def load(
@@ -39,7 +39,6 @@ class World:
                 model="demo",
                 state=state,  # type: ignore[arg-type]
                 role=role,
-                published_at_s=0.0,
                 queued_requests=0,
                 queued_tokens=0,
                 running_requests=running,
@@ -60,11 +59,11 @@ class World:
             TokenBatch(worker_id=worker, incarnation=INCARNATION, instance_id=f"i-{worker}", parts=(part,))
         )
 
-    def strike(self, at_s: float, member: str, *, how: How = "KILL", over_s: float | None = None) -> None:
-        strike = Strike(member, member.partition("-")[0], how, at_s, over_s if over_s is not None else at_s)
-        self.strikes.append(strike)
-        if strike.kind == "worker":
-            self.observer.struck(strike)
+    def inject(self, at_s: float, member: str, *, how: How = "KILL", over_s: float | None = None) -> None:
+        fault = InjectedFault(member, member.partition("-")[0], how, at_s, over_s if over_s is not None else at_s)
+        self.faults.append(fault)
+        if fault.kind == "worker":
+            self.observer.fault_injected(fault)
 
     def pauses(self, *times_s: float) -> tuple[Pause, ...]:
         record = Record(
@@ -78,7 +77,7 @@ class World:
             token_times_s=times_s,
             outcome=Outcome("right"),
         )
-        return pauses([record], self.strikes, self.observer, PREFILL)
+        return pauses([record], self.faults, self.observer, PREFILL)
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_a_pause_is_from_the_last_token_before_to_the_first_elsewhere(world: World) -> None:
-    world.strike(2.0, "worker-0")
+    world.inject(2.0, "worker-0")
     world.token(3.5, "worker-1")
     # The token of 2.01 was on its way.
     (pause,) = world.pauses(1.0, 1.9, 2.01, 3.51, 3.6)
@@ -102,23 +101,23 @@ def test_a_pause_is_from_the_last_token_before_to_the_first_elsewhere(world: Wor
 
 
 def test_streams_elsewhere_and_those_without_a_token_do_not_pause(world: World) -> None:
-    world.strike(2.0, "worker-1")
+    world.inject(2.0, "worker-1")
     assert world.pauses(1.0, 3.0) == ()
-    world.strike(2.5, "worker-0")
+    world.inject(2.5, "worker-0")
     assert world.pauses(2.6, 3.0) == ()
 
 
 def test_a_model_without_a_free_seat_elsewhere_is_told_apart(world: World) -> None:
     world.load(1.5, "worker-1", running=2)
-    world.strike(2.0, "worker-0")
+    world.inject(2.0, "worker-0")
     world.token(3.5, "worker-1")
     (pause,) = world.pauses(1.0, 1.9, 3.51)
     assert not pause.had_seats
 
 
 def test_seats_of_a_worker_that_is_struck_itself_do_not_count(world: World) -> None:
-    world.strike(2.0, "worker-0")
-    world.strike(2.5, "worker-1")
+    world.inject(2.0, "worker-0")
+    world.inject(2.5, "worker-1")
     # Sent before it died.
     world.load(2.6, "worker-1")
     world.load(3.2, "worker-0")
@@ -132,14 +131,14 @@ def test_seats_of_a_worker_that_is_struck_itself_do_not_count(world: World) -> N
 @pytest.mark.parametrize(("state", "role"), [("draining", "colocated"), ("live", "colocated"), ("serving", "decode")])
 def test_who_takes_no_requests_has_no_seat(world: World, state: str, role: Role) -> None:
     world.load(1.5, "worker-1", state=state, role=role)
-    world.strike(2.0, "worker-0")
+    world.inject(2.0, "worker-0")
     world.token(3.5, "worker-1")
     (pause,) = world.pauses(1.0, 1.9, 3.51)
     assert not pause.had_seats
 
 
 def test_who_drains_and_ends_its_streams_lets_none_pause(world: World) -> None:
-    world.strike(2.0, "worker-0", how="TERM", over_s=5.0)
+    world.inject(2.0, "worker-0", how="TERM", over_s=5.0)
     assert world.pauses(1.0, 1.9, 2.4, 2.9) == ()
     world.token(4.5, "worker-1")
     (pause,) = world.pauses(1.0, 1.9, 2.4, 4.0, 4.51)
@@ -147,7 +146,7 @@ def test_who_drains_and_ends_its_streams_lets_none_pause(world: World) -> None:
 
 
 def test_a_stopped_worker_may_go_on_itself(world: World) -> None:
-    world.strike(2.0, "worker-0", how="STOP", over_s=8.0)
+    world.inject(2.0, "worker-0", how="STOP", over_s=8.0)
     (pause,) = world.pauses(1.0, 1.9, 8.1, 8.2)
     assert pause.seconds == pytest.approx(6.2)
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from bench.chaos.aftermath import is_whole
+from bench.chaos.injected_fault import InjectedFault
 from bench.chaos.judge import Outcome, Verdict
 from bench.chaos.load import Record
 from bench.chaos.pauses import Pause
 from bench.chaos.question import Question
-from bench.chaos.result import Aftermath, Result
-from bench.chaos.strike import Strike
+from bench.chaos.recovery import is_whole
+from bench.chaos.result import Recovery, Result
 from shared.messages.admin import InstanceStatus, Status, WorkerStatus
 
-STRIKE = Strike("worker-0", "worker", "KILL", 2.0, 2.0)
-CALM = Aftermath(whole_again_s=3.0, asked=12, wrong=(), left_behind=(), unasked_restarts={})
+FAULT = InjectedFault("worker-0", "worker", "KILL", 2.0, 2.0)
+CALM = Recovery(whole_again_s=3.0, asked=12, wrong=(), left_behind=(), unasked_restarts={})
 
 
 def record(verdict: Verdict) -> Record:
@@ -31,22 +31,22 @@ def record(verdict: Verdict) -> Record:
     )
 
 
-def result(*verdicts: Verdict, pauses: tuple[Pause, ...] = (), aftermath: Aftermath = CALM) -> Result:
+def result(*verdicts: Verdict, pauses: tuple[Pause, ...] = (), recovery: Recovery = CALM) -> Result:
     return Result(
         records=[record(verdict) for verdict in verdicts],
         unsent=2,
-        strikes=[STRIKE, Strike("nats", "nats", "KILL", 3.0, 3.0)],
+        faults=[FAULT, InjectedFault("nats", "nats", "KILL", 3.0, 3.0)],
         skipped={},
         scales={"colocated out done": 2},
         pauses=pauses,
-        aftermath=aftermath,
+        recovery=recovery,
         start_s=0.0,
         end_s=6.0,
     )
 
 
 def pause(seconds: float, *, had_seats: bool = True, beside: tuple[str, ...] = ()) -> Pause:
-    return Pause(STRIKE, "cmpl-1", seconds, 0.25, had_seats, beside)
+    return Pause(FAULT, "cmpl-1", seconds, 0.25, had_seats, beside)
 
 
 def test_every_request_is_counted_once() -> None:
@@ -88,7 +88,7 @@ def test_a_run_is_a_success_only_if_nothing_failed_or_differs_and_all_is_well_ag
         {"wrong": ("demo, question 1: cut",)},
         {"left_behind": ("worker-0: 1 running",)},
     ):
-        assert result("right", aftermath=replace(CALM, **change)).problems
+        assert result("right", recovery=replace(CALM, **change)).problems
 
 
 @pytest.mark.parametrize("missing", [None, "worker-1", "colocated", "prefill", "decode"])
@@ -104,5 +104,5 @@ def test_a_stack_is_whole_with_all_its_workers_and_an_instance_of_every_role(mis
 
 
 def test_how_long_members_took_to_end_when_they_were_told_to() -> None:
-    strikes = [Strike("pool", "pool", "TERM", 1.0, 1.25), Strike("pool", "pool", "TERM", 3.0, 5.0), STRIKE]
-    assert replace(result("right"), strikes=strikes).document()["ending_s_max"] == {"pool": 2.0}
+    faults = [InjectedFault("pool", "pool", "TERM", 1.0, 1.25), InjectedFault("pool", "pool", "TERM", 3.0, 5.0), FAULT]
+    assert replace(result("right"), faults=faults).document()["ending_s_max"] == {"pool": 2.0}

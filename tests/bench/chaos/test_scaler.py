@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from bench.chaos.injected_fault import now_s
 from bench.chaos.plan import ScaleWish, Wish
 from bench.chaos.scaler import Scaler
-from bench.chaos.strike import now_s
 from shared.errors import NoResponder
 
 WISH = ScaleWish(0.0, "demo", "prefill", 2, "auto")

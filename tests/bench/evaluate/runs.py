@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from bench.evaluate.kept import Kept, Placed, Plan
 from bench.evaluate.machine import Conditions
+from bench.evaluate.saved_run import Placed, Plan, SavedRun
 from bench.evaluate.windows import Window
 from bench.replay.document import Document
 from bench.replay.objectives import Slo
@@ -49,11 +49,13 @@ def conditions(late_s: float = 0.001) -> Conditions:
     )
 
 
-def run(of: Plan | None = None, *, ttft_s: float = 0.1, late_s: float = 0.001, found: Document | None = None) -> Kept:
+def run(
+    of: Plan | None = None, *, ttft_s: float = 0.1, late_s: float = 0.001, found: Document | None = None
+) -> SavedRun:
     """Four requests within three seconds, of which the last failed; ``ttft_s``: of the first, the others take two and
     three times as long."""
     found = found or document(ttft_s=ttft_s)
     gaps = {row.index: (0.02, 0.03) if row.failure is None else () for row in found.records}
     records = [RequestRecord(index, 0.0, 0.0, 1, 1, None, gaps_s, 0.0) for index, gaps_s in gaps.items()]
     collector = Collector(planned=len(gaps), records=records)
-    return Kept.of(of or plan(), PLACED, found, collector, conditions(late_s))
+    return SavedRun.of(of or plan(), PLACED, found, collector, conditions(late_s))

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from bench.evaluate.figures import Judged, blocks, figures, intervals, medians, relative_slo
-from bench.evaluate.kept import Kept
+from bench.evaluate.saved_run import SavedRun
 from bench.replay.document import RequestRow
 from bench.replay.objectives import Slo
 from tests.bench.evaluate.runs import SLO, plan, run
@@ -91,8 +91,8 @@ def test_repetitions_of_the_same_requests_do_not_narrow_an_interval() -> None:
 
 
 def test_a_run_that_completed_nothing_has_figures_all_the_same() -> None:
-    kept: Kept = run(plan("sllm"))
-    rows = tuple(msgspec.convert(msgspec.to_builtins(r) | {"failure": "x"}, RequestRow) for r in kept.document.records)
-    document = msgspec.structs.replace(kept.document, records=rows)
-    found = figures([Judged(msgspec.structs.replace(kept, document=document), None, SLO)])
+    saved: SavedRun = run(plan("sllm"))
+    rows = tuple(msgspec.convert(msgspec.to_builtins(r) | {"failure": "x"}, RequestRow) for r in saved.document.records)
+    document = msgspec.structs.replace(saved.document, records=rows)
+    found = figures([Judged(msgspec.structs.replace(saved, document=document), None, SLO)])
     assert (found.ttft_mean_s, found.tbt_p99_s, found.slo_attainment_absolute) == (None, None, 0.0)

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from bench.evaluate.kept import Kept, Plan, Runs
 from bench.evaluate.measure import Evaluation, Outcome, Setting, attainable
 from bench.evaluate.models import find_model
+from bench.evaluate.saved_run import Plan, Runs, SavedRun
 from bench.evaluate.windows import choose
 from bench.lab.errors import LabFailed
 from bench.replay.document import Document
@@ -36,7 +36,7 @@ class Cluster:
         self.plans: list[Plan] = []
         self.simulated_plans: list[Plan] = []
 
-    async def run(self, system: System, plan: Plan, trace: Trace) -> Kept:
+    async def run(self, system: System, plan: Plan, trace: Trace) -> SavedRun:
         self.plans.append(plan)
         return self._run(system, plan)
 
@@ -44,7 +44,7 @@ class Cluster:
         self.simulated_plans.append(plan)
         return self._run(system, plan).document
 
-    def _run(self, system: System, plan: Plan) -> Kept:
+    def _run(self, system: System, plan: Plan) -> SavedRun:
         assert system.name == plan.system
         carried = self.carries * (2.0 - abs(plan.instances.get("prefill", 0) - 6) / 4)
         share = min(1.0, carried / plan.scale_rate)
@@ -138,7 +138,7 @@ async def test_a_simulated_search_needs_no_run_in_the_lab(tmp_path: Path) -> Non
 
 async def test_of_the_traces_that_a_search_scales_only_the_last_is_kept(tmp_path: Path) -> None:
     class Counting(Cluster):
-        async def run(self, system: System, plan: Plan, trace: Trace) -> Kept:
+        async def run(self, system: System, plan: Plan, trace: Trace) -> SavedRun:
             self.alive = sum(isinstance(one, Trace) and one.name == trace.name for one in gc.get_objects())
             return await super().run(system, plan, trace)
 
@@ -189,8 +189,8 @@ async def test_a_void_run_is_repeated_once(tmp_path: Path) -> None:
     cluster = Cluster(void_at=1.0)
     outcome = await _evaluate(cluster, _setting("blitz", windows=1, repetitions=1), tmp_path)
     assert len(cluster.plans) == 2
-    kept = outcome.runs[0][0]["blitz"]
-    assert kept.attempts == 2
-    assert kept.document.void == ("late",)
+    saved = outcome.runs[0][0]["blitz"]
+    assert saved.attempts == 2
+    assert saved.document.void == ("late",)
     await _evaluate(cluster, _setting("blitz", windows=1, repetitions=1), tmp_path)
     assert len(cluster.plans) == 2

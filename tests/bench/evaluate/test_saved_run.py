@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.evaluate.kept import Runs, digest
+from bench.evaluate.saved_run import Runs, digest
 from bench.evaluate.windows import Window
 from bench.replay.document import read_document
 from bench.traces.request import Trace, TraceRequest
@@ -14,28 +14,28 @@ from tests.bench.evaluate.runs import plan, run
 
 
 def test_a_run_is_found_again_whole(tmp_path: Path) -> None:
-    runs, kept = Runs(tmp_path / "new"), run()
-    assert runs.find(kept.plan) is None
-    runs.keep(kept)
-    found = runs.find(kept.plan)
+    runs, saved = Runs(tmp_path / "new"), run()
+    assert runs.find(saved.plan) is None
+    runs.keep(saved)
+    found = runs.find(saved.plan)
     assert found is not None
-    assert found == msgspec.structs.replace(kept, document=msgspec.structs.replace(kept.document, label="blitz"))
-    assert [file.name for file in (tmp_path / "new").iterdir()] == [f"{kept.plan.name}.json"]
+    assert found == msgspec.structs.replace(saved, document=msgspec.structs.replace(saved.document, label="blitz"))
+    assert [file.name for file in (tmp_path / "new").iterdir()] == [f"{saved.plan.name}.json"]
 
 
 def test_a_run_of_other_settings_does_not_count(tmp_path: Path) -> None:
-    runs, kept = Runs(tmp_path), run()
-    runs.keep(kept)
+    runs, saved = Runs(tmp_path), run()
+    runs.keep(saved)
     for changes in ({"digest": "other"}, {"settings": {}}, {"workers": 4}, {"seed": 1}):
-        assert runs.find(msgspec.structs.replace(kept.plan, **changes)) is None
+        assert runs.find(msgspec.structs.replace(saved.plan, **changes)) is None
     for changes in ({"repetition": 1}, {"instances": {"prefill": 2, "decode": 1}}, {"window": Window(11.0, 30.0)}):
-        assert runs.file(msgspec.structs.replace(kept.plan, **changes)) != runs.file(kept.plan)
+        assert runs.file(msgspec.structs.replace(saved.plan, **changes)) != runs.file(saved.plan)
 
 
 def test_a_report_reads_the_file_of_a_run(tmp_path: Path) -> None:
-    kept = run()
-    Runs(tmp_path).keep(kept)
-    assert read_document(tmp_path / f"{kept.plan.name}.json").records == kept.document.records
+    saved = run()
+    Runs(tmp_path).keep(saved)
+    assert read_document(tmp_path / f"{saved.plan.name}.json").records == saved.document.records
 
 
 def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:

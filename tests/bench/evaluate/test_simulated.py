@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
-from bench.evaluate.kept import Placed, Plan
 from bench.evaluate.models import find_model
 from bench.evaluate.run import SETTLE_S
+from bench.evaluate.saved_run import Placed, Plan
 from bench.evaluate.simulated import SimulatedLab
 from bench.evaluate.windows import Window
 from bench.sim.cluster import known_cluster
@@ -44,9 +44,9 @@ def test_what_comes_before_the_window_is_there_and_does_not_count() -> None:
 
 
 def test_gpu_seconds_count_for_as_long_as_in_the_lab() -> None:
-    outcome = lab().run(STATIC, of("static-full", prefill=2, decode=2), trace(2.0, 11.0, 12.0))
-    assert outcome.cluster.gpu_seconds == pytest.approx(4 * (20.0 + SETTLE_S))
-    assert outcome.zero_s + 1.0 == pytest.approx(outcome.cluster.begin_s)
+    result = lab().run(STATIC, of("static-full", prefill=2, decode=2), trace(2.0, 11.0, 12.0))
+    assert result.cluster.gpu_seconds == pytest.approx(4 * (20.0 + SETTLE_S))
+    assert result.zero_s + 1.0 == pytest.approx(result.cluster.begin_s)
 
 
 def test_a_load_takes_what_the_links_of_the_lab_give() -> None:
@@ -61,8 +61,8 @@ def test_a_load_takes_what_the_links_of_the_lab_give() -> None:
 def test_it_begins_where_the_lab_was(copies: range, load_s: float) -> None:
     placed = Placed(instances={0: "prefill", 1: "decode"}, copies=dict.fromkeys(copies, True))
     burst = trace(*[11.0 + n / 50 for n in range(60)])
-    outcome = lab().run(find("sllm"), of("sllm"), burst, placed=placed)
-    outs = [o.trigger_to_serving_ms for o in outcome.cluster.operations if o.direction == "out"]
+    result = lab().run(find("sllm"), of("sllm"), burst, placed=placed)
+    outs = [o.trigger_to_serving_ms for o in result.cluster.operations if o.direction == "out"]
     # From the disk, or from the memory of its host.
     assert (outs[0] or 0) / 1000 == pytest.approx(load_s, rel=0.05)
 
@@ -70,8 +70,8 @@ def test_it_begins_where_the_lab_was(copies: range, load_s: float) -> None:
 def test_imposed_events_come_when_they_are_told_and_no_others() -> None:
     burst = trace(*[11.0 + n / 50 for n in range(60)])
     imposed = [Imposed(3.0, "prefill", 2), Imposed(9.0, "prefill", 1)]
-    outcome = lab().run(BLITZ, of("blitz"), burst, imposed=imposed)
-    found = [(round(o.at_s - outcome.zero_s, 1), o.direction, o.desired) for o in outcome.cluster.operations]
+    result = lab().run(BLITZ, of("blitz"), burst, imposed=imposed)
+    found = [(round(o.at_s - result.zero_s, 1), o.direction, o.desired) for o in result.cluster.operations]
     assert found == [(3.0, "out", 2), (9.0, "in", 1)]
     assert not lab().run(BLITZ, of("blitz"), burst, imposed=[]).cluster.operations
 

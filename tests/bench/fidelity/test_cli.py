@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench.evaluate.kept import Plan, Runs, digest
 from bench.evaluate.models import find_model
 from bench.evaluate.run import LEAD_IN_S
+from bench.evaluate.saved_run import Plan, Runs, digest
 from bench.evaluate.windows import Window
 from bench.fidelity.cli import command
 from bench.systems import find

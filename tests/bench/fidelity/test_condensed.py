@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.evaluate.kept import Placed, Runs
+from bench.evaluate.saved_run import Placed, Runs
 from bench.fidelity.condensed import Condensed, File, read
 from bench.replay.observations import InstancePoint
 from shared.errors import BadRequest

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.evaluate.kept import Plan
+from bench.evaluate.saved_run import Plan
 from bench.evaluate.windows import Window
 from bench.fidelity.condensed import Figures
 from bench.fidelity.figures import Compared, beside

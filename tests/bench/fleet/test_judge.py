@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.fleet.judge import MAKES_ROOM, Answer, Sample, SystemResult, oscillations, same_texts
-from services.planner.core.fleet.allocation import Holding, Room, Want, allocate
+from services.planner.core.placement.allocation import Holding, Room, Want, allocate
 from shared.messages.operations import ScaleRecord, TargetRecord
 
 

@@ -18,12 +18,12 @@ from bench.replay.plan import prompt_of
 from shared import subjects
 from shared.bus.base import Stored
 from shared.load_feed import subscribe_load
-from shared.messages.common import Ack
+from shared.messages.common import Ack, AtWorker
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.load import LoadReport
 from shared.messages.operations import LiveRecord, ScaleRecord, TargetRecord
 from shared.messages.plans import ScalePlan
-from shared.messages.registry import InstanceInfo, LeaseGrant, LeaseWorkers, ReleaseWorkers
+from shared.messages.registry import InstanceInfo, LeaseBatch, LeaseVerdicts, LeaseWorkers, ReleaseWorkers
 from tests.bench.lab.labs import ENDS_WITHIN_S, Lab
 
 RATE = Rate.parse("120mbit")
@@ -115,6 +115,8 @@ class LiveLab(Lab):
         self._short = short
         self._long = long
         self._reports: dict[str, LoadReport] = {}
+        self._reported_s: dict[str, float] = {}
+        """When those came (monotonic)."""
         self._plans: dict[str, ScalePlan] = {}
         self._assignments: dict[str, ZigzagAssignment] = {}
         self._streams_alone: tuple[Answer, ...] = ()
@@ -135,6 +137,7 @@ class LiveLab(Lab):
 
     def _on_load(self, report: LoadReport) -> None:
         self._reports[report.instance_id] = report
+        self._reported_s[report.instance_id] = time.monotonic()
 
     async def _on_plan(self, plan: Stored[ScalePlan]) -> None:
         self._plans[plan.event.plan_id] = plan.event
@@ -196,8 +199,8 @@ class LiveLab(Lab):
 
     def _fresh(self) -> list[LoadReport]:
         """Not of instances that are gone."""
-        now_s = time.time()
-        return [r for r in self._reports.values() if now_s - r.published_at_s < _FRESH_S]
+        now_s = time.monotonic()
+        return [r for i, r in self._reports.items() if now_s - self._reported_s[i] < _FRESH_S]
 
     async def loads(self, pair: Cooperation) -> bool:
         """The pair's target does not have everything yet."""
@@ -245,12 +248,15 @@ class LiveLab(Lab):
     async def _epoch(self, term: int) -> int:
         """The newest of all: of the lease of a spare worker, which is given back."""
         bus, plan_id = await self.stack.bus_as("planner"), "plan-for-an-epoch"
-        (spare, *_) = [w.worker.worker_id for w in await self.stack.workers() if w.state == "spare"]
-        lease = LeaseWorkers(plan_id=plan_id, model=self.stack.model, worker_ids=(spare,), ttl_s=_LEASE_S, term=term)
-        grant = await bus.request(subjects.pool("lease"), lease, LeaseGrant, timeout_s=_RPC_S)
-        release = ReleaseWorkers(plan_id=plan_id, worker_ids=(spare,), term=term)
+        (spare, *_) = [w.worker for w in await self.stack.workers() if w.state == "spare"]
+        at = AtWorker(worker_id=spare.worker_id, incarnation=spare.incarnation)
+        lease = LeaseWorkers(plan_id=plan_id, model=self.stack.model, workers=(at,), ttl_s=_LEASE_S, term=term)
+        batch = LeaseBatch(leases=(lease,), term=term)
+        (verdict,) = (await bus.request(subjects.pool("lease_batch"), batch, LeaseVerdicts, timeout_s=_RPC_S)).verdicts
+        assert verdict.grant is not None, verdict.error
+        release = ReleaseWorkers(plan_id=plan_id, worker_ids=(spare.worker_id,), term=term)
         await bus.request(subjects.pool("release"), release, Ack, timeout_s=_RPC_S)
-        return grant.epochs[0][1]
+        return verdict.grant.epochs[0][1]
 
     # --- afterwards --------------------------------------------------------------------------
 

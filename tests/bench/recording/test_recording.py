@@ -26,11 +26,11 @@ from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, SamplingParams, TokenLogprobs
 from shared.messages.load import ModelQueue, QueueReport
 from shared.registry_view import RegistryView
-from tests.records import model, worker_record
+from tests.records import model, targets, worker_record
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import PROMPT
 from tests.services.planner.core.live.some_pairs import assignment
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 M = model("m", min_instances=0)
 
@@ -121,7 +121,7 @@ def watched() -> tuple[Watch, list[Wish]]:
         arrived_prompt_tokens_total=100,
         inflight_requests=0,
     )
-    assert watch.on_queue(QueueReport(gateway_id="gw", published_at_s=1.0, models=(queue,)), 1.0)
+    assert watch.on_queue(QueueReport(gateway_id="gw", models=(queue,)), 1.0)
     return watch, watch.evaluate(1.1, connected_since_s=0.0, leads=True)
 
 
@@ -172,7 +172,7 @@ def test_a_part_that_a_shell_takes_from_a_core_is_found_again(tmp_path: Path) ->
             desired=1,
             reason="load",
             triggered_s=1.0,
-            targets=(("w1", "i1"),),
+            targets=targets(("w1", "i1")),
             assignments=(assignment(),),
         )
         for pair in operation.pairs.values():

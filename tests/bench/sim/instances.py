@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bench.sim.clock import Clock
@@ -16,7 +15,7 @@ from bench.sim.make_profiles import PROFILES as FOLDER
 from bench.sim.sharing import Resource
 from bench.sim.streams import Key
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import BlitzError
 from shared.messages.common import Role
 from shared.messages.generation import DecodePlace, SamplingParams
@@ -32,9 +31,9 @@ PROFILES = (profile(), GPU)
 CONFIG = SchedulerConfig(num_blocks=4096, block_size=16, max_batch_tokens=2048, prefill_chunk_tokens=512)
 
 
-def sequence(name: str, prompt_tokens: int, max_tokens: int) -> Sequence:
+def sequence(name: str, prompt_tokens: int, max_tokens: int) -> ActiveSequence:
     params = SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True)
-    return Sequence(request_id=name, attempt=0, gateway_id="", prompt=(0,) * prompt_tokens, params=params)
+    return ActiveSequence(request_id=name, attempt=0, gateway_id="", prompt=(0,) * prompt_tokens, params=params)
 
 
 class Asked(NamedTuple):
@@ -67,7 +66,7 @@ class Heard:
         self.ended: dict[str, float] = {}
         self.failed: dict[str, BlitzError] = {}
 
-    def on_tokens(self, keys: Rows[Key], ends_s: Rows[float], *, worker: Process, instance_id: str) -> None:
+    def on_tokens(self, keys: Sequence[Key], ends_s: Sequence[float], *, worker: Process, instance_id: str) -> None:
         assert list(ends_s) == sorted(ends_s)
         assert ends_s[-1] <= self._clock.now_s
         for request_id, _ in keys:
@@ -96,6 +95,8 @@ class World:
         self.clock = Clock()
         self.heard = Heard(self.clock)
         self.reports: list[LoadReport] = []
+        self.reported_s: list[float] = []
+        """When each of them was made."""
         self.idle: list[SimInstance] = []
         self.on_idle: Callable[[SimInstance], object] = self.idle.append
         self.network = Network(self.clock)
@@ -124,11 +125,15 @@ class World:
             config=config,
             compute=Compute(GPU),
             kv=self.kv,
-            on_report=self.reports.append,
+            on_report=self._on_report,
             on_idle=lambda instance: self.on_idle(instance),
         )
         instance.serve(1.5)
         return instance
+
+    def _on_report(self, report: LoadReport) -> None:
+        self.reports.append(report)
+        self.reported_s.append(self.clock.now_s)
 
     def place(self, name: str) -> DecodePlace:
         return DecodePlace(worker_id=f"worker of {name}", incarnation=INCARNATION, instance_id=name)

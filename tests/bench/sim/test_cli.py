@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from bench.sim import evaluation
 from bench.sim.cli import app
-from bench.sim.outcome import Outcome
 from bench.sim.run import simulate
+from bench.sim.run_result import RunResult
 
 HEADER = "arrival_s,input_tokens,output_tokens\n"
 CLUSTER = {
@@ -180,7 +180,7 @@ def test_the_result_says_what_the_trace_had_besides(trace: Path, tmp_path: Path)
 
 
 def test_what_had_finished_before_ctrl_c_is_kept(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def until_allcache(setup, system, *arguments, **settings) -> Outcome:  # type: ignore[no-untyped-def]
+    def until_allcache(setup, system, *arguments, **settings) -> RunResult:  # type: ignore[no-untyped-def]
         if system.name == "allcache":
             raise KeyboardInterrupt
         return simulate(setup, system, *arguments, **settings)
@@ -206,7 +206,7 @@ def test_a_sweep_gives_points_and_answers_and_keeps_what_it_has(
 ) -> None:
     runs: list[tuple[str, int]] = []
 
-    def counted(setup, system, *arguments, **settings) -> Outcome:  # type: ignore[no-untyped-def]
+    def counted(setup, system, *arguments, **settings) -> RunResult:  # type: ignore[no-untyped-def]
         if len(runs) == 6:
             raise KeyboardInterrupt
         runs.append((system.name, setup.cluster.hosts))
@@ -250,7 +250,7 @@ def test_a_sweep_of_times_to_give_back_compares_systems(
 ) -> None:
     runs: list[tuple[str, float]] = []
 
-    def counted(setup, system, *arguments, **settings) -> Outcome:  # type: ignore[no-untyped-def]
+    def counted(setup, system, *arguments, **settings) -> RunResult:  # type: ignore[no-untyped-def]
         runs.append((system.name, setup.give_back_s))
         return simulate(setup, system, *arguments, **settings)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bench.sim.compute import Compute
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.engine.base import Batch, Slice
+from services.worker.engine.base import ForwardBatch, Slice
 from services.worker.engine.mock.played import played_step_s
 from shared.profile import Profile
 from tests.bench.sim.instances import PROFILES, sequence
@@ -29,7 +29,7 @@ def test_batches_take_what_the_mock_engine_plays(
         scheduler.add(sequence(f"r{number}", prompt_tokens, max_tokens))
     while (batch := scheduler.schedule()) is not None:
         slices = [Slice(0, (0,) * p.num_tokens, p.start, p.sequence.block_table, p.sample) for p in batch.slices]
-        assert compute.batch_s(batch) == scale * played_step_s(profile, Batch(tuple(slices)))
+        assert compute.batch_s(batch) == scale * played_step_s(profile, ForwardBatch(tuple(slices)))
         scheduler.complete(batch, [Sampled(0) for piece in batch.slices if piece.sample])
 
 

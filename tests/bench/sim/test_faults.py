@@ -16,8 +16,8 @@ from bench.sim.faults import Fault, drawn
 from bench.sim.flows import Network
 from bench.sim.loading import Load, Loads
 from bench.sim.models import known_model
-from bench.sim.outcome import Outcome
 from bench.sim.run import simulate
+from bench.sim.run_result import RunResult
 from bench.sim.setup import Frame, Setup
 from bench.systems import SYSTEMS
 from bench.traces.request import Trace, TraceRequest
@@ -36,30 +36,30 @@ def requests(count: int = 60) -> tuple[PlannedRequest, ...]:
     return plan_requests(trace, Shape(context_tokens=8192))
 
 
-def struck(name: str, *faults: Fault) -> Outcome:
-    outcome = simulate(SETUP, SYSTEMS[name], requests(), frame=Frame(faults=faults))
-    assert [record.failure for record in outcome.records if record.failure is not None] == []
-    assert [record.output_tokens for record in outcome.records] == [50] * len(requests())
-    return outcome
+def struck(name: str, *faults: Fault) -> RunResult:
+    result = simulate(SETUP, SYSTEMS[name], requests(), frame=Frame(faults=faults))
+    assert [record.failure for record in result.records if record.failure is not None] == []
+    assert [record.output_tokens for record in result.records] == [50] * len(requests())
+    return result
 
 
-def longest_s(outcome: Outcome) -> float:
-    return max(record.e2e_s for record in outcome.records)
+def longest_s(result: RunResult) -> float:
+    return max(record.e2e_s for record in result.records)
 
 
 @pytest.mark.parametrize("name", ["blitz", "sllm", "blitz-colocated"])
 def test_what_a_worker_had_goes_on_elsewhere(name: str) -> None:
     """Its requests wait for an instance in its place, and continue behind their last tokens."""
-    outcome = struck(name, Fault(2.05, 0))
-    assert outcome.num_died == 1
-    assert longest_s(outcome) > longest_s(struck(name)) + 0.05
+    result = struck(name, Fault(2.05, 0))
+    assert result.num_died == 1
+    assert longest_s(result) > longest_s(struck(name)) + 0.05
 
 
 def test_a_worker_is_back_with_nothing_or_stays_away() -> None:
     """Both first instances die; the only GPUs left are those of the others."""
     for back_s in (0.5, math.inf):
-        outcome = struck("blitz", Fault(1.0, 0, back_s), Fault(1.0, 8, back_s), Fault(4.5))
-        assert outcome.num_died == 3
+        result = struck("blitz", Fault(1.0, 0, back_s), Fault(1.0, 8, back_s), Fault(4.5))
+        assert result.num_died == 3
 
 
 def test_who_dies_when_is_drawn_by_the_seed() -> None:

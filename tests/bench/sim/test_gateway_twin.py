@@ -19,7 +19,7 @@ from bench.sim.latencies import Latencies
 from bench.sim.requests import Served, SimRequest
 from services.gateway.config import GatewayConfig
 from services.gateway.core.router import TICK_S, Assignment
-from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
+from services.gateway.core.routes import ModelRoutes, RouteDiff, RouteView
 from services.gateway.core.stream import StreamState
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
@@ -284,7 +284,7 @@ class Real(Twin):
 
     async def show(self) -> None:
         self.view.models["m"] = ModelRoutes(model(), dict(self.routes))
-        self.dispatcher.routes_changed(RouteChanges(models={"m"}))
+        self.dispatcher.routes_changed(RouteDiff(models={"m"}))
         await self._settle()
 
     async def hear(self, said: LoadReport) -> None:

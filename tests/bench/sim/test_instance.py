@@ -6,7 +6,7 @@ import pytest
 
 from bench.sim.compute import Compute
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import BlitzError, Conflict, ContextLengthExceeded, Overloaded, SentBack
 from tests.bench.sim.instances import GPU, Asked, World
 
@@ -108,17 +108,17 @@ def test_it_reports_at_intervals_while_something_changes() -> None:
     world = World()
     instance = world.instance("i")
     world.clock.run()
-    assert [(r.published_at_s, r.state) for r in world.reports] == [(pytest.approx(0.1), "serving")]
+    assert (world.reported_s, [r.state for r in world.reports]) == ([pytest.approx(0.1)], ["serving"])
     world.clock.run(3.04)
     instance.submit(Asked("r", 100, 60))
     world.clock.run()
     ended_s = world.heard.ended["r"]
-    times_s = [report.published_at_s for report in world.reports[1:]]
+    times_s = world.reported_s[1:]
     assert times_s == pytest.approx([3.1 + 0.1 * i for i in range(len(times_s))])
     assert times_s[-1] - 0.1 < ended_s <= times_s[-1]
     middle, last = world.reports[-2], world.reports[-1]
     assert (middle.running_requests, middle.ended_requests_total) == (1, 0)
-    assert middle.running_tokens == 100 + sum(t <= middle.published_at_s for t in world.heard.times_s["r"]) - 1
+    assert middle.running_tokens == 100 + sum(t <= times_s[-2] for t in world.heard.times_s["r"]) - 1
     assert (last.running_requests, last.ended_requests_total, last.ended_tokens_total) == (0, 1, 60)
     assert last.busy_s_total == pytest.approx(ended_s - 3.04)
     assert last.kv_blocks_used == 0
@@ -169,7 +169,7 @@ class Layers:
     def accepted(self) -> None:
         self.heard.append("accepted")
 
-    def cancelled(self, sequence: Sequence) -> None:
+    def cancelled(self, sequence: ActiveSequence) -> None:
         self.heard.append(f"cancelled {sequence.request_id}")
 
 

@@ -12,7 +12,7 @@ from bench.sim.compute import Compute
 from bench.sim.instance import SimInstance
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.engine.loop import EngineLoop, LoopStats
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from shared.errors import Overloaded
 from shared.profile import Profile
 from tests.bench.sim.instances import PROFILES, Asked, Heard, sequence

@@ -10,9 +10,9 @@ from bench.sim.arrivals import Reservation
 from bench.sim.compute import Compute
 from bench.sim.engine import TOKEN
 from bench.sim.kv import Departures, KvTransfer
-from services.worker.core.kv_transfer import room
+from services.worker.core.kv_admission import room
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import BlitzError
 from tests.bench.sim.instances import CONFIG, GPU, Asked, World
 
@@ -196,7 +196,7 @@ def test_what_another_sender_has_taken_over_is_not_released() -> None:
     departures = Departures(world.clock, world.instances["p"], world.kv)
     for _ in range(2):
         params = Asked("r", 500, 5).sampling
-        sequence = Request(request_id="r", attempt=0, gateway_id="", prompt=(0,) * 500, params=params)
+        sequence = ActiveSequence(request_id="r", attempt=0, gateway_id="", prompt=(0,) * 500, params=params)
         decoder.arrivals.reserve(KvTransfer(sequence, departures, decoder, 500, 0, iter(())), answer)
     first, second = kept
     decoder.arrivals.release(first)

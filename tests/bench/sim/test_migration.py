@@ -9,7 +9,7 @@ import pytest
 
 from bench.sim.compute import Compute
 from bench.sim.instance import SimInstance
-from services.worker.core.kv_transfer.move_history import AGAIN_S
+from services.worker.core.kv_admission.move_history import AGAIN_S
 from services.worker.core.scheduling.leaving import REFUSED_S
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from shared.errors import BlitzError, SentBack

@@ -64,7 +64,7 @@ class Rig:
             arrived_prompt_tokens_total=100 * self.arrived,
             inflight_requests=0,
         )
-        return QueueReport(gateway_id="gw", published_at_s=self.clock.now_s, models=(queue,))
+        return QueueReport(gateway_id="gw", models=(queue,))
 
     def numbers(self) -> list[tuple[float, int, int, int]]:
         return [(at_s, demand.desired, demand.observed, demand.idle) for at_s, demand in self.heard]

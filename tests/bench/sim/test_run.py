@@ -19,12 +19,14 @@ from bench.sim.arrivals import Arrivals, Reservation
 from bench.sim.cluster import known_cluster
 from bench.sim.gateway import SimGateway
 from bench.sim.models import known_model
-from bench.sim.outcome import Outcome, figures
+from bench.sim.planner import SimPlanner
 from bench.sim.run import simulate
+from bench.sim.run_result import RunResult, figures
 from bench.sim.setup import Setup
 from bench.systems import SYSTEMS, Split
 from bench.traces.request import Trace, TraceRequest
 from bench.traces.synthetic import synthesise
+from shared.messages.operations import ScaleRecord
 from shared.messages.registry import Route
 
 SLO = Slo(0.45, 0.15)
@@ -43,20 +45,20 @@ def requests() -> tuple[PlannedRequest, ...]:
 
 
 @cache
-def outcome_of(name: str) -> Outcome:
+def result_of(name: str) -> RunResult:
     return simulate(setup(), SYSTEMS[name], requests())
 
 
 @pytest.mark.parametrize("name", SCALING)
 def test_every_scaling_system_serves_all_requests_and_scales(name: str) -> None:
-    outcome = outcome_of(name)
-    row = figures(outcome, SLO, SLO)
+    result = result_of(name)
+    row = figures(result, SLO, SLO)
     assert (row.requests, row.failed, row.unfinished) == (len(requests()), 0, 0)
-    assert [record.output_tokens for record in outcome.records] == [r.output_tokens for r in requests()]
-    assert all(min(record.gaps_s, default=0.0) >= 0.0 for record in outcome.records)
+    assert [record.output_tokens for record in result.records] == [r.output_tokens for r in requests()]
+    assert all(min(record.gaps_s, default=0.0) >= 0.0 for record in result.records)
     assert row.scale_outs > 0
-    assert 0 < row.gpu_seconds < 16 * (outcome.cluster.end_s - outcome.cluster.begin_s)
-    assert all(operation.status != "failed" for operation in outcome.cluster.operations)
+    assert 0 < row.gpu_seconds < 16 * (result.cluster.end_s - result.cluster.begin_s)
+    assert all(operation.status != "failed" for operation in result.cluster.operations)
 
 
 def test_requests_of_instances_that_drain_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,20 +72,37 @@ def test_requests_of_instances_that_drain_move(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Arrivals, "begin", told)
     conversations = plan_requests(synthesise("azure-conv", seed=0, duration_s=60.0), Shape(context_tokens=8192))
-    outcome = simulate(replace(setup(), give_back_s=1.0), SYSTEMS["blitz-colocated"], conversations)
+    result = simulate(replace(setup(), give_back_s=1.0), SYSTEMS["blitz-colocated"], conversations)
     assert len(begun) > 5
-    assert [record.output_tokens for record in outcome.records] == [r.output_tokens for r in conversations]
+    assert [record.output_tokens for record in result.records] == [r.output_tokens for r in conversations]
+
+
+def test_loads_take_what_the_planner_predicts_once_it_has_seen_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[ScaleRecord] = []
+    all_records = SimPlanner.all_records
+
+    def kept(planner: SimPlanner) -> list[ScaleRecord]:
+        records[:] = all_records(planner)
+        return records
+
+    monkeypatch.setattr(SimPlanner, "all_records", kept)
+    conversations = plan_requests(synthesise("azure-conv", seed=0, duration_s=60.0), Shape(context_tokens=8192))
+    simulate(replace(setup(), give_back_s=1.0), SYSTEMS["blitz-nolive"], conversations)
+    loads = [(r.predicted_loaded_ms, r.trigger_to_loaded_ms) for r in records if r.predicted_loaded_ms is not None]
+    assert len(loads) > 4
+    for predicted_ms, loaded_ms in loads[2:]:
+        assert predicted_ms == pytest.approx(loaded_ms, rel=0.001)
 
 
 def test_a_trace_may_begin_at_any_time() -> None:
     (first, *_) = requests()
-    outcome = simulate(setup(), SYSTEMS["blitz-nolive"], (replace(first, due_s=0.01),))  # 2 + 0.01 - 0.01 is below 2
-    assert figures(outcome, SLO, SLO).failed == 0
+    result = simulate(setup(), SYSTEMS["blitz-nolive"], (replace(first, due_s=0.01),))  # 2 + 0.01 - 0.01 is below 2
+    assert figures(result, SLO, SLO).failed == 0
 
 
 def test_live_scaling_gives_first_tokens_earlier_than_loading_first() -> None:
     def mean_ttft_s(name: str) -> float:
-        return figures(outcome_of(name), SLO, SLO).ttft_mean_s or 0.0
+        return figures(result_of(name), SLO, SLO).ttft_mean_s or 0.0
 
     assert max(mean_ttft_s("blitz"), mean_ttft_s("overlap")) < mean_ttft_s("blitz-nolive")
 
@@ -108,18 +127,18 @@ def test_a_pairs_source_takes_the_queue_of_two(monkeypatch: pytest.MonkeyPatch) 
 
 def test_one_host_copy_in_the_cluster_or_one_for_each_host() -> None:
     num_bytes = setup().model.record.weights_bytes
-    assert outcome_of("blitz").cluster.host_cache_max_bytes == num_bytes
-    assert outcome_of("allcache").cluster.host_cache_max_bytes == 2 * num_bytes
+    assert result_of("blitz").cluster.host_cache_max_bytes == num_bytes
+    assert result_of("allcache").cluster.host_cache_max_bytes == 2 * num_bytes
     # Each of eight workers offers its part of the host's memory.
     small = msgspec.structs.replace(known_cluster("b"), host_memory_gib=8 * num_bytes / 2**30 - 1)
     for name in ("allcache", "sllm", "blitz"):
-        outcome = simulate(replace(setup(), cluster=small), SYSTEMS[name], requests()[:20])
-        assert outcome.cluster.host_cache_max_bytes == 0
+        result = simulate(replace(setup(), cluster=small), SYSTEMS[name], requests()[:20])
+        assert result.cluster.host_cache_max_bytes == 0
 
 
 def test_weights_cross_the_network_only_where_the_system_has_them_do_so() -> None:
     for name in ("sllm", "allcache"):
-        sent = outcome_of(name).cluster.nic_bytes
+        sent = result_of(name).cluster.nic_bytes
         assert sent is not None
         assert sent["weights"] == 0
         assert sent["kv"] > 0
@@ -139,16 +158,16 @@ def test_what_does_not_scale_keeps_its_instances() -> None:
     assert split.mean_instances == pytest.approx(16)
     colocated = simulate(setup(), SYSTEMS["static-colocated-half"], requests(), colocated=3)
     assert colocated.mean_instances == pytest.approx(3)
-    for outcome in (split, colocated):
-        assert outcome.cluster.operations == ()
-        assert len(outcome.records) == len(requests())
+    for result in (split, colocated):
+        assert result.cluster.operations == ()
+        assert len(result.records) == len(requests())
 
 
 def test_a_tensor_parallel_instance_counts_all_its_gpus() -> None:
     model = known_model("qwen2.5-72b", "a100")
     few = requests()[:20]
-    outcome = simulate(Setup(cluster=known_cluster("a"), model=model), SYSTEMS["static-full"], few, split=Split(4, 4))
-    assert outcome.mean_instances == pytest.approx(32)
+    result = simulate(Setup(cluster=known_cluster("a"), model=model), SYSTEMS["static-full"], few, split=Split(4, 4))
+    assert result.mean_instances == pytest.approx(32)
 
 
 def test_slower_gpus_serve_later() -> None:
@@ -169,9 +188,9 @@ def rows(names: tuple[str, ...]) -> bytes:
 
 
 def test_what_has_not_ended_when_the_simulation_does_is_neither_completed_nor_failed() -> None:
-    outcome = simulate(replace(setup(), patience_s=0.0), SYSTEMS["blitz"], requests())
-    row = figures(outcome, SLO, SLO)
-    completed = sum(record.failure is None for record in outcome.records)
+    result = simulate(replace(setup(), patience_s=0.0), SYSTEMS["blitz"], requests())
+    row = figures(result, SLO, SLO)
+    completed = sum(record.failure is None for record in result.records)
     assert row.unfinished > 0
     assert (row.requests, row.failed) == (completed + row.unfinished, 0)
 

@@ -403,14 +403,15 @@ def test_a_bad_checkpoint_is_the_servers_message(gateway: FakeGateway, capsys: p
 def test_models_are_listed_and_removed(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     other = {"name": "other", "path": "/models/other", "min_instances": 0, "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
     other |= {"keep_alive_s": 90.0, "served_as": "disaggregated", "weight": 2.5, "advise": True, "copies": "disk"}
+    other |= {"no_room_timeout_s": 0.0}
     other |= {"serving": 2, "max_instances": 3, "weights_bytes": 3 << 19, "architecture": "Llama", "dtype": "float16"}
     gateway.answers["GET /admin/models"] = (200, {"models": [*STATUS["models"], other]})
     gateway.answers["DELETE /admin/models/org%2Fdemo"] = (200, {})
     assert run(["models", "list"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[1:] == [
-        "demo 0 1 - - - - - 1 - 0.0 - - /models/demo",
-        "other 2 0 disaggregated 3 500 62.5 90 2.5 yes 1.5 Llama float16 disk /models/other",
+        "demo 0 1 - - - - - - 1 - 0.0 - - /models/demo",
+        "other 2 0 disaggregated 3 500 62.5 90 0 2.5 yes 1.5 Llama float16 disk /models/other",
     ]
     assert run(["models", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -427,8 +428,8 @@ def test_settings_that_are_given_are_sent_and_all_are_shown(
     assert run(["models", "set", "org/demo", *settings]) == 0
     assert gateway.requests[-1][1] == {"min_instances": 0, "slo_ttft_s": 0.0, "slo_tbt_s": 0.0625, "keep_alive_s": 90.5}
     shown = (
-        "--min-instances 0, --max-instances 3, --slo-ttft -, --slo-tbt 62.5, --keep-alive 90.5, --serving -, "
-        "--weight 1, --no-advise"
+        "--min-instances 0, --max-instances 3, --slo-ttft -, --slo-tbt 62.5, --keep-alive 90.5, "
+        "--no-room-timeout -, --serving -, --weight 1, --no-advise"
     )
     assert capsys.readouterr().out == f"changed org/demo: {shown}\n"
     assert run(["models", "set", "org/demo", "--max-instances", "3"]) == 0
@@ -451,6 +452,22 @@ def test_how_a_model_is_served_is_given_and_shown(gateway: FakeGateway, capsys: 
     assert gateway.requests[-1][1] == {"served_as": "", "advise": False}
 
 
+def test_a_models_own_patience_is_given_shown_and_lifted(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers["GET /admin/models"] = (200, {"models": []})
+    gateway.answers["POST /admin/models"] = (201, {"name": "m", "no_room_timeout_s": 0.0})
+    assert run(["models", "add", "/over/there", "--no-room-timeout", "0"]) == 0
+    assert gateway.requests[-1][1] == {"path": "/over/there", "no_room_timeout_s": 0.0}
+    assert run(["models", "add", "/over/there", "--no-room-timeout", "default"]) == 2
+    for value, sent, after in (("0", 0.0, 0.0), ("2.5", 2.5, 2.5), ("default", "default", None)):
+        gateway.answers["PATCH /admin/models/m"] = (200, {"name": "m", "no_room_timeout_s": after})
+        capsys.readouterr()
+        assert run(["models", "set", "m", "--no-room-timeout", value]) == 0
+        assert gateway.requests[-1][1] == {"no_room_timeout_s": sent}
+        assert f"--no-room-timeout {'-' if after is None else value}, " in capsys.readouterr().out
+
+
 def test_setting_nothing_is_refused_here(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["models", "set", "demo"]) == 1
     assert one_error_line(capsys).startswith("nothing to change: give at least one of --min-instances, ")
@@ -466,6 +483,10 @@ def test_setting_nothing_is_refused_here(gateway: FakeGateway, capsys: pytest.Ca
         "--slo-tbt=nan",
         "--slo-tbt=0.5",
         "--keep-alive=nan",
+        "--no-room-timeout=nan",
+        "--no-room-timeout=-1",
+        "--no-room-timeout=3601",
+        "--no-room-timeout=never",
         "--serving=apart",
         "--weight=0",
         "--weight=-1",

@@ -22,6 +22,8 @@ DONE = RECORD | {
     "status": "done",
     "trigger_to_first_byte_ms": 3.25,
     "layer_ready_ms": [10.0, 20.5],
+    "trigger_to_loaded_ms": 41.0,
+    "predicted_loaded_ms": 38.5,
     "trigger_to_serving_ms": 42.0,
     "bytes": 1000,
     "gbps": 8.5,
@@ -38,6 +40,7 @@ def test_scale_waits_for_the_end_and_prints_the_record(
     rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert rows["trigger_to_first_byte_ms"].strip() == "3.2"
     assert rows["layer_ready_ms"].strip() == "[10.0, 20.5]"
+    assert (rows["trigger_to_loaded_ms"].strip(), rows["predicted_loaded_ms"].strip()) == ("41.0", "38.5")
     assert rows["trigger_to_serving_ms"].strip() == "42.0"
     assert rows["bytes"].strip() == "1000"
     assert rows["gbps"].strip() == "8.500"

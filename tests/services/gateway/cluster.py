@@ -305,6 +305,8 @@ class FakePool:
         if request.name not in [m.name for m in self.models]:
             raise ModelNotFound(f"model {request.name!r} is not registered", param="name")
         changes = {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
+        if request.no_room_timeout_s == "default":
+            changes["no_room_timeout_s"] = None
         self.models[0] = msgspec.structs.replace(self.models[0], **changes)
         return self.models[0]
 
@@ -330,7 +332,6 @@ class FakePool:
             RouteChanges(
                 publisher="pool",
                 sequence=self.sequence,
-                published_at_s=0.0,
                 models=tuple(self.models),
                 gone=tuple(sorted(before - self._shown, key=lambda gone: gone.instance_id)),
                 routes=tuple(ModelRoute(model=m, route=route) for m, route in found),

@@ -19,8 +19,8 @@ from tests.plain_http import http_client, openai_client
 from tests.processes import INCARNATION
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
 from tests.services.gateway.cluster import FakePool, FakeWorker
-from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
+from tests.wait_until import eventually
 
 CONFIG = GatewayConfig(
     gateway_id="gw-test",

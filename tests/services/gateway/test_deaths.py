@@ -15,11 +15,12 @@ from shared.messages.common import Ack, ErrorInfo
 from shared.messages.generation import Resend, Submit
 from tests.services.gateway.cluster import FakeWorker, Script, say
 from tests.services.gateway.conftest import Stack, StackFactory
+from tests.wait_until import WAIT_S
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 POISON = "z"
 SETTLED_S = 0.85
-"""A little more than the gateway's ``Patience.settle_s`` in these tests, if it runs meanwhile."""
+"""A little more than the gateway's ``FailureDetector.settle_s`` in these tests, if it runs meanwhile."""
 
 
 def is_poison(submit: Submit) -> bool:
@@ -63,7 +64,7 @@ async def mortals(make_stack: StackFactory, count: int, *, lasts: int = 0, **set
 
 async def ask(stack: Stack, prompt: str) -> httpx.Response:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 100}
-    return await stack.http.post("/v1/completions", json=body, timeout=30)
+    return await stack.http.post("/v1/completions", json=body, timeout=WAIT_S)
 
 
 def dead(stack: Stack) -> list[FakeWorker]:
@@ -100,11 +101,16 @@ async def test_one_that_kills_in_the_middle_of_its_text_is_found_as_well(make_st
 
 async def test_workers_that_die_of_something_else_cost_no_attempt(make_stack: StackFactory) -> None:
     stack = await mortals(make_stack, 6, max_attempts=2)
+    for worker in stack.workers:
+        worker.pause_after = 5
     answer = asyncio.create_task(ask(stack, "a"))
     for round_ in range(1, 5):
         await stack.until(lambda round_=round_: sum(len(w.submits) for w in stack.workers) == round_)
         holder = next(w for w in stack.workers if w.submits and w not in dead(stack))
-        await asyncio.sleep(0.1)
+        await stack.received(5 * round_)
+        if round_ == 4:
+            for worker in stack.workers:
+                worker.pause_after = None
         await holder.stop()
     assert (await answer).json()["choices"][0]["text"] == TEXT
     assert len(dead(stack)) == 4
@@ -139,7 +145,7 @@ async def test_a_worker_that_was_told_to_leave_did_not_die(make_stack: StackFact
     holder = next(w for w in stack.workers if w.submits)
     holder.state = "draining"
     await stack.pool.publish()
-    await asyncio.sleep(0.05)
+    await stack.until(lambda: stack.gateway.routes.models["tiny"].routes[holder.instance_id].state == "draining")
     (request,) = stack.gateway.dispatcher.requests.all()
     await holder.stop()
     await stack.until(lambda: request.stream.attempt == 2)
@@ -178,15 +184,16 @@ async def test_a_worker_that_was_started_again_had_died_if_its_instance_is_gone(
     answer = asyncio.create_task(ask(stack, "a"))
     await stack.until(lambda: any(w.submits for w in stack.workers))
     holder = next(w for w in stack.workers if w.submits)
-    await asyncio.sleep(0.1)
+    await stack.received(3)
     (request,) = stack.gateway.dispatcher.requests.all()
+    for task in holder.tasks.values():
+        task.cancel()
     holder.tasks.clear()  # it answers, and knows nothing of what it had
     if not is_known:
         await stack.pool.publish()
         stack.workers.remove(holder)
         await stack.pool.publish()
-    for worker in stack.workers:
-        worker.pause_after = None
+    next(worker for worker in stack.workers if worker is not holder).pause_after = None
     await stack.until(lambda: request.stream.attempt == 2)
     assert (request.stream.deaths.counted, request.stream.failures) == ((0, 1) if is_known else (1, 0))
     assert (await answer).json()["choices"][0]["text"] == TEXT

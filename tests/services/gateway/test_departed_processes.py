@@ -22,8 +22,8 @@ from tests.servers import Server, guarded_nats_server, password_of
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.gateway.test_dispatcher import Ends, request
-from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 WORKER = """
 import asyncio, sys
@@ -79,7 +79,7 @@ async def test_a_process_that_ends_is_known_to_without_a_silence(server: Server,
     record, worker = model_record(checkpoint, "m"), FakeWorker(MemoryBroker(), "w0")
     routes = RouteView()
     found = (ModelRoute(model="m", route=worker.route()),)
-    routes.apply_changes(RouteChanges(publisher="pool", sequence=1, published_at_s=0.0, models=(record,), routes=found))
+    routes.apply_changes(RouteChanges(publisher="pool", sequence=1, models=(record,), routes=found))
     metrics = GatewayMetrics(routes)
     running = Dispatcher(
         bus,

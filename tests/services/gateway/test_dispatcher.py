@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.routes import RouteChanges, RouteView
+from services.gateway.core.routes import RouteDiff, RouteView
 from services.gateway.core.stream import StreamState
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, SamplingParams, StreamPart, TokenBatch, TokenLogprobs
 from shared.messages.load import QueueReport
+from tests.moved_clock import MovedClock
 from tests.processes import INCARNATION
 from tests.services.gateway.cluster import FakeWorker
-from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 
 class Ends:
@@ -77,10 +77,10 @@ async def test_a_worker_is_not_asked_for_a_stream_before_it_can_know_it() -> Non
     running = dispatcher(broker, worker)
     running.start(request("r"), Ends())
     # The submit is made, but not a step of it has run: the worker would deny that it has the stream.
-    running.routes_changed(RouteChanges(lost_instances={worker.instance_id}))
+    running.routes_changed(RouteDiff(lost_instances={worker.instance_id}))
     await asyncio.sleep(0.05)
     assert (len(worker.submits), worker.resends) == (1, [])
-    running.routes_changed(RouteChanges(lost_instances={worker.instance_id}))
+    running.routes_changed(RouteDiff(lost_instances={worker.instance_id}))
     await asyncio.sleep(0.05)
     assert len(worker.resends) == 1
     await running.close()
@@ -122,19 +122,21 @@ async def test_closing_ends_every_request_once_and_leaves_no_task() -> None:
     assert asyncio.all_tasks() <= before
 
 
-async def test_streams_are_asked_for_what_an_outage_took_from_them_by_a_gateway_that_stood_still_in_it() -> None:
+async def test_streams_are_asked_for_what_an_outage_took_from_them_by_a_gateway_that_stood_still_in_it(
+    moved_clock: MovedClock,
+) -> None:
     broker = MemoryBroker()
     worker = FakeWorker(broker, "w0", pause_after=0)
     await worker.start()
     running = dispatcher(broker, worker)
     running.start(request("r"), Ends())
     await eventually(lambda: worker.submits)
-    running.on_queues(QueueReport(gateway_id="gw-test", published_at_s=0.0, models=()))
+    running.on_queues(QueueReport(gateway_id="gw-test", models=()))
     running.tick()
     part = StreamPart(request_id="r", attempt=1, offset=0, token_ids=(1,))
     running.on_batch(TokenBatch(worker_id="w0", incarnation=INCARNATION, instance_id=worker.instance_id, parts=(part,)))
     broker.disconnect("gateway")
-    time.sleep(0.5)  # noqa: ASYNC251 - the gateway, too, as if it were stopped
+    moved_clock.move(0.5)  # the gateway, too, is as if it were stopped
     broker.reconnect("gateway")
     running.tick()
     await eventually(lambda: worker.resends)

@@ -19,15 +19,15 @@ from shared.process import ProcessState
 from shared.subjects import Process
 from tests.services.gateway.conftest import CONFIG, Stack
 from tests.services.gateway.test_failover import collect
-from tests.services.waiting import TIMEOUT_S, eventually
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import WAIT_S, eventually
 
 
 async def serve(broker: MemoryBroker, gateway_id: str) -> None:
     gateway = Gateway(broker.bus("twin"), replace(CONFIG, gateway_id=gateway_id))
     listener = listen("127.0.0.1", 0)
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(WAIT_S):
             server = Server(GatewayApp(gateway), drain_timeout_s=1, limits=gateway.connection_limits(100))
             await gateway.serve(server, listener, ProcessState())
     finally:

@@ -14,8 +14,8 @@ from tests.plain_http import http_client
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakePool, FakeWorker, say
 from tests.services.gateway.conftest import CONFIG
-from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 
 async def test_what_does_not_finish_within_the_drain_ends_with_an_error_and_the_gateway_with_it(

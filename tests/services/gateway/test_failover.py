@@ -16,7 +16,7 @@ from shared.messages.generation import Submit
 from tests.processes import process
 from tests.services.gateway.cluster import FakeWorker, say
 from tests.services.gateway.conftest import Stack, StackFactory
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 TEXT = "the quick brown fox"
 
@@ -292,7 +292,7 @@ async def test_a_bus_outage_is_not_taken_for_a_death(make_stack: StackFactory) -
         worker.pause_after = 6
     answer = asyncio.create_task(collect(stack))
     await stack.until(lambda: any(w.submits for w in stack.workers))
-    await asyncio.sleep(0.02)
+    await stack.received(6)
     first = busy(stack)
     stack.broker.disconnect()
     # Longer than any patience with a silent worker; tokens of this time are lost or late.

@@ -34,6 +34,7 @@ async def test_seats_that_another_gateways_requests_have_are_not_booked_again(ma
     await second.until(lambda: router.bookings.load_of(worker.instance_id).foreign.requests == 4)
     theirs = [asyncio.create_task(collect(second)) for _ in range(4)]
     await second.until(lambda: second.gateway.dispatcher.num_active == 4)
+    await second.until(lambda: len(worker.submits) >= 6)
     await asyncio.sleep(0.2)
     # Its share of the slots, whatever the other has; the rest waits here.
     assert len(worker.submits) == 6

@@ -15,8 +15,8 @@ from shared.aio import OwnedTasks
 from shared.errors import BlitzError
 from shared.messages.operations import ListScaleRecords, ScaleRecords
 from tests.services.gateway.core.routing import stream
-from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 
 def stream_of(index: int) -> StreamState:
@@ -51,7 +51,7 @@ async def test_many_models_are_asked_about_in_few_questions_and_who_left_meanwhi
         fail,
         lambda *_: None,
         queue_timeout_s=1.0,
-        no_room_timeout_s=1.0,
+        default_no_room_timeout_s=1.0,
     )
     for index in range(2 * MAX_ASKED + 1):
         request = ActiveRequest(stream_of(index), cast("Sink", None), 0.0)

@@ -8,7 +8,7 @@ from tests.processes import INCARNATION
 def report(instance_id: str) -> LoadReport:
     return LoadReport(
         worker_id="w", incarnation=INCARNATION,
-        instance_id=instance_id, model="tiny", state="serving", role="colocated", published_at_s=0.0,
+        instance_id=instance_id, model="tiny", state="serving", role="colocated",
         queued_requests=0, queued_tokens=0, running_requests=0, running_tokens=0, prefill_tokens_total=0,
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=1, kv_blocks_used=0, kv_block_tokens=16,
     )  # fmt: skip

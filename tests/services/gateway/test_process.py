@@ -23,7 +23,7 @@ from tests.plain_http import http_client
 from tests.servers import nats_server
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakePool, FakeWorker, say
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 START_S = 60.0
 """For a process to start, or to end, on a machine that is very busy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import msgspec
@@ -151,6 +152,60 @@ async def test_a_request_for_which_there_is_no_room_is_told_so_soon_and_not_to_c
     assert (answer.headers["x-should-retry"], answer.headers["retry-after"]) == ("false", "60")
 
 
+@pytest.mark.parametrize(("own_s", "said"), [(0.2, "for 0.2 s "), (0.0, "no instance")])
+async def test_a_model_with_less_patience_than_the_gateway_ends_its_requests_sooner(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, own_s: float, said: str
+) -> None:
+    monkeypatch.setattr(capacity, "GRACE_S", math.inf)
+    stack = await make_stack(1, queue_timeout_s=7200.0, no_room_timeout_s=3600.0)
+    await sleeping(stack)
+    await nothing_can_be_started(stack)
+    waiting = asyncio.create_task(stack.http.post("/v1/completions", json=ASK))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 1)
+    # What waits already ends, too.
+    response = await stack.http.patch("/admin/models/tiny", json={"no_room_timeout_s": own_s})
+    assert response.status_code == 200
+    for answer in (await waiting, await stack.http.post("/v1/completions", json=ASK | {"stream": True})):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "no_capacity")
+        assert error["message"].startswith(said)
+
+
+async def test_a_model_with_more_patience_than_the_gateway_waits_until_it_has_the_gateways_again(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "GRACE_S", math.inf)
+    stack = await make_stack(1, queue_timeout_s=7200.0, no_room_timeout_s=0.1)
+    await stack.http.patch("/admin/models/tiny", json={"no_room_timeout_s": 3600})
+    await sleeping(stack)
+    asked = await nothing_can_be_started(stack)
+    stack.pool.models.append(msgspec.structs.replace(stack.pool.models[0], name="other", no_room_timeout_s=None))
+    await stack.gateway.refresh()
+    waiting = asyncio.create_task(stack.http.post("/v1/completions", json=ASK))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 1)
+    other = await stack.http.post("/v1/completions", json=ASK | {"model": "other"})
+    assert (other.status_code, other.json()["error"]["code"]) == (503, "no_capacity")
+    assert (stack.gateway.dispatcher.num_active, {name for names in asked for name in names}) == (1, {"other"})
+    await stack.http.patch("/admin/models/tiny", json={"no_room_timeout_s": "default"})
+    answer = await waiting
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_capacity")
+    assert answer.json()["error"]["message"].startswith("for 0.1 s ")
+
+
+async def nothing_can_be_started(stack: Stack) -> list[tuple[str, ...]]:
+    """A planner says so of each model that it is asked about; those that it was asked about."""
+    asked: list[tuple[str, ...]] = []
+
+    async def records(message: ListScaleRecords) -> ScaleRecords:
+        asked.append(message.models)
+        why = "no worker is spare"
+        said = [Unplanned(model=name, role="colocated", wanted=1, why=why, for_s=900.0) for name in message.models]
+        return ScaleRecords(records=(), unplanned=tuple(said))
+
+    await stack.broker.bus("planner").respond(subjects.planner("records"), ListScaleRecords, records)
+    return asked
+
+
 async def test_a_stream_that_waits_long_gets_comments_that_clients_skip(
     make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,9 +310,7 @@ async def of_other_weights(stack: Stack) -> None:
     [record] = stack.pool.models
     record = stack.pool.models[0] = msgspec.structs.replace(record, model_hash="other")
     routes = tuple(ModelRoute(model=record.name, route=worker.route()) for worker in stack.workers)
-    event = RouteChanges(
-        publisher="p", sequence=1, published_at_s=0.0, removed_models=(record.name,), models=(record,), routes=routes
-    )
+    event = RouteChanges(publisher="p", sequence=1, removed_models=(record.name,), models=(record,), routes=routes)
     await stack.pool.bus.publish(subjects.route_changes(), event)
     await stack.until(lambda: stack.gateway.routes.models["tiny"].record.model_hash == "other")
 

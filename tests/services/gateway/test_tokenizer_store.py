@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from services.gateway import tokenizer
+from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer, TokenizerStore, load_tokenizer
 from shared.errors import BadCheckpoint, CheckpointChanged
 from shared.messages.registry import FileDigest, ModelRecord
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
-from tests.services.gateway.conftest import Stack, StackFactory
-from tests.services.waiting import eventually
+from tests.services.gateway.cluster import FakePool
+from tests.services.gateway.conftest import CONFIG
+from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 MIB = 1024 * 1024
 
@@ -168,6 +171,11 @@ async def test_a_model_whose_files_are_bad_is_no_reason_not_to_load_those_of_the
     running.cancel()
 
 
-async def test_a_gateway_loads_the_tokenizer_of_a_model_that_nobody_has_asked_for(make_stack: StackFactory) -> None:
-    stack: Stack = await make_stack()
-    await eventually(lambda: stack.gateway.tokenizers.num_bytes > 0)
+async def test_a_gateway_loads_the_tokenizer_of_a_model_that_nobody_has_asked_for(records: list[ModelRecord]) -> None:
+    broker = MemoryBroker()
+    await FakePool(broker, records[:1], []).start()
+    gateway = Gateway(broker.bus("gateway"), CONFIG)
+    running = asyncio.create_task(gateway.run())
+    await eventually(lambda: gateway.tokenizers.num_bytes > 0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from services.planner.core.rounds.settings import LiveSettings
 from shared import subjects
+from shared.bus.base import EventMaker
 from shared.errors import Unavailable
 from shared.messages.codec import Message
 from shared.messages.common import Ack, Role
@@ -18,7 +18,7 @@ from shared.messages.registry import WorkerRecord
 from tests.processes import INCARNATION
 from tests.records import model, worker_record
 from tests.services.planner.rig import Rig
-from tests.services.waiting import TIMEOUT_S, eventually
+from tests.wait_until import WAIT_S, eventually
 
 LOADING_S = 10.0
 """About what the model takes to load, so that nothing is ready before a test is over."""
@@ -48,7 +48,6 @@ class LiveRig(Rig):
             model="m",
             state="serving",
             role="colocated",
-            published_at_s=time.time(),
             queued_requests=max(1, queued_tokens // 100),
             queued_tokens=queued_tokens,
             running_requests=0,
@@ -72,9 +71,7 @@ class LiveRig(Rig):
             arrived_prompt_tokens_total=queued_tokens,
             inflight_requests=0,
         )
-        await self.client.publish(
-            subjects.queue(), QueueReport(gateway_id="g", published_at_s=time.time(), models=(held,))
-        )
+        await self.client.publish(subjects.queue(), QueueReport(gateway_id="g", models=(held,)))
 
     def pairs(self) -> list[tuple[str, str]]:
         return [(a.source.worker_id, a.target.worker_id) for a in self.assignments()]
@@ -87,7 +84,7 @@ class LiveRig(Rig):
     async def split(self, pair_id: str, costs: Sequence[float], source_free_s: float = 1.0) -> None:
         batches = tuple(SplitBatch(batch_id=f"b{i}", layer_s=cost) for i, cost in enumerate(costs))
         message = PlanSplit(pair_id=pair_id, batches=batches, source_free_s=source_free_s)
-        await self.client.request(subjects.planner("split"), message, Ack, timeout_s=TIMEOUT_S)
+        await self.client.request(subjects.planner("split"), message, Ack, timeout_s=WAIT_S)
 
     def splits(self, outcome: str) -> float:
         return self.metrics.get_sample_value("blitz_planner_splits_total", {"outcome": outcome}) or 0.0
@@ -101,7 +98,7 @@ class LiveRig(Rig):
 def break_assignments(rig: Rig) -> None:
     publish_event = rig.bus.publish_event
 
-    async def fails(subject: str, message: Message, *, message_id: str) -> None:
+    async def fails(subject: str, message: Message | EventMaker, *, message_id: str) -> None:
         if subject == subjects.zigzag_assignments():
             raise Unavailable("the plan stream is full")
         await publish_event(subject, message, message_id=message_id)

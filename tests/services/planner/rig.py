@@ -33,8 +33,8 @@ from shared.messages.progress import ProgressEvent, ScaleProgress
 from shared.messages.registry import WorkerRecord
 from tests.records import model, worker_record
 from tests.services.fake_pool import FakePool
-from tests.services.waiting import TIMEOUT_S, eventually
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
+from tests.wait_until import WAIT_S, eventually
 
 LEASE_TTL_S = 5.0
 
@@ -125,7 +125,6 @@ class Rig:
         message = Demand(
             publisher="monitor",
             sequence=self._sequence,
-            published_at_s=time.time(),
             model=name,
             role=role,
             desired=desired,
@@ -147,20 +146,20 @@ class Rig:
         role: Role = "colocated",
     ) -> ScaleRecord:
         message = StartScale(model=name, instances=instances, hold_s=hold_s, live=live, role=role)
-        return await self.client.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S)
+        return await self.client.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=WAIT_S)
 
     async def record(self, plan_id: str, wait_s: float = 0.0) -> ScaleRecord:
         message = GetScaleRecord(plan_id=plan_id, wait_s=wait_s)
-        return await self.client.request(subjects.planner("record"), message, ScaleRecord, timeout_s=TIMEOUT_S)
+        return await self.client.request(subjects.planner("record"), message, ScaleRecord, timeout_s=WAIT_S)
 
     async def unplanned(self, *models: str) -> tuple[Unplanned, ...]:
         message = ListScaleRecords(limit=0, models=models)
-        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)
+        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=WAIT_S)
         return answer.unplanned
 
     async def records(self, limit: int = 20) -> tuple[ScaleRecord, ...]:
         message = ListScaleRecords(limit=limit)
-        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)
+        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=WAIT_S)
         return answer.records
 
     async def report(
@@ -178,7 +177,7 @@ class Rig:
 
     async def refusals(self) -> tuple[RefusedLoad, ...]:
         message = ListScaleRecords(limit=1)
-        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)
+        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=WAIT_S)
         return answer.refused
 
     def renamed(self, record: WorkerRecord, instance_id: str) -> WorkerRecord:

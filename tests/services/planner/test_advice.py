@@ -12,7 +12,7 @@ from shared.messages.plans import DrainPlan, ScalePlan
 from shared.messages.registry import Floor
 from tests.records import model, worker_record
 from tests.services.planner.rig import Rig, running
-from tests.services.waiting import TIMEOUT_S, eventually
+from tests.wait_until import WAIT_S, eventually
 
 FAR_FUTURE_S = 4e9
 
@@ -29,7 +29,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def advice(rig: Rig) -> tuple[Advice, ...]:
     message = ListScaleRecords(limit=0)
-    return (await rig.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)).advice
+    return (await rig.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=WAIT_S)).advice
 
 
 async def test_what_the_load_asks_for_is_shown_and_recorded_once_and_not_carried_out(rig: Rig) -> None:

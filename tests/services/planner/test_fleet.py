@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
 
 from services.planner.core.rounds import fleet, waiting
-from services.planner.tracker import CHECK_INTERVAL_S
+from services.planner.operation_tracker import CHECK_INTERVAL_S
 from shared import subjects
 from shared.errors import NoCapacity
 from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport
 from shared.messages.plans import DrainPlan, ScalePlan
 from shared.messages.registry import Floor, GoneRoute, RouteChanges, WorkerRecord
+from tests.moved_clock import MovedClock
 from tests.records import model, worker, worker_record
 from tests.services.monitor.core.reports import report
 from tests.services.planner.rig import Rig, running
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 FAR_FUTURE_S = 4e9
 
@@ -47,11 +47,9 @@ async def say(
     role: Role = "colocated",
     deficit: float = 0.0,
 ) -> None:
-    now_s = time.time()
     demand = Demand(
         publisher="monitor",
         sequence=1,
-        published_at_s=now_s,
         model=name,
         role=role,
         deficit=deficit,
@@ -72,9 +70,7 @@ async def spare_again(rig: Rig, worker_id: str, name: str = "busy") -> None:
     """A worker's instance is gone, and the pool says so."""
     gone = WorkerRecord(worker=worker(worker_id), state="spare", instance=None)
     rig.pool.workers = tuple(gone if w.worker.worker_id == worker_id else w for w in rig.pool.workers)
-    changes = RouteChanges(
-        publisher="pool", sequence=1, published_at_s=0.0, gone=(GoneRoute(model=name, instance_id=f"i-{worker_id}"),)
-    )
+    changes = RouteChanges(publisher="pool", sequence=1, gone=(GoneRoute(model=name, instance_id=f"i-{worker_id}"),))
     await rig.client.publish(subjects.route_changes(), changes)
 
 
@@ -133,10 +129,8 @@ async def test_models_of_which_nothing_is_said_any_more_take_no_place(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "MAX_MODELS", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(fleet, "SAID_S", 0.0)
-        await say(rig, "gone", 1, 1, idle=1)
-        await asyncio.sleep(2 * CHECK_INTERVAL_S)
+    await say(rig, "gone", 1, 1, idle=1)
+    await asyncio.sleep(fleet.SAID_S + 2 * CHECK_INTERVAL_S)
     await say(rig, "busy", 2, 2, idle=1)
     await say(rig, "waits", 1, 0)
     assert "idle for" in (await drain_of(rig, 1)).reason
@@ -157,10 +151,8 @@ async def test_of_several_the_instance_without_requests_goes(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("why", ["nothing is idle", "said long ago", "a floor", "its arena is small"])
-async def test_nobody_goes_who_need_not(rig: Rig, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_goes_who_need_not(rig: Rig, why: str) -> None:
     idle = 0 if why == "nothing is idle" else 2
-    if why == "said long ago":
-        monkeypatch.setattr(fleet, "SAID_S", 0.0)
     if why == "a floor":
         rig.pool.floors = (Floor(model="busy", instances=2, left_s=FAR_FUTURE_S),)
     if why == "its arena is small":
@@ -169,6 +161,8 @@ async def test_nobody_goes_who_need_not(rig: Rig, why: str, monkeypatch: pytest.
         # Neither has its share of the time passed.
         rig.pool.models = (model("busy", min_instances=2), rig.pool.models[1])
     await say(rig, "busy", 2, 2, idle=idle)
+    if why == "said long ago":
+        await asyncio.sleep(fleet.SAID_S + 0.1)
     await say(rig, "waits", 1, 0)
     await eventually(lambda: rig.refused("no_capacity") == 1)
     await asyncio.sleep(0.1)
@@ -228,13 +222,11 @@ async def test_instances_that_go_are_told_where_their_requests_may_continue(rig:
     assert target.send_back == "waiting"
 
 
-async def test_a_demand_that_is_not_repeated_is_not_met_when_a_worker_becomes_spare(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "SHORT_S", 0.0)
+async def test_a_demand_that_is_not_repeated_is_not_met_when_a_worker_becomes_spare(rig: Rig) -> None:
     rig.pool.models = (model("busy", min_instances=2), rig.pool.models[1])
     await say(rig, "waits", 1, 0)
     await eventually(lambda: rig.refused("no_capacity") == 1)
+    await asyncio.sleep(waiting.SHORT_S)
     await spare_again(rig, "w1")
     await asyncio.sleep(0.1)
     assert rig.plans() == []
@@ -250,9 +242,7 @@ async def drain_of(rig: Rig, number: int) -> DrainPlan:
     return plan
 
 
-async def test_load_does_not_take_back_what_makes_room_for_a_model_that_still_waits(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_load_does_not_take_back_what_makes_room_for_a_model_that_still_waits(rig: Rig) -> None:
     rig.pool.workers = rig.pool.workers[:1]
     await say(rig, "waits", 1, 0)
     assert (await drain_of(rig, 1)).model == "busy"
@@ -262,7 +252,7 @@ async def test_load_does_not_take_back_what_makes_room_for_a_model_that_still_wa
     await eventually(lambda: rig.refused("no_capacity") == 2)
     assert len(rig.plans()) == 1
     # Nobody waits for it any more.
-    monkeypatch.setattr(fleet, "WAITS_S", 0.0)
+    await asyncio.sleep(fleet.WAITS_S)
     await say(rig, "busy", 1, 0)
     assert (await drain_of(rig, 2)).revive
 
@@ -511,9 +501,10 @@ async def test_what_is_asked_for_by_hand_takes_no_busy_instance(rig: Rig) -> Non
     assert rig.plans() == []
 
 
-async def test_an_operator_is_told_when_no_room_comes_in_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "ROOM_WAIT_S", 0.2)
+async def test_an_operator_is_told_when_no_room_comes_in_time(rig: Rig, moved_clock: MovedClock) -> None:
     await say(rig, "busy", 2, 2, idle=1)
+    asked_s = moved_clock.now_s
     with pytest.raises(NoCapacity, match="no worker is spare"):
         await rig.scale(1, "waits")
+    assert moved_clock.now_s == pytest.approx(asked_s + waiting.ROOM_WAIT_S)
     assert len(rig.plans()) == 1

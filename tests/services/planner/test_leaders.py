@@ -17,11 +17,11 @@ from shared.messages.codec import encode
 from shared.messages.operations import ScaleRecord
 from shared.messages.plans import ScalePlan
 from tests.processes import process
-from tests.records import worker_record
+from tests.records import targets, worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.planner.rig import Rig, running
-from tests.services.waiting import TIMEOUT_S, eventually
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import WAIT_S, eventually
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ async def test_who_does_not_hear_of_the_pool_does_not_lead() -> None:
     assert await leader.win(stopping)
     assert leader.leads
     await pool.bus.close()
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(WAIT_S):
         await leader.hold(stopping)
     assert not leader.leads
 
@@ -156,7 +156,7 @@ async def test_a_leader_that_was_replaced_knows_at_its_next_word() -> None:
     stopping = asyncio.Event()
     assert await leader.win(stopping)
     pool.leader = "another"
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(WAIT_S):
         await leader.hold(stopping)
     assert not leader.leads
 
@@ -169,7 +169,7 @@ def test_a_record_of_a_thousand_targets_fits_a_message() -> None:
         desired=1000,
         reason="load",
         triggered_s=0.0,
-        targets=tuple((f"worker-{i}", f"instance-{i}") for i in range(1000)),
+        targets=targets(*((f"worker-{i}", f"instance-{i}") for i in range(1000))),
     )
     for index in range(1000):
         operation.fail_target(f"worker-{index}", "x" * 300)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from services.planner import service
-from services.planner.core.fleet import defragmentation
+from services.planner.core.placement import defragmentation
 from services.planner.core.rounds import migrations
 from shared import subjects
 from shared.errors import Unavailable

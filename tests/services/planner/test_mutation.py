@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TypeVar
@@ -11,11 +10,11 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from services.planner.core.operations import operation as operation_module
-from services.planner.core.rounds import plan_writer
+from services.planner.core.rounds.plan_writer import MUTATE_BY_S
 from shared import subjects
+from shared.bus.base import EventMaker
 from shared.errors import Conflict, Unavailable
-from shared.messages.codec import decode
+from shared.messages.codec import Message, decode
 from shared.messages.common import Role
 from shared.messages.live import WorkerOrder
 from shared.messages.load import Demand
@@ -25,7 +24,7 @@ from shared.profile import write_profile
 from tests.processes import process
 from tests.records import model, profile, worker_record
 from tests.services.planner.rig import Rig, running
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 BIG = 1 << 34
 """Bytes: loading so much takes seconds."""
@@ -63,11 +62,9 @@ async def say(
     spare: int | None = None,
     urgent: int | None = None,
 ) -> None:
-    now_s = time.time()
     demand = Demand(
         publisher="monitor",
         sequence=1,
-        published_at_s=now_s,
         model="m",
         role=role,
         desired=desired,
@@ -122,7 +119,8 @@ async def test_a_surplus_gets_the_role_that_lacks_an_instance(rig: Rig) -> None:
     orders = [
         decode(e.payload, WorkerOrder) for e in rig.broker.events if e.subject == subjects.worker_plans(process("w1"))
     ]
-    assert [order.mutate for order in orders] == [plan]
+    mutations = [order.mutate for order in orders if order.mutate is not None]
+    assert [msgspec.structs.replace(told, valid_s=plan.valid_s) for told in mutations] == [plan]
     # What is under way counts as done.
     await say(rig, "prefill", 1, 2)
     await say(rig, "decode", 2, 1)
@@ -386,10 +384,8 @@ async def test_a_worker_that_does_not_mutate_is_left_alone_and_the_role_is_loade
     assert moved(second) == [("w0", "prefill", "decode")]
 
 
-async def test_a_worker_that_says_nothing_fails_soon(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_says_nothing_fails_soon(rig: Rig) -> None:
     """One that does not take the order."""
-    monkeypatch.setattr(plan_writer, "MUTATE_BY_S", 0.1)
-    monkeypatch.setattr(operation_module, "MUTATE_REPORT_S", 0.1)
     rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
     rig.pool.floors = (Floor(model="m", instances=1, left_s=4e9, role="prefill"),)
     await say(rig, "prefill", 1, 2)
@@ -397,6 +393,49 @@ async def test_a_worker_that_says_nothing_fails_soon(rig: Rig, monkeypatch: pyte
     plan = await one(rig, MutatePlan)
     record = await rig.record(plan.plan_id, wait_s=5.0)
     assert (record.status, record.targets[0].failure) == ("failed", "it did not take its new role in time")
+
+
+def stall(rig: Rig, seconds: float) -> None:
+    """The stream takes the record of a mutation only after a while."""
+    publish = rig.bus.publish_event
+
+    async def slow(subject: str, message: Message | EventMaker, *, message_id: str) -> None:
+        if subject == subjects.mutate_plans():
+            await asyncio.sleep(seconds)
+        await publish(subject, message, message_id=message_id)
+
+    rig.bus.publish_event = slow  # type: ignore[method-assign]
+
+
+def mutations_told(rig: Rig, worker_id: str) -> list[MutatePlan | None]:
+    subject = subjects.worker_plans(process(worker_id))
+    return [decode(e.payload, WorkerOrder).mutate for e in rig.broker.events if e.subject == subject]
+
+
+async def test_what_the_stream_keeps_waiting_is_valid_for_as_much_less(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2")
+    stall(rig, 0.2)
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    await eventually(lambda: mutations_told(rig, "w1"))
+    (order,) = mutations_told(rig, "w1")
+    assert order is not None
+    (plan,) = await plans(rig, MutatePlan)
+    assert [order.valid_s, plan.valid_s] == pytest.approx([MUTATE_BY_S - 0.2] * 2)
+
+
+async def test_what_holds_no_longer_is_not_told(rig: Rig) -> None:
+    """The worker would count from when the stream takes its order, and mutate after the operation has failed."""
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2")
+    stall(rig, MUTATE_BY_S + 0.1)
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    await eventually(lambda: rig.refused("deadline_exceeded") >= 1)
+    record = next(r for r in await rig.records() if r.direction == "mutate")
+    assert record.status == "failed"
+    assert "could not be published" in record.reason
+    assert f"was valid for {MUTATE_BY_S:.1f} s" in record.reason
+    assert [record.targets[0].failure, mutations_told(rig, "w1")] == ["", []]
 
 
 async def test_a_plan_that_cannot_be_published_is_decided_again(rig: Rig) -> None:

@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.planner.core.operations import operation
 from shared.errors import PlanNotFound
 from shared.messages.plans import DrainPlan
 from tests.records import worker_record
 from tests.services.planner.rig import Rig, running
-from tests.services.waiting import TIMEOUT_S
+from tests.wait_until import WAIT_S
 
 
 @pytest.fixture
@@ -27,11 +26,11 @@ async def test_a_record_is_answered_when_its_operation_ends(rig: Rig) -> None:
     plan_id = (await rig.scale(1)).plan_id
     rig.pool.workers = (worker_record("w0", lease_plan_id=plan_id, lease_model="m"),)
     assert (await rig.record(plan_id)).status == "running"
-    waiting = asyncio.create_task(rig.record(plan_id, wait_s=TIMEOUT_S))
+    waiting = asyncio.create_task(rig.record(plan_id, wait_s=WAIT_S))
     instance_id = (await rig.record(plan_id)).targets[0].instance_id
     await rig.report(plan_id, "serving", "w0", "somebody-elses")
     await rig.report(plan_id, "serving", "w0", instance_id)
-    async with asyncio.timeout(TIMEOUT_S / 4):
+    async with asyncio.timeout(WAIT_S / 4):
         assert (await waiting).status == "done"
 
 
@@ -56,12 +55,11 @@ async def test_records_are_listed_newest_first(rig: Rig) -> None:
     assert await rig.records(limit=-1) == ()
 
 
-async def test_a_target_whose_worker_is_gone_fails_its_operation(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operation, "MISSING_S", 0.0)
+async def test_a_target_whose_worker_is_gone_fails_its_operation(rig: Rig) -> None:
     rig.spare("w0")
     plan_id = (await rig.scale(1)).plan_id
     rig.spare()
-    record = await rig.record(plan_id, wait_s=TIMEOUT_S)
+    record = await rig.record(plan_id, wait_s=WAIT_S)
     assert record.status == "failed"
     assert "died" in record.targets[0].failure
 
@@ -71,7 +69,7 @@ async def test_a_drain_whose_last_report_was_lost_ends_when_the_worker_is_spare(
     plan_id = (await rig.scale(0)).plan_id
     assert (await rig.record(plan_id, wait_s=0.1)).status == "running"
     rig.spare("w0")
-    assert (await rig.record(plan_id, wait_s=TIMEOUT_S)).status == "done"
+    assert (await rig.record(plan_id, wait_s=WAIT_S)).status == "done"
 
 
 async def test_a_revival_overrules_the_drain(rig: Rig) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from services.planner.plan_stream import PlanStream
+from shared.bus.base import EventMaker
 from shared.errors import Unavailable
 from shared.messages.codec import Message
 from shared.messages.operations import ScaleRecord
@@ -25,7 +26,7 @@ async def test_each_record_is_stored_once_however_many_end_together(rig: Rig, mo
     refusals = list[Unavailable]()
     stored: list[str] = []
 
-    async def publish_event(subject: str, message: Message, *, message_id: str) -> None:
+    async def publish_event(subject: str, message: Message | EventMaker, *, message_id: str) -> None:
         await asyncio.sleep(0)
         if refusals:
             raise refusals.pop()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from services.planner.core.operations.decision import ScaleRequest, Standing
+from services.planner.core.operations.decision import ModelStanding, ScaleRequest
 from services.planner.core.rounds import unplanned
 from services.planner.leases import Leases
 from shared import subjects
@@ -18,7 +17,7 @@ from shared.messages.load import Demand
 from shared.messages.plans import DrainPlan, ScalePlan
 from tests.records import model, worker_record
 from tests.services.planner.rig import Rig, running
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 
 @pytest.fixture
@@ -33,7 +32,6 @@ async def want(rig: Rig, name: str, desired: int, triggered_ago_s: float = 0.0) 
         Demand(
             publisher="monitor",
             sequence=1,
-            published_at_s=time.time(),
             model=name,
             role="colocated",
             desired=desired,
@@ -171,9 +169,9 @@ async def test_a_drain_that_does_not_show_yet_is_not_planned_twice(rig: Rig) -> 
 
 
 def test_the_order_of_a_round() -> None:
-    def wants(name: str, at_s: float, deficit: float = 0.5, **standing: Any) -> tuple[ScaleRequest, Standing]:
+    def wants(name: str, at_s: float, deficit: float = 0.5, **standing: Any) -> tuple[ScaleRequest, ModelStanding]:
         request = ScaleRequest(name, 1, at_s, "load", deficit=deficit, by_hand=name == "hand")
-        return request, Standing(**standing)
+        return request, ModelStanding(**standing)
 
     asked = [
         wants("late", 9.0),
@@ -198,7 +196,6 @@ async def test_what_a_monitor_says_that_leads_no_more_is_not_heard(rig: Rig) -> 
         demand = Demand(
             publisher="monitor",
             sequence=1,
-            published_at_s=time.time(),
             model="m",
             role="colocated",
             desired=desired,

@@ -17,10 +17,11 @@ from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.messages.common import LivePolicy
 from shared.messages.progress import ProgressEvent
 from shared.zigzag.playback import Job
+from tests.moved_clock import MovedClock
 from tests.services.planner.core.live.some_pairs import report
 from tests.services.planner.live_rig import LiveRig, break_assignments, eventually_ended
 from tests.services.planner.rig import running
-from tests.services.waiting import TIMEOUT_S, eventually
+from tests.wait_until import WAIT_S, eventually
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ class HeldAssign:
     def __call__(self, jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> SplitResult:
         self.seen.append(len(jobs))
         self.begun.release()
-        assert self.go_on.acquire(timeout=TIMEOUT_S)
+        assert self.go_on.acquire(timeout=WAIT_S)
         return assign(jobs, loaded_at, **times)  # type: ignore[arg-type]
 
 
@@ -124,7 +125,7 @@ async def test_only_the_newest_request_of_a_pair_is_answered(rig: LiveRig, monke
     first = await rig.paired()
     held = HeldAssign(monkeypatch)
     await rig.split(first.pair_id, (*UNEQUAL, 2.0, 7.0))
-    await asyncio.to_thread(held.begun.acquire, timeout=TIMEOUT_S)
+    await asyncio.to_thread(held.begun.acquire, timeout=WAIT_S)
     await rig.split(first.pair_id, (*UNEQUAL, 2.0))
     await rig.split(first.pair_id, UNEQUAL)
     held.go_on.release()
@@ -141,7 +142,7 @@ async def test_a_target_that_has_everything_gets_no_gates(
     first = await rig.paired()
     held = HeldAssign(monkeypatch)
     await rig.split(first.pair_id, UNEQUAL)
-    await asyncio.to_thread(held.begun.acquire, timeout=TIMEOUT_S)
+    await asyncio.to_thread(held.begun.acquire, timeout=WAIT_S)
     await rig.report(first.plan_id, event, first.target.worker_id, first.target.instance_id)
     held.go_on.release()
     await eventually(lambda: rig.splits("late") == 1)
@@ -155,7 +156,7 @@ async def test_plans_are_made_while_a_split_is_computed(rig: LiveRig, monkeypatc
     first = await rig.paired()
     held = HeldAssign(monkeypatch)
     await rig.split(first.pair_id, UNEQUAL)
-    await asyncio.to_thread(held.begun.acquire, timeout=TIMEOUT_S)
+    await asyncio.to_thread(held.begun.acquire, timeout=WAIT_S)
     await rig.scale(4, live="never")
     assert len(rig.plans()) == 2
     held.go_on.release()
@@ -168,7 +169,7 @@ async def test_gates_for_a_pair_that_ended_meanwhile_are_not_published(
     first = await rig.paired()
     held = HeldAssign(monkeypatch)
     await rig.split(first.pair_id, UNEQUAL)
-    await asyncio.to_thread(held.begun.acquire, timeout=TIMEOUT_S)
+    await asyncio.to_thread(held.begun.acquire, timeout=WAIT_S)
     await rig.client.publish(subjects.live_reports(), report(first))
     await eventually_ended(rig, first.plan_id)
     held.go_on.release()
@@ -176,21 +177,21 @@ async def test_gates_for_a_pair_that_ended_meanwhile_are_not_published(
     assert len(rig.assignments()) == 1
 
 
+@pytest.mark.parametrize(("share", "outcome"), [(0.9, "gates"), (1.1, "late")])
 async def test_gates_that_gain_less_than_was_lost_meanwhile_are_not_published(
-    rig: LiveRig, monkeypatch: pytest.MonkeyPatch
+    rig: LiveRig, monkeypatch: pytest.MonkeyPatch, moved_clock: MovedClock, share: float, outcome: str
 ) -> None:
     first = await rig.paired()
 
     def slow(jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> SplitResult:
-        # As long as it takes to find it, so little is gained.
-        found = assign([Job(job.batch_id, job.cost * 1e-9) for job in jobs], [at * 1e-9 for at in loaded_at])
-        assert found.gates
+        found = assign(jobs, loaded_at, **times)  # type: ignore[arg-type]
+        moved_clock.move(share * (found.free.mean - found.played.mean))
         return found
 
     monkeypatch.setattr(splitter, "assign", slow)
     await rig.split(first.pair_id, UNEQUAL)
-    await eventually(lambda: rig.splits("late") == 1)
-    assert len(rig.assignments()) == 1
+    await eventually(lambda: rig.splits(outcome) == 1)
+    assert len(rig.assignments()) == (2 if outcome == "gates" else 1)
 
 
 @pytest.mark.parametrize("error", [Unavailable("away"), RuntimeError("the solver broke")])

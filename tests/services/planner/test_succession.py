@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.planner.core.operations.refusals import Refusals
+from services.planner.core.operations.refusals import WorkerRefusals
 from services.worker.orders import Orders
 from shared import subjects
 from shared.messages.live import ZigzagAssignment
@@ -18,7 +18,7 @@ from shared.messages.registry import WorkerRecord
 from tests.processes import process
 from tests.records import worker_record
 from tests.services.planner.rig import Rig, running
-from tests.services.waiting import TIMEOUT_S, eventually
+from tests.wait_until import WAIT_S, eventually
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ async def test_a_planner_that_hangs_takes_no_questions_along(rig: Rig) -> None:
         return ScaleRecords(records=())
 
     await rig.broker.bus("hangs").respond(subjects.planner("records"), ListScaleRecords, hang)
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(WAIT_S):
         for _ in range(10):
             assert await rig.records() == ()
     hangs.set()
@@ -175,8 +175,8 @@ async def test_a_planner_whose_regular_work_breaks_ends_instead_of_limping_on(
     def breaks(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Refusals, "forget", breaks)
-    async with asyncio.timeout(TIMEOUT_S):
+    monkeypatch.setattr(WorkerRefusals, "forget", breaks)
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(ZeroDivisionError):
             await rig.task
     rig.task = asyncio.create_task(asyncio.sleep(0))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies import Key
 from services.pool.core.loads import LoadLimits
 from services.pool.core.placement import Placer
-from services.pool.core.steps import Placement
+from services.pool.core.steps import PlacementDecision
 from shared.messages.registry import ModelRecord, WorkerHeartbeat
 
 ANY_NUMBER = LoadLimits(total=1_000_000, per_host=1_000_000, per_nic=1_000_000)
@@ -37,9 +37,9 @@ def cluster_of(
     removed: Collection[str] = (),
     outstanding: Outstanding | None = None,
     limits: LoadLimits = ANY_NUMBER,
-) -> Cluster:
+) -> ClusterView:
     """A cluster that was told all this."""
-    cluster, out = Cluster(removed, limits), outstanding or Outstanding()
+    cluster, out = ClusterView(removed, limits), outstanding or Outstanding()
     for record in models:
         cluster.copies.put_model(record)
     for report in reports:
@@ -66,7 +66,7 @@ def place(
     removed: Collection[str] = (),
     outstanding: Outstanding | None = None,
     limits: LoadLimits = ANY_NUMBER,
-) -> Placement:
+) -> PlacementDecision:
     """The next steps."""
     cluster = cluster_of(models, reports, removed=removed, outstanding=outstanding, limits=limits)
     return Placer(cluster).look(LATE_S, visits=1_000_000_000)

@@ -61,17 +61,17 @@ class CopyPool:
         await self._ask("restore_model", RestoreModel(model=record), Ack)
 
     async def _ask(self, operation: str, message: Any, reply: type[Any]) -> Any:
-        return await self.client.request(subjects.pool(operation), message, reply, timeout_s=5.0)
+        return await self.client.request(subjects.pool(operation), message, reply, timeout_s=60)
 
     async def remove_model(self, name: str) -> None:
-        await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=5.0)
+        await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=60)
 
-    async def set_model(self, name: str, **settings: float | None) -> ModelRecord:
+    async def set_model(self, name: str, **settings: float | str | None) -> ModelRecord:
         message = SetModel(name=name, **settings)  # type: ignore[arg-type]
-        return await self.client.request(subjects.pool("set_model"), message, ModelRecord, timeout_s=5.0)
+        return await self.client.request(subjects.pool("set_model"), message, ModelRecord, timeout_s=60)
 
     async def snapshot(self) -> Snapshot:
-        return await self.client.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=5.0)
+        return await self.client.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=60)
 
     async def retire(
         self, worker_id: str, record: ModelRecord, *, gpu: bool = False, undo: bool = False, leaving: bool = False
@@ -92,7 +92,7 @@ class CopyPool:
             sequence=worker.sequence if worker is not None else 0,
         )
         try:
-            await self.client.request(subjects.pool("retire_copy"), request, Ack, timeout_s=5.0)
+            await self.client.request(subjects.pool("retire_copy"), request, Ack, timeout_s=60)
         except BlitzError as error:
             return error
         return None
@@ -158,7 +158,7 @@ class CopyWorker:
             report = msgspec.structs.replace(
                 report, instance=msgspec.structs.replace(report.instance, weights_digest="whole")
             )
-        ack = await self.bus.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=5.0)
+        ack = await self.bus.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=60)
         for model_hash in ack.wants_models:
             self.restored += 1
             await self.pool.restore_model(self.records[model_hash])

@@ -10,7 +10,7 @@ from shared.messages.registry import ModelRecord, Snapshot
 from tests.records import model
 from tests.services.pool.host_copies import copy_of
 from tests.services.pool.running import LEASE_S, CopyPool, running_copy_pool
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 M = model("m")
 

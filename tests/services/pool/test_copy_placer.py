@@ -10,7 +10,7 @@ from services.pool.core.loads import LoadLimits
 from shared.messages.copies import HoldCopy
 from tests.records import model
 from tests.services.pool.running import CopyPool, CopyWorker, running_copy_pool
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 
 def loading(pool: CopyPool) -> int:

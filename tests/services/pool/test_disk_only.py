@@ -11,7 +11,7 @@ from shared.messages.common import Ack
 from shared.messages.copies import DropCopy
 from tests.records import model
 from tests.services.pool.running import CopyPool, CopyWorker, running_copy_pool
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 A, B, C = (model(name) for name in "abc")
 

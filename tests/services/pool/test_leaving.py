@@ -10,8 +10,8 @@ import pytest
 
 from tests.checkpoints import tiny_checkpoint
 from tests.services.cluster import Cluster, running_cluster
-from tests.services.waiting import eventually
 from tests.services.workers import MIB
+from tests.wait_until import eventually
 
 
 async def holders(cluster: Cluster) -> list[str]:

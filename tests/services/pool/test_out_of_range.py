@@ -11,7 +11,7 @@ import pytest
 from shared.errors import BadRequest
 from shared.messages.codec import Message
 from shared.messages.common import Ack
-from shared.messages.registry import HeartbeatAck, Lead, Leadership, LeaseGrant, LeaseWorkers, RestoreModel, SetFloor
+from shared.messages.registry import HeartbeatAck, Lead, Leadership, RestoreModel, SetFloor
 from tests.records import heartbeat
 from tests.services.pool.test_service import Pool, granting_pool, pool  # noqa: F401 - fixtures
 
@@ -20,9 +20,8 @@ from tests.services.pool.test_service import Pool, granting_pool, pool  # noqa: 
 async def test_a_lease_runs_for_a_time_that_ends(granting_pool: Pool, ttl_s: float) -> None:  # noqa: F811
     await granting_pool.know_model()
     await granting_pool.beat(heartbeat("w0"))
-    message = LeaseWorkers(plan_id="plan", model="m", worker_ids=("w0",), ttl_s=ttl_s, term=1)
     with pytest.raises(BadRequest, match="ttl_s"):
-        await granting_pool.ask("lease", message, LeaseGrant)
+        await granting_pool.lease("w0", ttl_s=ttl_s)
     assert [w.lease_plan_id for w in (await granting_pool.snapshot()).workers] == [""]
 
 

@@ -18,15 +18,13 @@ from services.pool import scripts
 from services.pool.config import PoolSettings
 from services.pool.leading import LeadingPool, PoolMetrics
 from services.pool.service import PoolService
-from services.pool.store import Standing, Store
+from services.pool.store import LeaderStatus, Store
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.common import Ack
 from shared.messages.registry import (
     GetSnapshot,
     HeartbeatAck,
-    LeaseGrant,
-    LeaseWorkers,
     RemoveModel,
     SetFloor,
     Snapshot,
@@ -34,8 +32,9 @@ from shared.messages.registry import (
 from tests.records import heartbeat, model
 from tests.servers import Server, redis_server
 from tests.services.pool.giving import give
-from tests.services.waiting import eventually
+from tests.services.pool.leasing import leased, wanted
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 LEASE_S = 2.0
 """What is looked for in Redis is to be found there before it is over, however busy the machine is."""
@@ -58,7 +57,7 @@ class Pool:
         self.task = asyncio.create_task(service.run(self.stopping))
 
     async def ask(self, operation: str, message: Any, reply: type[Any]) -> Any:
-        return await self.client.request(subjects.pool(operation), message, reply, timeout_s=5.0)
+        return await self.client.request(subjects.pool(operation), message, reply, timeout_s=60)
 
     async def models(self) -> list[str]:
         return [m.name for m in (await self.ask("snapshot", GetSnapshot(), Snapshot)).models]
@@ -123,17 +122,16 @@ async def test_a_worker_whose_last_report_redis_lost_can_be_leased(pool: Pool) -
     await pool.restart_redis()
     beats = iter(range(3, 1000))
 
-    async def leased() -> bool:
+    async def can_be_leased() -> bool:
         await asyncio.sleep(0.1)
-        request = LeaseWorkers(plan_id="p", model="a", worker_ids=("w0",), ttl_s=5.0, term=1)
         try:
             await pool.ask("heartbeat", heartbeat("w0", sequence=next(beats)), HeartbeatAck)
-            await pool.ask("lease", request, LeaseGrant)
+            await leased(pool.ask, wanted("w0", model="a"))
         except Unavailable:
             return False
         return True
 
-    await eventually(leased)
+    await eventually(can_be_leased)
 
 
 async def test_redis_that_fails_again_while_it_is_refilled_costs_nothing(
@@ -202,9 +200,9 @@ async def test_a_worker_that_is_heard_while_redis_forgets_it_lives_on(
 
 async def test_who_leads_again_with_its_old_term_numbers_nothing_as_before(pool: Pool) -> None:
     def made() -> LeadingPool:
-        standing = Standing(leads=True, term=7, leader="me", expires_in_s=2.0)
+        status = LeaderStatus(leads=True, term=7, leader="me", expires_in_s=2.0)
         metrics = PoolMetrics(CollectorRegistry())
         bus = pool.broker.bus("pool")
-        return LeadingPool(bus, pool.store, standing, metrics, PoolSettings(lease_s=1.0), leads_until_s=0.0)
+        return LeadingPool(bus, pool.store, status, metrics, PoolSettings(lease_s=1.0), leads_until_s=0.0)
 
     assert made().registry.publisher != made().registry.publisher

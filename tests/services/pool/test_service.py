@@ -30,7 +30,6 @@ from shared.messages.registry import (
     GetSnapshot,
     HeartbeatAck,
     LeaseGrant,
-    LeaseWorkers,
     ModelRecord,
     ReleaseWorkers,
     RemoveModel,
@@ -43,8 +42,9 @@ from shared.messages.registry import (
 from tests.checkpoints import tiny_checkpoint, write_checkpoint
 from tests.records import heartbeat, model
 from tests.services.pool.giving import give
-from tests.services.waiting import eventually
+from tests.services.pool.leasing import leased, wanted
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 LEASE_S = 1.0
 """Of pools whose workers are to die within a test."""
@@ -59,7 +59,7 @@ class Pool:
     events: list[RouteChanges]
 
     async def ask(self, operation: str, message: object, reply: type) -> object:
-        return await self.broker.bus("client").request(subjects.pool(operation), message, reply, timeout_s=5.0)  # type: ignore[arg-type]
+        return await self.broker.bus("client").request(subjects.pool(operation), message, reply, timeout_s=60)  # type: ignore[arg-type]
 
     async def beat(self, report: WorkerHeartbeat) -> HeartbeatAck:
         return await self.ask("heartbeat", report, HeartbeatAck)  # type: ignore[return-value]
@@ -70,8 +70,7 @@ class Pool:
     async def lease(
         self, *worker_ids: str, plan_id: str = "plan", ttl_s: float = 5.0, role: Role = "colocated"
     ) -> LeaseGrant:
-        message = LeaseWorkers(plan_id=plan_id, model="m", worker_ids=worker_ids, ttl_s=ttl_s, role=role, term=1)
-        return await self.ask("lease", message, LeaseGrant)  # type: ignore[return-value]
+        return await leased(self.ask, wanted(*worker_ids, plan_id=plan_id, ttl_s=ttl_s, role=role))
 
     async def know_model(self) -> ModelRecord:
         record = model("m")
@@ -210,6 +209,38 @@ async def test_a_busy_or_missing_worker_is_not_leased(granting_pool: Pool) -> No
         await granting_pool.lease("nobody")
     with pytest.raises(BadRequest):
         await granting_pool.lease()
+
+
+async def test_a_process_that_came_in_the_place_of_another_is_not_leased_for_it(granting_pool: Pool) -> None:
+    await granting_pool.know_model()
+    for worker_id in ("w0", "w1"):
+        await granting_pool.beat(heartbeat(worker_id))
+    await granting_pool.beat(heartbeat("w1", incarnation="2"))
+    with pytest.raises(Conflict, match="worker w1 is another process by now"):
+        await granting_pool.lease("w0", "w1")
+    assert [w.lease_plan_id for w in (await granting_pool.snapshot()).workers] == ["", ""]
+    assert (await granting_pool.lease("w0", plan_id="other")).epochs
+
+
+async def test_a_process_that_comes_while_its_predecessor_is_leased_has_no_lease(
+    granting_pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes after Redis has granted, before the pool has heard that."""
+    await granting_pool.know_model()
+    for worker_id in ("w0", "w1"):
+        await granting_pool.beat(heartbeat(worker_id))
+    grant = Store.lease
+
+    async def slow(store: Store, *args: Any) -> LeaseGrant:
+        granted = await grant(store, *args)
+        await granting_pool.beat(heartbeat("w1", incarnation="2"))
+        return granted
+
+    monkeypatch.setattr(Store, "lease", slow)
+    with pytest.raises(Conflict, match="worker w1 is another process by now"):
+        await granting_pool.lease("w0", "w1")
+    assert [w.lease_plan_id for w in (await granting_pool.snapshot()).workers] == ["", ""]
+    assert await granting_pool.redis.keys("blitz:lease:*") == []
 
 
 async def test_a_lease_is_used_up_when_its_worker_reports_under_it(granting_pool: Pool) -> None:
@@ -355,9 +386,11 @@ async def test_a_model_is_validated_and_registered_under_its_directorys_name(poo
 
 async def test_a_models_objectives_are_kept_as_they_were_first_said(pool: Pool, tmp_path: Path) -> None:
     path = str(write_checkpoint(tmp_path / "tiny", "llama"))
-    message = AddModel(path=path, min_instances=0, slo_ttft_s=0.5, slo_tbt_s=0.1, keep_alive_s=60.0)
+    message = AddModel(
+        path=path, min_instances=0, slo_ttft_s=0.5, slo_tbt_s=0.1, keep_alive_s=60.0, no_room_timeout_s=0.0
+    )
     record = cast(ModelRecord, await pool.ask("add_model", message, ModelRecord))
-    assert (record.slo_ttft_s, record.slo_tbt_s, record.keep_alive_s) == (0.5, 0.1, 60.0)
+    assert (record.slo_ttft_s, record.slo_tbt_s, record.keep_alive_s, record.no_room_timeout_s) == (0.5, 0.1, 60.0, 0.0)
     assert (await pool.snapshot()).models == (record,)
     # Like its other limits: the same model again gives the record that is there.
     again = AddModel(path=path, min_instances=1, slo_ttft_s=0.9, slo_tbt_s=0.9)
@@ -385,6 +418,7 @@ async def test_another_checkpoint_under_a_taken_name_is_refused(pool: Pool, tmp_
         ({"slo_tbt_s": float("nan")}, BadRequest),
         ({"min_instances": 0, "keep_alive_s": -1.0}, BadRequest),
         ({"min_instances": 1, "keep_alive_s": 60.0}, BadRequest),
+        ({"no_room_timeout_s": -1.0}, BadRequest),
         ({"path": "/nowhere"}, BadCheckpoint),
     ],
 )

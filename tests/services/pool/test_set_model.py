@@ -16,7 +16,7 @@ from shared.errors import BadRequest, ModelNotFound, Unavailable
 from shared.messages.registry import HeartbeatAck, ModelRecord, RouteChanges, WorkerHeartbeat
 from tests.records import heartbeat, model
 from tests.services.pool.running import CopyPool, running_copy_pool
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 M = model("m", min_instances=1, max_instances=4, slo_ttft_s=0.5, added_at_s=1732278220.123)
 
@@ -61,7 +61,7 @@ async def test_the_same_change_again_is_no_news(pool: CopyPool, caplog: pytest.L
 
 async def test_a_worker_hears_its_models_objective_with_the_next_report(pool: CopyPool) -> None:
     async def objective_s(report: WorkerHeartbeat) -> float | None:
-        return (await pool.client.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=5.0)).slo_tbt_s
+        return (await pool.client.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=60)).slo_tbt_s
 
     assert await objective_s(heartbeat("w0")) is None
     assert await objective_s(heartbeat("w1", M, "serving")) == 0.0
@@ -87,6 +87,9 @@ async def test_0_lifts_what_a_model_need_not_have(pool: CopyPool) -> None:
         ({"keep_alive_s": 60.0}, "keep_alive_s"),
         ({"min_instances": 0, "keep_alive_s": math.inf}, "keep_alive_s"),
         ({"min_instances": 0, "keep_alive_s": 60.0, "slo_ttft_s": 1e9}, "slo_ttft_s"),
+        ({"no_room_timeout_s": -1.0}, "no_room_timeout_s"),
+        ({"no_room_timeout_s": 3601.0}, "no_room_timeout_s"),
+        ({"no_room_timeout_s": math.nan}, "no_room_timeout_s"),
         ({"weight": 0.0}, "weight"),
         ({"weight": math.nan}, "weight"),
         ({"weight": math.inf}, "weight"),
@@ -121,6 +124,19 @@ async def test_a_model_that_is_not_registered_is_not_made_by_a_change(pool: Copy
     with pytest.raises(ModelNotFound):
         await pool.set_model("m", min_instances=0)
     assert (await models(pool), await stored(pool)) == ((), {})
+
+
+async def test_a_models_own_patience_may_be_0_stays_over_a_restart_and_is_lifted_by_name(redis_url: str) -> None:
+    async with running_copy_pool(redis_url) as pool:
+        await pool.add_model(M)
+        changed = await pool.set_model("m", no_room_timeout_s=0.0)
+        assert changed == msgspec.structs.replace(M, no_room_timeout_s=0.0)
+    async with running_copy_pool(redis_url, flush=False) as again:
+        assert await models(again) == (changed,)
+        assert (await again.set_model("m", max_instances=M.max_instances)).no_room_timeout_s == 0.0
+        assert await again.set_model("m", no_room_timeout_s="default") == M
+        with pytest.raises(BadRequest, match="never"):
+            await again.set_model("m", no_room_timeout_s="never")
 
 
 async def test_how_a_model_is_served_changes_and_stays_over_a_restart(redis_url: str) -> None:

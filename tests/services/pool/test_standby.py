@@ -22,10 +22,7 @@ from shared.messages.registry import (
     HeartbeatAck,
     Lead,
     Leadership,
-    LeaseBatch,
-    LeaseGrant,
     LeaseVerdicts,
-    LeaseWorkers,
     ModelRecord,
     ReleaseWorkers,
     SetFloor,
@@ -34,8 +31,9 @@ from shared.messages.registry import (
 )
 from tests.records import heartbeat, model
 from tests.services.pool.giving import give
-from tests.services.waiting import TIMEOUT_S
+from tests.services.pool.leasing import batch, leased, wanted
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import WAIT_S
 
 LEASE_S = 0.5
 LONG_S = 60.0
@@ -84,11 +82,11 @@ class Pools:
         return Process(self.broker, self.redis_url, name, seat, first=first, lease_s=lease_s)
 
     async def ask(self, operation: str, message: Any, reply: type[Any]) -> Any:
-        return await self.client.request(subjects.pool(operation), message, reply, timeout_s=5.0)
+        return await self.client.request(subjects.pool(operation), message, reply, timeout_s=60)
 
     async def answered(self, operation: str, message: Any, reply: type[Any]) -> Any:
         """Once somebody answers."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 with contextlib.suppress(NoResponder, Unavailable):
                     return await self.ask(operation, message, reply)
@@ -96,7 +94,7 @@ class Pools:
 
     async def answered_unless_recovering(self, operation: str, message: Any, reply: type[Any]) -> Any:
         """Once somebody leads."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 try:
                     return await self.ask(operation, message, reply)
@@ -153,15 +151,12 @@ async def test_a_successor_in_the_same_seat_does_not_wait_and_its_predecessor_en
     first = pools.start("pool-a", "pool-0")
     await first.service.ready.wait()
     second = pools.start("pool-b", "pool-0")
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(Conflict, match="pool-0"):
             await first.task
     await pools.answered("snapshot", GetSnapshot(), Snapshot)
     await first.store.close()
     await second.stop()
-
-
-LEASE = LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=5.0, term=1)
 
 
 async def test_the_first_pool_of_all_grants_without_waiting_for_workers_that_it_may_not_know(pools: Pools) -> None:
@@ -170,12 +165,12 @@ async def test_the_first_pool_of_all_grants_without_waiting_for_workers_that_it_
     await first.service.ready.wait()
     await give(pools.ask, model("m"))
     await pools.ask("heartbeat", heartbeat("w0"), HeartbeatAck)
-    assert (await pools.ask("lease", LEASE, LeaseGrant)).epochs
+    assert (await leased(pools.ask, wanted("w0"))).epochs
     await first.kill()
     second = pools.start("pool-b", "pool-0", lease_s=LONG_S)
     await second.service.ready.wait()
     with pytest.raises(Unavailable, match="recovering"):
-        await pools.answered_unless_recovering("lease", LEASE, LeaseGrant)
+        await pools.answered_unless_recovering("lease_batch", batch(wanted("w0")), LeaseVerdicts)
     await second.stop()
 
 
@@ -187,7 +182,7 @@ async def test_a_pool_that_was_to_be_the_first_but_waited_for_another_knows_nobo
     await give(pools.ask, model("m"))
     await other.stop()
     with pytest.raises(Unavailable, match="recovering"):
-        await pools.answered_unless_recovering("lease", LEASE, LeaseGrant)
+        await pools.answered_unless_recovering("lease_batch", batch(wanted("w0")), LeaseVerdicts)
     await late.stop()
 
 
@@ -212,11 +207,9 @@ async def test_a_leader_of_planners_has_a_term_and_what_an_older_one_says_is_ref
     assert new.leads
     assert new.term > old.term
     floor = SetFloor(model="m", instances=1, hold_s=9.0, term=old.term)
-    lease = LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=1.0, term=old.term)
     for operation, message in (
         ("set_floor", floor),
-        ("lease", lease),
-        ("lease_batch", LeaseBatch(leases=(lease,), term=old.term)),
+        ("lease_batch", batch(wanted("w0", term=old.term))),
         ("release", ReleaseWorkers(plan_id="p", worker_ids=("w0",), term=old.term)),
     ):
         with pytest.raises(StaleTerm):
@@ -234,13 +227,13 @@ async def test_the_leases_of_one_round_are_granted_or_refused_one_by_one(pools: 
     for name in ("w0", "w1", "w2"):
         await pools.ask("heartbeat", heartbeat(name), HeartbeatAck)
 
-    def lease(plan_id: str, *worker_ids: str, name: str = "m") -> LeaseWorkers:
-        return LeaseWorkers(plan_id=plan_id, model=name, worker_ids=worker_ids, ttl_s=5.0, term=1)
-
-    batch = LeaseBatch(
-        leases=(lease("a", "w0"), lease("b", "w0", "w1"), lease("c", "w1"), lease("d", "w2", name="x")), term=1
+    of_a_round = batch(
+        wanted("w0", plan_id="a"),
+        wanted("w0", "w1", plan_id="b"),
+        wanted("w1", plan_id="c"),
+        wanted("w2", plan_id="d", model="x"),
     )
-    verdicts = (await pools.answered("lease_batch", batch, LeaseVerdicts)).verdicts
+    verdicts = (await pools.answered("lease_batch", of_a_round, LeaseVerdicts)).verdicts
     assert [(v.plan_id, v.grant is not None, v.error.code if v.error else "") for v in verdicts] == [
         ("a", True, ""),
         ("b", False, "conflict"),
@@ -258,5 +251,5 @@ async def test_a_worker_that_is_about_to_end_is_not_leased(pools: Pools) -> None
     await give(pools.ask, model("m"))
     await pools.ask("heartbeat", heartbeat("w0", stopping=True), HeartbeatAck)
     with pytest.raises(Conflict, match="busy"):
-        await pools.ask("lease", LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=1.0, term=1), Ack)
+        await leased(pools.ask, wanted("w0"))
     await pool.stop()

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from services.worker.instance.registration import Registration, Standing
+from services.worker.instance.registration import Registration, WorkerStanding
 from shared import subjects
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError
 from shared.messages.registry import GetSnapshot, RouteChanges, Snapshot, WorkerHeartbeat
 from tests.records import heartbeat, model
 from tests.services.pool.giving import give
-from tests.services.waiting import eventually
+from tests.wait_until import eventually
 
 LEASE_S = 2.0
 """The default: what a loaded machine holds up for a second must not look like the fault itself."""
@@ -59,7 +59,7 @@ class Stage:
         """Workers with an instance each, all of which have routes."""
 
         async def ask(operation: str, message: Any, reply: type[Any]) -> Any:
-            return await self.bus.request(subjects.pool(operation), message, reply, timeout_s=5.0)
+            return await self.bus.request(subjects.pool(operation), message, reply, timeout_s=60)
 
         await give(ask, model("m"))
         for index in range(NUM_WORKERS):
@@ -91,7 +91,7 @@ async def _ignore(_: object) -> None: ...
 
 
 def _registration(bus: NatsBus, report: WorkerHeartbeat) -> Registration:
-    standing = Standing(report.state, report.instance, (), 0.0, 0.0)
+    standing = WorkerStanding(report.state, report.instance, (), 0.0, 0.0)
     return Registration(bus, report.worker, lambda: standing, lambda _: None)
 
 

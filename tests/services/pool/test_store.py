@@ -14,6 +14,7 @@ from services.pool.store import Store
 from shared.errors import Unavailable
 from shared.messages.codec import encode
 from shared.messages.registry import Floor, Unplaced
+from tests.processes import process
 from tests.records import heartbeat, model
 from tests.services.pool.host_copies import copy_of, holding
 
@@ -41,7 +42,7 @@ async def test_epochs_of_leases_and_of_host_copies_never_meet(store: Store) -> N
     await store.add_model(M)
     await store.heartbeat(heartbeat("w0"), 5.0)
     first = await store.next_epoch()
-    grant = await store.lease("plan", "m", ("w0",), 5.0)
+    grant = await store.lease("plan", "m", [process("w0")], 5.0)
     later = await asyncio.gather(*(store.next_epoch() for _ in range(20)))
     given = [first, grant.epochs[0][1], *later]
     assert len(set(given)) == len(given)
@@ -108,7 +109,7 @@ async def test_a_process_that_leads_no_more_changes_nothing(store: Store, redis_
         lambda: store.remove_model("m"),
         lambda: store.heartbeat(heartbeat("w1"), 5.0),
         lambda: store.heartbeat(heartbeat("w0", leaving=True, sequence=2), 5.0),
-        lambda: store.lease("plan", "m", ("w0",), 5.0),
+        lambda: store.lease("plan", "m", [process("w0")], 5.0),
         lambda: store.release("plan", ("w0",)),
         lambda: store.forget(("w0",)),
         lambda: store.renew({"w0": 9.0}),
@@ -125,7 +126,7 @@ async def test_a_process_that_leads_no_more_changes_nothing(store: Store, redis_
     for change in changes:
         with pytest.raises(Unavailable):
             await change()
-    known = await other.remember(0.0)
+    known = await other.recover(0.0)
     assert ([m.name for m in known.models], [r.worker.worker_id for r in known.reports]) == (["m"], ["w0"])
     assert (known.floors, known.leases, dict(known.removed)) == ((), (), {})
     await other.close()
@@ -158,7 +159,7 @@ async def test_records_of_before_there_were_objectives_are_read(store: Store, re
     redis = Redis.from_url(redis_url)
     await cast(Any, redis.hset("blitz:models", M.name, msgspec.msgpack.encode(fields)))
     await redis.aclose()
-    assert (await store.remember(0.0)).models == (M,)
+    assert (await store.recover(0.0)).models == (M,)
     assert (M.slo_ttft_s, M.slo_tbt_s) == (0.0, 0.0)
 
 
@@ -171,19 +172,19 @@ async def test_what_a_floor_has_left_does_not_depend_on_the_time_of_day_at_the_p
     await store.set_cordons({"w0": 40.0}, 100.0)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + shift_s)
-    known = await store.remember(1000.0)
+    known = await store.recover(1000.0)
     [floor] = known.floors
     assert 0 < floor.left_s <= 25.0
     assert 935.0 < known.cordons["w0"] <= 941.0
     await store.lift_floor("m", "colocated")
-    assert (await store.remember(0.0)).floors == ()
+    assert (await store.recover(0.0)).floors == ()
 
 
 async def test_what_has_no_host_copy_is_kept_for_every_process(store: Store) -> None:
-    assert (await store.remember(0.0)).unplaced == ()
+    assert (await store.recover(0.0)).unplaced == ()
     entry = Unplaced(model="m", model_hash="h", reason="no room")
     await store.set_unplaced((entry,))
-    assert (await store.remember(0.0)).unplaced == (entry,)
+    assert (await store.recover(0.0)).unplaced == (entry,)
 
 
 async def test_more_reports_at_once_than_there_are_connections_wait_for_one(
@@ -195,8 +196,8 @@ async def test_more_reports_at_once_than_there_are_connections_wait_for_one(
     worker_ids = [f"w{index}" for index in range(300)]
     await asyncio.gather(*(patient.heartbeat(heartbeat(worker_id), 60.0) for worker_id in worker_ids))
     await patient.close()
-    remembered = await store.remember(0.0)
-    assert {report.worker.worker_id for report in remembered.reports} == set(worker_ids)
+    recovered = await store.recover(0.0)
+    assert {report.worker.worker_id for report in recovered.reports} == set(worker_ids)
 
 
 async def test_settings_replace_those_of_the_same_registration_only(store: Store) -> None:
@@ -221,7 +222,7 @@ async def test_settings_replace_those_of_the_same_registration_only(store: Store
 
 async def test_a_record_that_an_earlier_release_stored_takes_new_settings(store: Store, redis_url: str) -> None:
     fields = msgspec.msgpack.decode(encode(M))
-    del fields["keep_alive_s"]
+    del fields["keep_alive_s"], fields["no_room_timeout_s"]
     redis = Redis.from_url(redis_url)
     await redis.hset("blitz:models", "m", msgspec.msgpack.encode(fields))
     await redis.aclose()

@@ -29,11 +29,11 @@ from shared.messages.registry import ModelRecord
 from tests.checkpoints import tiny_checkpoint
 from tests.services.fake_gateway import FakeGateway
 from tests.services.fake_pool import FakePool
-from tests.services.waiting import eventually
 from tests.services.worker.pausing import pause, resume
 from tests.services.workers import RunningWorker, worker_config
 from tests.shared.bus.memory import MemoryBroker
 from tests.shared.transport.memory import MemoryFabric
+from tests.wait_until import eventually
 
 CHUNK_BYTES = 256 * 1024
 FROM_DISK = Stripe(source="", source_kind="disk", target="w0")

@@ -15,9 +15,9 @@ from shared.messages.identity import GetHolder, Holder
 from shared.messages.live import WorkerOrder
 from tests.processes import process
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 from tests.services.workers import RunningWorker, worker_config
+from tests.wait_until import eventually
 
 
 def second(worker: LoneWorker) -> RunningWorker:

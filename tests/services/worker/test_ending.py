@@ -10,8 +10,8 @@ import pytest
 
 from services.worker.service import WorkerService
 from shared.registry import RegistryReader
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
+from tests.wait_until import eventually
 
 LONG_S = 12.0
 """Far more than a worker may take, and less than for ever."""

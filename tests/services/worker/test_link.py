@@ -10,7 +10,7 @@ import time
 import pytest
 
 from services.worker.core.pauses import growing
-from services.worker.link import GONE_S, Link, LinkLost
+from services.worker.link import GONE_S, LinkLost, WorkerLink
 from shared.errors import BlitzError, Conflict, DeadlineExceeded, NoResponder, NotFound, Overloaded, Unavailable
 from shared.messages.common import Ack
 from shared.messages.live import Seal
@@ -28,9 +28,9 @@ class Ends:
         self.answers: list[BlitzError] = []
         self.num_asked = 0
 
-    async def link(self, silence_s: float = 1e6) -> Link:
+    async def link(self, silence_s: float = 1e6) -> WorkerLink:
         await self.broker.bus("other").respond("subject", Seal, self._answer)
-        return Link(self.bus, "the other", silence_s=silence_s)
+        return WorkerLink(self.bus, "the other", silence_s=silence_s)
 
     async def _answer(self, _: Seal) -> Ack:
         self.num_asked += 1

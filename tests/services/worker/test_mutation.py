@@ -15,11 +15,11 @@ from shared.messages.load import LoadReport
 from shared.messages.plans import MutatePlan, MutateTarget
 from tests.processes import INCARNATION
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
 from tests.services.worker.live.burst import Burst, live_cluster
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 from tests.services.workers import RunningWorker
+from tests.wait_until import eventually
 
 
 def why(alone: LoneWorker, plan_id: str) -> str:

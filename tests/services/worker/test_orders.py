@@ -13,8 +13,8 @@ from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from shared.subjects import Process
 from tests.processes import INCARNATION, process
 from tests.records import model
-from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 
 def plan(plan_id: str, term: int = 1) -> ScalePlan:

@@ -20,9 +20,9 @@ from shared.messages.plans import Stripe
 from shared.messages.registry import HeartbeatAck
 from tests.processes import process
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import FROM_DISK, LoneWorker, lone_worker
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 
 async def test_a_plan_is_reported_step_by_step_and_its_instance_registered(alone: LoneWorker) -> None:
@@ -282,7 +282,7 @@ def _fetch(alone: LoneWorker, **changes: object) -> FetchRange:
 
 
 async def _ask(broker: MemoryBroker, request: FetchRange) -> Ack:
-    return await broker.bus("w1").request(subjects.worker_fetch(process("w0")), request, Ack, timeout_s=5.0)
+    return await broker.bus("w1").request(subjects.worker_fetch(process("w0")), request, Ack, timeout_s=60)
 
 
 async def test_a_verified_range_is_sent_again_and_others_are_refused(alone: LoneWorker) -> None:
@@ -294,7 +294,7 @@ async def test_a_verified_range_is_sent_again_and_others_are_refused(alone: Lone
     into = bytearray(64)
     receive = peer.recv(into, request.epoch << 24 | request.index)
     await _ask(alone.broker, request)
-    await receive.wait(timeout_s=5.0)
+    await receive.wait(timeout_s=60)
     assert into == bytes(alone.worker.serving.copy.arena.memory(request.offset, 64))
     with pytest.raises(Conflict):
         await _ask(alone.broker, _fetch(alone, transport_address=peer.address, offset=0))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -15,15 +14,7 @@ from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from tests.servers import Server, nats_server
 from tests.shared.bus.memory import MemoryBroker
-
-
-async def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Return when ``condition`` holds; AssertionError otherwise."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"not within {timeout_s:g} s")
-        await asyncio.sleep(0.005)
+from tests.wait_until import eventually
 
 
 class Place(Protocol):
@@ -84,7 +75,7 @@ class NatsPlace:
 
     async def raw_request(self, subject: str, payload: bytes) -> dict[str, str]:
         async with await nats.connect(self.server.url) as client:
-            return (await client.request(subject, payload, timeout=20.0)).headers or {}
+            return (await client.request(subject, payload, timeout=60)).headers or {}
 
     async def raw_event(self, subject: str, payload: bytes) -> None:
         async with await nats.connect(self.server.url) as client:

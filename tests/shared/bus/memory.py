@@ -16,7 +16,7 @@ from typing import Generic
 
 from opentelemetry import context as otel_context
 
-from shared.bus.base import Bus, EventListener, Listener, M, R, Responder, Stored, Subscription
+from shared.bus.base import Bus, EventListener, EventMaker, Listener, M, R, Responder, Stored, Subscription
 from shared.bus.departures import Departure, DepartureListener
 from shared.bus.wire import (
     Headers,
@@ -231,8 +231,7 @@ class MemoryBus(Bus):
         self._subscriptions.add(subscription)
         return subscription
 
-    async def publish_event(self, subject: str, message: Message, *, message_id: str) -> None:
-        payload, headers = self._encoded(subject, message)
+    async def publish_event(self, subject: str, message: Message | EventMaker, *, message_id: str) -> None:
         self._check_open()
         try:
             async with asyncio.timeout(self.broker.event_timeout_s):
@@ -240,6 +239,7 @@ class MemoryBus(Bus):
         except TimeoutError as error:
             raise Unavailable(f"the plan stream took no event on {subject}: the bus is disconnected") from error
         self._check_open()
+        payload, headers = self._encoded(subject, message() if callable(message) else message)
         self.broker.append_raw(subject, payload, headers, message_id)
 
     async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[Stored[M], ...]:

@@ -14,8 +14,8 @@ from shared.bus.access import NatsAccess
 from shared.bus.departures import Departure, connection_name, departure_of
 from shared.bus.nats import NatsBus
 from tests.servers import Server, guarded_nats_server, nats_server, password_of
-from tests.shared.bus.conftest import eventually
 from tests.shared.bus.memory import MemoryBroker
+from tests.wait_until import eventually
 
 WORKER = """
 import asyncio, sys

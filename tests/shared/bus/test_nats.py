@@ -18,7 +18,8 @@ from shared.bus.nats import NatsBus
 from shared.errors import Overloaded, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
-from tests.shared.bus.conftest import NatsPlace, eventually
+from tests.shared.bus.conftest import NatsPlace
+from tests.wait_until import eventually
 
 CANCEL = Cancel(request_id="r", attempt=0)
 
@@ -68,12 +69,12 @@ async def test_services_answer_discovery_and_count_requests_and_errors(nats_plac
         return Ack()
 
     await bus.respond(on, Cancel, respond)
-    await bus.request(on, CANCEL, Ack, timeout_s=20.0)
+    await bus.request(on, CANCEL, Ack, timeout_s=60)
     with pytest.raises(Overloaded):
-        await bus.request(on, Cancel(request_id="r", attempt=1), Ack, timeout_s=20.0)
+        await bus.request(on, Cancel(request_id="r", attempt=1), Ack, timeout_s=60)
     async with await nats.connect(nats_place.server.url) as client:
-        info = json.loads((await client.request(f"$SRV.INFO.{name}", timeout=20.0)).data)
-        stats = json.loads((await client.request(f"$SRV.STATS.{name}", timeout=20.0)).data)
+        info = json.loads((await client.request(f"$SRV.INFO.{name}", timeout=60)).data)
+        stats = json.loads((await client.request(f"$SRV.STATS.{name}", timeout=60)).data)
     assert info["metadata"]["id"] == name
     (endpoint,) = info["endpoints"]
     assert (endpoint["subject"], endpoint["name"]) == (on, on.replace(".", "-"))
@@ -91,7 +92,7 @@ async def test_a_subscription_is_known_to_the_server_when_subscribe_returns(nats
     for _ in range(100):
         on = f"{subjects.PREFIX}.test.{uuid.uuid4().hex}"
         await there.respond(on, Cancel, respond)
-        assert await here.request(on, CANCEL, Ack, timeout_s=20.0) == Ack()
+        assert await here.request(on, CANCEL, Ack, timeout_s=60) == Ack()
 
 
 async def test_events_published_between_outage_and_resumption_are_not_lost(nats_place: NatsPlace) -> None:

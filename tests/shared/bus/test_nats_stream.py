@@ -65,6 +65,21 @@ async def test_without_limits_of_ones_own_it_is_bounded_too(bus: NatsBus, server
     assert (config.max_bytes, config.max_age, config.duplicate_window) == (64 << 20, 3600, 120)
 
 
+async def test_an_event_is_made_anew_for_each_attempt(bus: NatsBus, server: Server) -> None:
+    await bus.publish_event(subjects.scale_plans(), plan(1), message_id="1")
+    async with await nats.connect(server.url) as client:
+        await client.jetstream().delete_stream(subjects.PLAN_STREAM)
+    made: list[int] = []
+
+    def make() -> Cancel:
+        made.append(len(made))
+        return Cancel(request_id="r", attempt=made[-1])
+
+    await bus.publish_event(subjects.scale_plans(), make, message_id="2")
+    (found,) = await bus.past_events(subjects.scale_plans(), Cancel, limit=9)
+    assert found.event.attempt == made[-1] >= 1
+
+
 async def test_an_older_stream_gets_the_limits_and_keeps_its_plans(bus: NatsBus, server: Server) -> None:
     before = {"name": subjects.PLAN_STREAM, "subjects": [subjects.plans()], "storage": api.StorageType.FILE}
     async with await nats.connect(server.url) as client:

@@ -72,7 +72,7 @@ async def asks(url: str, by: NatsAccess, *, patience_s: float = 20.0) -> None:
     bus = await NatsBus.connect(url, name="gateway", access=by, connect_timeout_s=patience_s)
     try:
         with pytest.raises(NoResponder):
-            await bus.request(subjects.pool("snapshot"), CANCEL, Ack, timeout_s=5)
+            await bus.request(subjects.pool("snapshot"), CANCEL, Ack, timeout_s=60)
     finally:
         await bus.close()
 

@@ -12,9 +12,10 @@ from shared.bus.base import Bus, Stored
 from shared.errors import DeadlineExceeded, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
-from tests.shared.bus.conftest import NatsPlace, Place, eventually
+from tests.shared.bus.conftest import NatsPlace, Place
 from tests.shared.bus.memory import MemoryBroker
 from tests.shared.bus.test_contract import acknowledge, cancel, event_subject, subject
+from tests.wait_until import eventually
 
 
 async def test_an_outage_is_seen_survived_and_restarts_the_clock(place: Place) -> None:
@@ -46,7 +47,7 @@ async def test_an_outage_is_seen_survived_and_restarts_the_clock(place: Place) -
     await eventually(lambda: there.connected_since_s is not None)
     await here.publish(plain, cancel(7))
     await eventually(lambda: got == [cancel(7)])
-    assert await here.request(rpc, cancel(), Ack, timeout_s=5.0) == Ack()
+    assert await here.request(rpc, cancel(), Ack, timeout_s=60) == Ack()
     await here.publish_event(event, cancel(1), message_id=f"{event}-1")
     await eventually(lambda: events == [0, 1])
 
@@ -70,6 +71,35 @@ async def test_an_event_that_nobody_takes_is_unavailable(place: Place) -> None:
     with pytest.raises(Unavailable, match="plan stream"):
         await bus.publish_event(event_subject(), cancel(), message_id=uuid.uuid4().hex)
     await place.go_up()
+
+
+async def test_an_event_is_made_when_it_is_sent_and_not_when_that_was_asked_for(place: Place) -> None:
+    bus, on = await place.bus("a"), event_subject()
+    made: list[int] = []
+
+    def make() -> Cancel:
+        made.append(len(made))
+        return cancel(made[-1])
+
+    await place.go_down()
+    sending = asyncio.create_task(bus.publish_event(on, make, message_id=uuid.uuid4().hex))
+    await asyncio.sleep(0.05)
+    assert made == []
+    await place.go_up()
+    await sending
+    assert [found.event for found in await bus.past_events(on, Cancel, limit=9)] == [cancel(made[-1])]
+
+
+async def test_an_event_that_is_not_made_any_more_is_not_sent(place: Place) -> None:
+    bus, on = await place.bus("a"), event_subject()
+
+    def late() -> Cancel:
+        raise DeadlineExceeded("too late")
+
+    with pytest.raises(DeadlineExceeded, match="too late"):
+        await bus.publish_event(on, late, message_id=on)
+    await bus.publish_event(on, cancel(1), message_id=on)
+    assert [found.event for found in await bus.past_events(on, Cancel, limit=9)] == [cancel(1)]
 
 
 async def test_what_is_for_now_or_never_is_not_sent_after_an_outage(place: Place) -> None:

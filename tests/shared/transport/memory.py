@@ -12,7 +12,7 @@ from shared.messages.traffic import Direction
 from shared.transport.base import CLOSE_TIMEOUT_S, Buffer, Channel, Transfer
 from shared.transport.mailbox import Mailbox
 from shared.transport.tags import MAX_UNCLAIMED, RecentTags
-from shared.transport.traffic import Traffic
+from shared.transport.traffic import TrafficCounters
 from shared.transport.transfer import PostedTransfer, ended_within
 
 _SLEEP_S = 1.0
@@ -106,7 +106,7 @@ class MemoryTransport:
         self._aborted_tags = RecentTags()
         self._overflowed = RecentTags()
         self.num_overflowed = 0
-        self.traffic = Traffic()
+        self.traffic = TrafficCounters()
         self._mailbox = Mailbox()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"memory-{name}", daemon=True)

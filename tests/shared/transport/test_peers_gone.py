@@ -14,9 +14,9 @@ from shared.transport.base import Channel, TensorTransport
 from shared.transport.mailbox import Mailbox
 from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
-from tests.services.waiting import eventually
 from tests.shared.transport.memory import MemoryFabric
 from tests.shared.transport.ucx_process import spawn, victim
+from tests.wait_until import eventually
 
 Start = Callable[[str], Any]
 MIB = 1 << 20

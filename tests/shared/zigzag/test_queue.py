@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shared.errors import BadRequest, Conflict
-from shared.zigzag.batch import ENDED, TRANSITIONS, IllegalMove, Move, Side, State
+from shared.zigzag.batch import ENDED, TRANSITIONS, BatchEvent, IllegalBatchEvent, Side, State
 from shared.zigzag.queue import Claim, Layer, Policy, Queue, Shares, Wait
 
 
@@ -82,7 +82,7 @@ def test_late_and_repeated_reports_of_layers_change_nothing() -> None:
     queue.set_layers_ready(3)
     queue.set_layers_ready(1)
     assert queue.layers_ready == 3
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalBatchEvent):
         queue.set_layers_ready(5)
 
 
@@ -136,7 +136,7 @@ def test_what_was_pulled_is_the_sources_until_it_is_confirmed() -> None:
     queue.confirm("1")
     assert queue.open_claims() == ()
     assert claimed(queue.pull("2")) == ("b", 0)
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalBatchEvent):
         queue.confirm("never")
 
 
@@ -186,7 +186,7 @@ def test_a_lapsed_gate_is_as_if_never_set(which: str | None) -> None:
 def test_gates_are_checked() -> None:
     with pytest.raises(BadRequest):
         queue_of("a").set_gate("a", 5)
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalBatchEvent):
         queue_of("a", policy=Policy.BEST_EFFORT).set_gate("a", 1)
 
 
@@ -215,15 +215,15 @@ def test_a_cancel_says_who_has_the_batch() -> None:
 
 def test_illegal_moves_raise() -> None:
     queue = queue_of("a")
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalBatchEvent):
         queue.layer_done("a")
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalBatchEvent):
         queue.cancel("unknown")
     queue.next_for_target(1)
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalBatchEvent):
         queue.next_for_target()
-    with pytest.raises(IllegalMove):
-        queue.batch("a").move(Move.CLAIM)
+    with pytest.raises(IllegalBatchEvent):
+        queue.batch("a").apply(BatchEvent.CLAIM)
 
 
 def test_dissolving_keeps_begun_batches_and_shares_the_others_in_order() -> None:
@@ -382,7 +382,7 @@ def test_an_absent_batch_is_shared_like_any_other_and_run_once_it_is_there() -> 
 
 
 def test_only_a_batch_that_was_added_can_arrive() -> None:
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalBatchEvent):
         queue_of("a").arrived("b")
     queue = queue_of("a")
     queue.arrived("a")  # it was never absent

@@ -91,7 +91,7 @@ class Attack:
         client = self._clients[shot.target.user]
         if shot.target.answers is None or shot.reply is not None:
             await client.publish(shot.subject, shot.payload, reply=shot.reply or "", headers=shot.headers)
-            await client.flush(timeout=30)
+            await client.flush(timeout=60)
             return
         began_s = time.monotonic()
         try:

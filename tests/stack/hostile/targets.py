@@ -80,7 +80,6 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "pool.add_model": (registry.AddModel, registry.ModelRecord),
     "pool.set_model": (registry.SetModel, registry.ModelRecord),
     "pool.remove_model": (registry.RemoveModel, common.Ack),
-    "pool.lease": (registry.LeaseWorkers, registry.LeaseGrant),
     "pool.lease_batch": (registry.LeaseBatch, registry.LeaseVerdicts),
     "pool.release": (registry.ReleaseWorkers, common.Ack),
     "pool.set_floor": (registry.SetFloor, common.Ack),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from services.planner.core.multicast.explain import MAX_EDGES, MAX_NAMES, shortened
 from shared.layout import ArenaLayout, layout_of
@@ -171,13 +172,13 @@ def zigzag_assignments(
     *,
     policy: LivePolicy,
     slo_tbt_s: float,
-    startup_s: float = 0.0,
+    start_s: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[ZigzagAssignment, ...]:
     """The first revision of each pair's assignment, without gates.
 
     ``sources``: the workers of the serving instances, by instance id. ``predicted_s``: seconds that each target takes
-    once the plan is out; where that is unknown (0) the assignment tells no times. ``startup_s``: from the plan
-    to the first byte.
+    once the plan is made; where that is unknown (0) the assignment tells no times. ``start_s``: of that, until its
+    first byte.
     """
     pairs = tuple(pairs)
     if not pairs:
@@ -186,6 +187,7 @@ def zigzag_assignments(
 
     def assignment(pair: Pair) -> ZigzagAssignment:
         finish_s = predicted_s.get(pair.target, 0.0)
+        first_s = min(start_s.get(pair.target, 0.0), finish_s)
         return ZigzagAssignment(
             pair_id=f"{plan.plan_id}-{pair.target}",
             plan_id=plan.plan_id,
@@ -194,8 +196,8 @@ def zigzag_assignments(
             target=plan.member(pair.target),
             policy=policy,
             why=pair.why,
-            layers_ready_s=layers_ready_s(layout, startup_s, finish_s) if finish_s else (),
-            loaded_s=startup_s + finish_s if finish_s else 0.0,
+            layers_ready_s=layers_ready_s(layout, first_s, finish_s - first_s) if finish_s else (),
+            loaded_s=finish_s,
             slo_tbt_s=plan.model.slo_tbt_s or slo_tbt_s,
             valid_s=plan.give_up_s,
             term=plan.term,

@@ -11,7 +11,7 @@ from services.planner.core.multicast.cluster import Cluster, WorkerCopy
 from services.planner.core.multicast.edges import Edge
 from services.planner.core.multicast.explain import names
 from services.planner.core.multicast.topology import Gpu, Topology
-from services.planner.core.multicast.traffic import Link, Load, Source
+from services.planner.core.multicast.traffic import Link, LinkLoad, Source
 from shared.messages.plans import Chain, Copy, Hop, Stripe
 
 MAX_FALLBACKS = 8
@@ -59,13 +59,14 @@ def links_of(chains: Iterable[Chain]) -> tuple[Link, ...]:
 
 
 def predicted_s_of(chains: Iterable[Chain]) -> dict[str, float]:
-    """Seconds that each target should take once the plan is out; 0 where nothing is predicted."""
-    return {t: hop.predicted_finish_s for chain in chains for hop in chain.hops for t in hop.targets}
+    """Seconds that each target should take once the plan is made; 0 where nothing is predicted."""
+    hops = [hop for chain in chains for hop in chain.hops]
+    return {t: hop.predicted_finish_s and hop.predicted_finish_s + hop.overhead_s for hop in hops for t in hop.targets}
 
 
 def gbps_of(chains: Iterable[Chain], model_bytes: int) -> dict[Link, float]:
-    """What GPUs send each other as long as the targets load, as predicted; infinite where nothing is. What a member of
-    a hop forwards to all others of it is one flow, to the next one."""
+    """What GPUs send each other while bytes move, as predicted; infinite where nothing is. What a member of a hop
+    forwards to all others of it is one flow, to the next one."""
     rates: dict[Link, float] = {}
     for chain in chains:
         for hop in chain.hops:
@@ -147,7 +148,7 @@ def fallbacks_of(cluster: Cluster, chains: Iterable[Chain]) -> tuple[Copy, ...]:
     return tuple(Copy(worker_id=c.worker_id, kind=c.kind) for c in (*gpus, *own, *hosts)[:MAX_FALLBACKS])
 
 
-def _notes(cluster: Cluster, load: Load) -> tuple[str, ...]:
+def _notes(cluster: Cluster, load: LinkLoad) -> tuple[str, ...]:
     # Those that send through a NIC are in the multicast's own explanation.
     inside = [c.worker_id for c in cluster.copies if c.sending and not load.egress.get(_nic_id(c, cluster.topology))]
     inside = list(dict.fromkeys(inside))
@@ -161,7 +162,7 @@ def _continued(cluster: Cluster, chains: Iterable[Chain]) -> tuple[str, ...]:
     return (f"continues chains of plans before, at sources that still load: {names(loading)}",) if loading else ()
 
 
-def _sources(cluster: Cluster, load: Load) -> list[Source]:
+def _sources(cluster: Cluster, load: LinkLoad) -> list[Source]:
     """Complete copies, one host copy per host, and copies that still load, which forward as they receive: near them,
     and through NICs where all complete copies send already."""
     topology = cluster.topology
@@ -183,7 +184,7 @@ def _sources(cluster: Cluster, load: Load) -> list[Source]:
     return sources
 
 
-def _spent(copy: WorkerCopy, topology: Topology, load: Load) -> bool:
+def _spent(copy: WorkerCopy, topology: Topology, load: LinkLoad) -> bool:
     # Inside a host weights use no NIC, so being a sender counts by itself.
     return copy.sending or bool(load.egress.get(_nic_id(copy, topology)))
 
@@ -192,7 +193,7 @@ def _nic_id(copy: WorkerCopy, topology: Topology) -> str:
     return topology.gpus[copy.worker_id].nic.nic_id
 
 
-def _hop(edge: Edge, gpus: dict[str, Gpu], holders: dict[str, list[str]], serving: Load, model_bytes: int) -> Hop:
+def _hop(edge: Edge, gpus: dict[str, Gpu], holders: dict[str, list[str]], serving: LinkLoad, model_bytes: int) -> Hop:
     """Edges name hosts and byte ranges; hops name workers and shares. ``holders``: of host copies, by host.
     ``serving``: traffic that keeps its share of a NIC."""
     stripes = []

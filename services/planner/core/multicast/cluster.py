@@ -14,7 +14,7 @@ from services.planner.core.multicast.targets import Targets
 from services.planner.core.multicast.topology import Topologies, Topology, with_copy_holders
 from services.planner.core.multicast.traffic import (
     BUSY_NIC_SHARE,
-    Traffic,
+    NetworkTraffic,
     Transfers,
     placed_copies,
     serving_flows,
@@ -49,7 +49,7 @@ class SpareWorkers:
     """Workers that are free and can hold a model. They become fewer as plans take some."""
 
     def __init__(
-        self, workers: Iterable[WorkerInfo], topology: Topology, traffic: Traffic, targets: Targets | None = None
+        self, workers: Iterable[WorkerInfo], topology: Topology, traffic: NetworkTraffic, targets: Targets | None = None
     ) -> None:
         """``workers`` in the order of ids. ``targets``: the same, if they are grouped already."""
         self._workers = {worker.worker_id: worker for worker in workers}
@@ -92,7 +92,7 @@ class Cluster:
     """All that the topology knows."""
     spare: SpareWorkers
     """Workers that are free and can hold the model."""
-    traffic: Traffic
+    traffic: NetworkTraffic
     copies: tuple[WorkerCopy, ...] = ()
     """Complete ones."""
     loading: tuple[WorkerCopy, ...] = ()
@@ -144,7 +144,7 @@ class Clusters:
         self._workers = {r.worker.worker_id: r.worker for r in known}
         running = (*transfers.running, *placed_copies(self.records)) if transfers is not None else ()
         self._senders = {source for source, _ in running}
-        self._traffic = Traffic(
+        self._traffic = NetworkTraffic(
             topology,
             transfer_flows(topology, running, transfers.gbps if transfers is not None else {}),
             serving_flows(topology, known, transfers, busy_nic_share) if transfers is not None else (),
@@ -162,6 +162,11 @@ class Clusters:
     def of_model(self, name: str) -> Sequence[WorkerRecord]:
         """Workers with an instance of a model, or leased for one."""
         return self._by_model.get(name, ())
+
+    def copies_at(self, model: ModelRecord) -> tuple[WorkerInfo, ...]:
+        """Workers that hold host copies of the model that the pool placed, and that stay; also those that load."""
+        mine = self._by_hash.get(model.model_hash, ())
+        return tuple([r.worker for r in mine if not r.leaves and _has_placed(r, model)])
 
     def take(self, worker_ids: Iterable[str], plan_id: str, model: str, role: Role) -> None:
         """These workers are no longer spare: a plan of this round has them, and they count as leased."""
@@ -274,6 +279,12 @@ def _worker_id(record: WorkerRecord) -> str:
 def _is_copy_of(record: WorkerRecord, model: ModelRecord) -> bool:
     held = record.instance
     return held is not None and (held.model_hash, held.layout_hash) == (model.model_hash, model.layout_hash)
+
+
+def _has_placed(record: WorkerRecord, model: ModelRecord) -> bool:
+    wanted = (model.model_hash, model.layout_hash, False)
+    stay = (c for c in record.host_copies if c.state != "retired")
+    return any((c.model_hash, c.layout_hash, c.cached) == wanted for c in stay)
 
 
 def _holds_on_host(record: WorkerRecord, model: ModelRecord) -> bool:

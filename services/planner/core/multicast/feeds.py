@@ -14,7 +14,7 @@ NEARLY = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class DomainFeed:
     """GPUs that send together, and how fast."""
 
     sources: tuple[tuple[str, float], ...]
@@ -30,7 +30,7 @@ def feed_of(
     gigabits: float,
     *,
     sharded: bool = True,
-) -> Feed:
+) -> DomainFeed:
     """The soonest feed from these copies of one domain, the preferred first; there is at least one.
 
     First what GPUs have left of their outgoing links, ``full_gbps`` each, beside what they send (``sending``, Gbps by
@@ -40,13 +40,13 @@ def feed_of(
     """
     together: list[tuple[str, float]] = []
     gbps = ready_s = 0.0
-    best = Feed((), math.inf)
+    best = DomainFeed((), math.inf)
     for copy in sorted(copies, key=_whole_first):
         wanted = sending.get(copy.holder, ())
         shared_gbps = min(full_gbps, fair_rate([*wanted, math.inf], full_gbps))
         alone_s = max(copy.ready_s, gigabits / shared_gbps)
         if alone_s < best.finish_s - NEARLY * gigabits / full_gbps:
-            best = Feed(((copy.holder, shared_gbps),), alone_s)
+            best = DomainFeed(((copy.holder, shared_gbps),), alone_s)
         left_gbps = min(full_gbps - sum(wanted), full_gbps - gbps)
         if left_gbps >= NEARLY * full_gbps:
             finish_s = max(ready_s, copy.ready_s, gigabits / (gbps + left_gbps))
@@ -59,7 +59,7 @@ def feed_of(
     if len(together) > 1 and not sharded:
         return best
     # What is left disturbs nobody.
-    return best if best.finish_s < (1 - NEARLY) * finish_s else Feed(tuple(together), finish_s)
+    return best if best.finish_s < (1 - NEARLY) * finish_s else DomainFeed(tuple(together), finish_s)
 
 
 def _whole_first(copy: Source) -> float:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from services.planner.core.multicast.edges import ByteRangeStripe, Edge, match_gbps
 from services.planner.core.multicast.egress import TOLERANCE_GBPS, Egress, FreeEgress
-from services.planner.core.multicast.feeds import NEARLY, Feed, feed_of
+from services.planner.core.multicast.feeds import NEARLY, DomainFeed, feed_of
 from services.planner.core.multicast.targets import Port, TargetGroup, Targets, fair_rate, make_group
 from services.planner.core.multicast.topology import Nic, Topology
-from services.planner.core.multicast.traffic import Load, Source
+from services.planner.core.multicast.traffic import LinkLoad, Source
 from shared.messages.plans import SourceKind
 
 
@@ -22,7 +22,7 @@ class Greedy:
         self,
         topology: Topology,
         sources: Sequence[Source],
-        load: Load,
+        load: LinkLoad,
         model_bytes: int,
         *,
         sharded: bool,
@@ -49,7 +49,7 @@ class Greedy:
         self._taken_in: dict[str, float] = {}
         self._edge_of: dict[str, Edge] = {}
         self._in_domain: dict[str, list[Source]] = {}
-        self._inside: dict[str, Feed] = {}
+        self._inside: dict[str, DomainFeed] = {}
         self.source_domains: dict[str, float] = {}
         """Domains whose targets are fed from inside, and by how many seconds later than an idle copy would."""
         self._ready_s = {source.holder: source.ready_s for source in sources if source.ready_s}
@@ -181,7 +181,7 @@ class Greedy:
         if not taken:
             return group
         self.overbooked = True
-        load = Load(self._load.egress, dict(self._load.ingress))
+        load = LinkLoad(self._load.egress, dict(self._load.ingress))
         for port in taken:
             load.ingress[port.nic.nic_id] = load.ingress.get(port.nic.nic_id, 0) + 1
         rest = make_group(self._topology, group.gpus, load)

@@ -19,7 +19,7 @@ from services.planner.core.multicast.greedy import Greedy
 from services.planner.core.multicast.targets import TargetGroup, Targets, fair_cap_gbps, first_gpus
 from services.planner.core.multicast.timing import FairShares, longest_chain, settle
 from services.planner.core.multicast.topology import Topology
-from services.planner.core.multicast.traffic import Flow, Load, Source
+from services.planner.core.multicast.traffic import Flow, LinkLoad, Source
 from shared.errors import BadRequest, BadTopology
 
 
@@ -64,14 +64,14 @@ def plan(
     sources: Iterable[Source],
     targets: Iterable[str] | Targets,
     n: int,
-    flows: Iterable[Flow] | Load,
+    flows: Iterable[Flow] | LinkLoad,
     model_bytes: int,
     *,
     sharded: bool = True,
     tails: int = 1,
 ) -> Multicast:
-    """Bring ``model_bytes`` to ``n`` of the target GPUs, at most, beside ``flows`` (a ``Load``: counted already, and
-    ``Targets``: grouped already, by the same load).
+    """Bring ``model_bytes`` to ``n`` of the target GPUs, at most, beside ``flows`` (a ``LinkLoad``: counted already,
+    and ``Targets``: grouped already, by the same load).
 
     ``sharded=False`` feeds every group from a single copy. ``tails``: chains to start at least, where copies with
     unspent egress allow (one per instance to be paired).
@@ -83,7 +83,7 @@ def plan(
         raise BadRequest(f"a model of {model_bytes} bytes cannot be sent", param="model_bytes")
     copies = sorted(sources, key=_preference)
     _check(topology, copies)
-    load = flows if isinstance(flows, Load) else Load.of(topology, flows)
+    load = flows if isinstance(flows, LinkLoad) else LinkLoad.of(topology, flows)
     wanted = targets if isinstance(targets, Targets) else Targets(topology, targets, load)
     for copy in copies:
         if copy.kind == "gpu" and copy.holder in wanted:
@@ -156,7 +156,7 @@ def _check(topology: Topology, sources: list[Source]) -> None:
 
 
 def _first(
-    topology: Topology, ordered: Iterable[TargetGroup], n: int, load: Load, greedy: Greedy, *, sharded: bool
+    topology: Topology, ordered: Iterable[TargetGroup], n: int, load: LinkLoad, greedy: Greedy, *, sharded: bool
 ) -> list[TargetGroup]:
     """The first groups with ``n`` GPUs together. The last one is cut: a GPU that was not asked for stays spare.
 
@@ -179,7 +179,7 @@ def _first(
 
 
 def _cut(
-    topology: Topology, before: TargetGroup, last: TargetGroup, n: int, load: Load, greedy: Greedy
+    topology: Topology, before: TargetGroup, last: TargetGroup, n: int, load: LinkLoad, greedy: Greedy
 ) -> list[TargetGroup]:
     """A whole group and ``n`` GPUs of the last one; or as many in all, spread evenly."""
     whole = [before, first_gpus(topology, last, n, load)]

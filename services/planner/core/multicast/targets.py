@@ -15,7 +15,7 @@ import msgspec
 
 from services.planner.core.multicast.egress import TOLERANCE_GBPS
 from services.planner.core.multicast.topology import Gpu, Nic, Topology
-from services.planner.core.multicast.traffic import Load
+from services.planner.core.multicast.traffic import LinkLoad
 from shared.errors import BadTopology
 
 
@@ -51,7 +51,7 @@ class TargetGroup:
         return self.ports[0].nic.leaf
 
 
-def make_group(topology: Topology, gpus: list[Gpu], load: Load) -> TargetGroup:
+def make_group(topology: Topology, gpus: list[Gpu], load: LinkLoad) -> TargetGroup:
     """The group of these GPUs of one domain; each NIC belongs to the first GPU that has it."""
     incoming, outgoing = load.ingress.get, load.egress.get
     first: dict[str, Gpu] = {}
@@ -105,7 +105,7 @@ class Targets:
     places of groups near these, and the order of leaves.
     """
 
-    def __init__(self, topology: Topology, gpu_ids: Iterable[str], load: Load) -> None:
+    def __init__(self, topology: Topology, gpu_ids: Iterable[str], load: LinkLoad) -> None:
         """Raises ``BadTopology`` for unknown or repeated ids."""
         ids, gpus = sorted(gpu_ids), topology.gpus
         if len(set(ids)) != len(ids):
@@ -242,7 +242,7 @@ def _places(groups: Sequence[TargetGroup]) -> tuple[_Place, ...]:
     return tuple(places)
 
 
-def first_gpus(topology: Topology, group: TargetGroup, count: int, load: Load) -> TargetGroup:
+def first_gpus(topology: Topology, group: TargetGroup, count: int, load: LinkLoad) -> TargetGroup:
     """The group cut to ``count`` GPUs: undisturbed and distinct NICs first, then the fastest."""
     seen: set[str] = set()
     ranked: list[tuple[bool, bool, float, str, Gpu]] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from services.planner.core.multicast.edges import ByteRangeStripe, Edge
 from services.planner.core.multicast.targets import fair_rate
 from services.planner.core.multicast.topology import Topology
-from services.planner.core.multicast.traffic import Load
+from services.planner.core.multicast.traffic import LinkLoad
 
 MIN_CHUNK_BYTES = 512 * 1024
 """Below this the cost per message shows: seven hops of TCP took 1.18 of the ideal time with half of it."""
@@ -38,7 +38,7 @@ class FairShares:
     Networks share max-min fairly: stripes that want least get all of it, the others the same. Serving flows
     count as much as they take."""
 
-    def __init__(self, edges: Iterable[Edge], topology: Topology, load: Load) -> None:
+    def __init__(self, edges: Iterable[Edge], topology: Topology, load: LinkLoad) -> None:
         leaving: dict[str, list[float]] = {}
         coming: dict[str, list[float]] = {}
         for edge in edges:

@@ -43,7 +43,7 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LinkLoad:
     """Flows per NIC and direction. Opposite directions of a NIC do not disturb each other.
 
     Inside hosts and scale-up domains only what GPUs send counts: nothing comes in at a target beside its own load."""
@@ -56,7 +56,7 @@ class Load:
     """The same inside its host, between domains."""
 
     @classmethod
-    def of(cls, topology: Topology, flows: Iterable[Flow]) -> Load:
+    def of(cls, topology: Topology, flows: Iterable[Flow]) -> LinkLoad:
         """Count. A flow inside a host or a scale-up domain uses no NIC, but the sender's link there. Raises
         ``BadTopology`` for unknown ends."""
         load = cls({}, {})
@@ -120,7 +120,7 @@ class Transfers:
     """What a GPU sends another by those that run, as predicted; with links inside hops that are not in ``running``."""
 
 
-class Traffic:
+class NetworkTraffic:
     """What there is at one moment. It is counted once for all plans that are made then."""
 
     def __init__(self, topology: Topology, transfers: Iterable[Flow], serving: Iterable[Flow]) -> None:
@@ -130,14 +130,14 @@ class Traffic:
         self.serving = tuple(serving)
 
     @cached_property
-    def load(self) -> Load:
+    def load(self) -> LinkLoad:
         """All of it."""
-        return Load.of(self._topology, [*self.transfers, *self.serving])
+        return LinkLoad.of(self._topology, [*self.transfers, *self.serving])
 
     @cached_property
-    def serving_load(self) -> Load:
+    def serving_load(self) -> LinkLoad:
         """What keeps its share of a NIC."""
-        return Load.of(self._topology, self.serving)
+        return LinkLoad.of(self._topology, self.serving)
 
 
 def transfer_flows(

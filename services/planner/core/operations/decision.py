@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from shared.failure_domains import shared_domain
 from shared.messages.common import LiveChoice, Role
-from shared.messages.registry import Floor, ModelRecord, WorkerRecord
+from shared.messages.registry import Floor, ModelRecord, WorkerInfo, WorkerRecord
 from shared.registry_view import bounded, counted_as
 
 Rank = tuple[bool, bool, float, float, float, str, str]
@@ -14,7 +15,7 @@ Rank = tuple[bool, bool, float, float, float, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ModelStanding:
     """How a model stands for whom instances of a role are wanted."""
 
     has_instances: bool = True
@@ -51,7 +52,7 @@ class ScaleRequest:
     for_another: bool = False
     """The instances go because another model has requests and no worker."""
 
-    def rank(self, standing: Standing) -> Rank:
+    def rank(self, standing: ModelStanding) -> Rank:
         """Its place in a round, the lowest first: what was asked for by hand and what limits and floors keep; models
         without an instance, that has waited for longest first; then by deficit and weight, and what has waited for
         longest. A tenth of an instance more or less is none: the load is not known to that."""
@@ -63,7 +64,7 @@ class ScaleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Steps towards the wanted number. Records are in the order of worker ids."""
+    """Steps towards the wanted number."""
 
     desired: int
     """The wanted number after limits and floors."""
@@ -91,15 +92,16 @@ def decide(
     only: Collection[str] = (),
     mutating: Collection[str] = (),
     until_up: bool = False,
+    copies_at: Collection[WorkerInfo] = (),
 ) -> Decision:
     """Steps from what ``workers`` run to ``desired`` instances of ``model`` in ``role``; those of other roles are
     left alone. ``floor`` is the role's.
 
-    Draining instances are revived before anything is loaded (their weights are there), but not on a worker that is
-    about to end. ``leaving``: instance ids that were told to drain, and may not show it yet; of these, the ``promised``
-    make room for a model that still waits, and are not revived. Workers
-    leased for the model and role and not yet reporting count as loading. Scaling in drains the instances
-    that serve least, never one that still loads (its plan runs; it can go when it is up). Those of
+    Draining instances are revived before anything is loaded (their weights are there), those first that are apart from
+    the model's host copies, which are at ``copies_at``; but not on a worker that is about to end. ``leaving``: instance
+    ids that were told to drain, and may not show it yet; of these, the ``promised`` make room for a model that still
+    waits, and are not revived. Workers leased for the model and role and not yet reporting count as loading. Scaling in
+    drains the instances that serve least, never one that still loads (its plan runs; it can go when it is up). Those of
     ``in_pairs`` (instance ids), which scale live with another, go last, and before them those ``at_work``, which have
     requests. ``only``: if not empty, none but those of these workers go. ``mutating``: instance ids that have only just
     been given the role, and do not go. ``until_up``: what still loads replaces nothing that serves: so many serving
@@ -110,6 +112,7 @@ def decide(
     room = max(len(counted), model.max_instances - num_others)
     wanted = min(bounded(desired, model, floor, role), room)
     missing = wanted - len(counted)
+    draining.sort(key=lambda w: shared_domain(w.worker, copies_at))
     revive = tuple(draining[:missing]) if missing > 0 else ()
     load = max(0, missing - len(revive))
     drain: tuple[WorkerRecord, ...] = ()
@@ -124,7 +127,7 @@ def decide(
         most = -missing
         if until_up:
             most = max(0, min(most, sum(w.state == "serving" for w in counted) - wanted))
-        drain = tuple(sorted(serving, key=lambda w: staying(w, in_pairs, at_work))[:most])
+        drain = tuple(sorted(serving, key=lambda w: staying(w, in_pairs, at_work, copies_at))[:most])
     return Decision(wanted, len(counted), load, revive, drain)
 
 
@@ -171,9 +174,14 @@ def _leaves(record: WorkerRecord, leaving: Collection[str]) -> bool:
 
 
 def staying(
-    record: WorkerRecord, in_pairs: Collection[str], at_work: Callable[[str], bool]
-) -> tuple[bool, bool, int, str]:
-    """The order in which instances go. Of those with as much to do the newest (highest epoch) go first: the oldest
-    are sources and hold warm KV."""
+    record: WorkerRecord,
+    in_pairs: Collection[str],
+    at_work: Callable[[str], bool],
+    copies_at: Collection[WorkerInfo] = (),
+) -> tuple[bool, bool, int, int, str]:
+    """The order in which instances go. Of those with as much to do go first who shares a worker with the only host copy
+    (``copies_at``: with all of them), then who shares a host: what stays is not lost together with the copy. Then the
+    newest (highest epoch): the oldest are sources and hold warm KV."""
     instance_id, epoch = (record.instance.instance_id, record.instance.epoch) if record.instance else ("", 0)
-    return instance_id in in_pairs, at_work(instance_id), -epoch, record.worker.worker_id
+    with_copy = shared_domain(record.worker, copies_at)
+    return instance_id in in_pairs, at_work(instance_id), -with_copy, -epoch, record.worker.worker_id

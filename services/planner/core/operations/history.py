@@ -34,7 +34,8 @@ def _is_sound(plan: ScalePlan) -> bool:
     _, dot, number = plan.plan_id.partition(".")
     hops = [hop for chain in plan.chains for hop in chain.hops]
     targets = {target for hop in hops for target in hop.targets}
-    times = (plan.triggered_at_s, plan.triggered_ago_s, *(hop.predicted_finish_s for hop in hops))
+    predicted_s = [time_s for hop in hops for time_s in (hop.predicted_finish_s, hop.overhead_s)]
+    times = (plan.triggered_at_s, plan.triggered_ago_s, *predicted_s)
     return (
         (not dot or (number.isascii() and number.isdecimal() and len(number) <= MAX_PART_DIGITS))
         and targets <= {member.worker_id for member in plan.members}

@@ -32,7 +32,7 @@ KEPT_LOADS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class RoleSurplus:
     """What a role of the model can give to another one."""
 
     role: Role
@@ -80,7 +80,7 @@ def surplus_of(there: int, least: int, needed: Iterable[int]) -> int:
 def from_surplus(
     role: Role,
     missing: int,
-    offers: Sequence[Offer],
+    offers: Sequence[RoleSurplus],
     at_work: Callable[[str], bool],
     num_takers: int,
 ) -> tuple[Change, ...]:

@@ -7,10 +7,10 @@ from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from services.planner.core.multicast.chains import gbps_of, links_of, predicted_s_of
+from services.planner.core.multicast.overhead import Loaded, Way, ways_of
 from services.planner.core.multicast.traffic import Link
 from services.planner.core.operations.pair_record import LivePair
-from services.planner.core.operations.plan_events import targets_of
-from services.planner.core.operations.target import Direction, Target, since_ms
+from services.planner.core.operations.target import Direction, NamedTarget, Target, since_ms
 from shared.messages.common import Role
 from shared.messages.live import LiveReport, ZigzagAssignment
 from shared.messages.operations import ScaleRecord
@@ -29,6 +29,7 @@ LEAST_LOAD_S = 15.0
 """A target has at least this long, whatever is predicted: predictions do not know what else the hosts have to do."""
 MUTATE_REPORT_S = 1.0
 """A mutation that was heard in time has been reported by then."""
+STARTED_ANEW = "the worker was started anew before it accepted the plan"
 LOAD_FACTOR = 10.0
 """A target must have everything within this multiple of its predicted finish."""
 
@@ -54,8 +55,7 @@ class Operation:
     desired: int
     reason: str
     triggered_s: float
-    targets: InitVar[tuple[tuple[str, str], ...]]
-    """(worker_id, instance_id) each."""
+    targets: InitVar[Iterable[NamedTarget]]
     assignments: InitVar[Iterable[ZigzagAssignment]] = ()
     """Which targets scale live, and with which instances."""
     triggered_at_s: float = 0.0
@@ -73,21 +73,25 @@ class Operation:
     gbps: Mapping[Link, float] = field(default_factory=dict)
     """As predicted, between GPUs; also what targets of a hop send each other."""
     predicted_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that each target should take once the plan is out; one that should take long has a later deadline."""
+    """Seconds that each target should take once the plan is made; one that should take long has a later deadline."""
+    overhead_s: Mapping[str, float] = field(default_factory=dict)
+    """Of that, what it takes beside its bytes."""
+    ways: Mapping[str, Way] = field(default_factory=dict)
+    """How weights get to each target."""
+    model_hash: str = ""
+    """Of what is loaded."""
     revives: bool = False
     """The targets drain and shall serve again."""
     advice: bool = False
     """It was not carried out."""
     made_s: float = 0.0
-    """When the plan was made: what it expects of loads is in seconds from then."""
-    mutated_s: float = 0.0
-    """When it was decided that the targets get another role."""
+    """When the plan was made: what it says in seconds, it says from then."""
     recalled: bool = False
     """It was begun under an earlier planner, and its end may have gone unseen."""
 
-    def __post_init__(self, targets: tuple[tuple[str, str], ...], assignments: Iterable[ZigzagAssignment]) -> None:
+    def __post_init__(self, targets: Iterable[NamedTarget], assignments: Iterable[ZigzagAssignment]) -> None:
         self.pairs = {assignment.pair_id: LivePair(assignment) for assignment in assignments}
-        self._targets = {worker: Target(worker, instance, self.direction) for worker, instance in targets}
+        self._targets = {t.worker_id: Target(t.worker, t.instance_id, self.direction) for t in targets}
         self._planned_s: float | None = None
         self._missing_since_s: dict[str, float] = {}
         self._failure = ""
@@ -106,7 +110,7 @@ class Operation:
             reason=plan.reason,
             triggered_s=planned_s - plan.triggered_ago_s,
             triggered_at_s=plan.triggered_at_s,
-            targets=targets_of(plan),
+            targets=plan.targets,
             explain=plan.explain,
             left_out=plan.left_out,
             trace_id=plan.trace_id,
@@ -116,6 +120,9 @@ class Operation:
             links=links_of(plan.chains),
             gbps=gbps_of(plan.chains, plan.model.weights_bytes),
             predicted_s=predicted_s_of(plan.chains),
+            overhead_s={t: hop.overhead_s for chain in plan.chains for hop in chain.hops for t in hop.targets},
+            ways=ways_of(plan.chains),
+            model_hash=plan.model.model_hash,
             assignments=pairs,
             role=plan.role,
             recalled=recalled,
@@ -134,7 +141,6 @@ class Operation:
     ) -> Operation:
         """The operation that a drain, or a revival (``direction`` "out"), is of. ``heed_by_s``: until when a target
         that is to drain may still serve; the drain itself ends when its requests do. None: as long as it may take."""
-        targets = tuple((t.worker_id, t.instance_id) for t in plan.targets)
         return cls(
             plan_id=plan.plan_id,
             model=plan.model,
@@ -143,9 +149,10 @@ class Operation:
             reason=plan.reason,
             triggered_s=planned_s - plan.triggered_ago_s,
             triggered_at_s=plan.triggered_at_s,
-            targets=targets,
-            explain=(("revive: " if plan.revive else "drain: ") + ", ".join(w for w, _ in targets),),
+            targets=plan.targets,
+            explain=(("revive: " if plan.revive else "drain: ") + ", ".join(t.worker_id for t in plan.targets),),
             trace_id=plan.trace_id,
+            made_s=planned_s,
             accept_by_s=end_by_s if heed_by_s is None else heed_by_s,
             deadline_s=end_by_s,
             role=plan.role,
@@ -164,13 +171,13 @@ class Operation:
             reason=plan.reason,
             triggered_s=planned_s - plan.triggered_ago_s,
             triggered_at_s=plan.triggered_at_s,
-            targets=tuple((t.worker_id, t.instance_id) for t in plan.targets),
+            targets=plan.targets,
             explain=plan.explain,
             left_out=plan.left_out,
             trace_id=plan.trace_id,
             deadline_s=planned_s + plan.valid_s + MUTATE_REPORT_S,
             role=plan.role,
-            mutated_s=planned_s,
+            made_s=planned_s,
             recalled=recalled,
         )
         for target in plan.targets:
@@ -225,10 +232,11 @@ class Operation:
         return [link for link in self.links if (self._targets[link[1]].loaded_s or 0.0) >= since_s]
 
     def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
-        """Predicted seconds until each target that loads is whole, by (worker_id, instance_id)."""
+        """Predicted seconds until each target that loads is whole, by (worker_id, instance_id); but for its overhead,
+        which who loads from it has as well, and which is added there."""
         start_s = self._planned_s or now_s
         return {
-            (t.worker_id, t.instance_id): max(0.0, start_s + self.predicted_s[t.worker_id] - now_s)
+            (t.worker_id, t.instance_id): max(0.0, start_s + self._transfer_s(t.worker_id) - now_s)
             for t in self._targets.values()
             if self.predicted_s.get(t.worker_id) and self._loads(t.worker_id)
         }
@@ -248,6 +256,28 @@ class Operation:
             times.append(at_s - self.made_s)
         return tuple(times)
 
+    @property
+    def all_loaded(self) -> bool:
+        """Whether every target that has not failed has everything."""
+        return self.direction == "out" and all(t.loaded_s or t.failure for t in self._targets.values())
+
+    @property
+    def loads(self) -> tuple[Loaded, ...]:
+        """What those took that have everything, where something was predicted."""
+        return tuple(
+            Loaded(
+                self.ways[t.worker_id],
+                t.first_byte_s - self.made_s,
+                t.loaded_s - self.made_s - self._transfer_s(t.worker_id),
+            )
+            for t in self._targets.values()
+            if t.first_byte_s and t.loaded_s and not t.failure
+            if self.predicted_s.get(t.worker_id) and t.worker_id in self.ways
+        )
+
+    def _transfer_s(self, worker_id: str) -> float:
+        return self.predicted_s[worker_id] - self.overhead_s.get(worker_id, 0.0)
+
     def _loads(self, worker_id: str) -> bool:
         target = self._targets[worker_id]
         ended = self._failure or target.failure or target.loaded_s or target.serving_s
@@ -258,7 +288,10 @@ class Operation:
         self._planned_s = at_s
 
     def fail(self, why: str) -> None:
-        """The operation as a whole failed (no plan, no publisher)."""
+        """The operation as a whole failed (no plan, no publisher). What has ended stays so: an order may have been
+        carried out of which the stream's word was lost."""
+        if self.finished:
+            return
         self._failure = self._failure or why
         for pair in self.pairs.values():
             pair.fail(why)
@@ -324,12 +357,15 @@ class Operation:
                 # Its own reports were lost, or came before this planner led. When that was is unknown.
                 target.loaded_s = target.loaded_s or now_s
                 target.serving_s = now_s
+            elif worker.worker.process != target.worker:
+                # Back before the registry missed it: what was meant for the process before never reaches this one.
+                knew = target.knows_plan
+                self.fail_target(worker_id, "the worker died and started again" if knew else STARTED_ANEW)
             elif now_s > self.deadline_s:
                 self.fail_target(worker_id, "it did not end within the deadline")
             elif worker.lease_plan_id != self.plan_id and not _holds(worker, instance_id):
                 if target.accepted_s is not None:
-                    # Back before the registry missed it: a new process under the old id.
-                    self.fail_target(worker_id, "the worker died and started again")
+                    self.fail_target(worker_id, "its instance is gone")
                 elif now_s > self.accept_by_s:
                     why = "how it ended is not known" if self.recalled else "the plan was never accepted"
                     self.fail_target(worker_id, why)
@@ -370,6 +406,7 @@ class Operation:
             trigger_to_first_byte_ms=self._ms(first),
             layer_ready_ms=ready,
             trigger_to_loaded_ms=self._last_ms([t.loaded_s for t in targets]),
+            predicted_loaded_ms=self._last_ms([self._predicted_s(t.worker_id) for t in targets]),
             trigger_to_serving_ms=self._last_ms([t.serving_s for t in targets]),
             trigger_to_spare_ms=self._last_ms([t.spare_s for t in targets]),
             bytes=sum(t.received_bytes for t in targets),
@@ -382,6 +419,10 @@ class Operation:
             live=tuple(pair.record(self.triggered_s, details=details) for pair in self.pairs.values()),
             trigger_to_working_ms=self._ms(min((t.working_s for t in targets if t.working_s), default=None)),
         )
+
+    def _predicted_s(self, worker_id: str) -> float | None:
+        predicted_s = self.predicted_s.get(worker_id)
+        return self.made_s + predicted_s if predicted_s else None
 
     def _ms(self, at_s: float | None) -> float | None:
         return since_ms(self.triggered_s, at_s)

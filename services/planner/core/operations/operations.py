@@ -197,20 +197,18 @@ class Operations:
         given = [
             operation.role
             for worker_id, operation in self._mutations.values()
-            if operation.model == model
-            and now_s - operation.mutated_s <= within_s
-            and not operation.has_failed(worker_id)
+            if operation.model == model and now_s - operation.made_s <= within_s and not operation.has_failed(worker_id)
         ]
         return frozenset(given)
 
     def mutated(self, now_s: float, within_s: float) -> dict[str, Role]:
         """The roles that instances were given within so many seconds, by instance id; not where that failed."""
-        while self._mutations and now_s - next(iter(self._mutations.values()))[1].mutated_s > MAX_MUTATED_S:
+        while self._mutations and now_s - next(iter(self._mutations.values()))[1].made_s > MAX_MUTATED_S:
             self._mutations.popitem(last=False)
         return {
             instance_id: operation.role
             for instance_id, (worker_id, operation) in self._mutations.items()
-            if now_s - operation.mutated_s <= within_s and not operation.has_failed(worker_id)
+            if now_s - operation.made_s <= within_s and not operation.has_failed(worker_id)
         }
 
 

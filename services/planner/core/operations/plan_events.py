@@ -9,8 +9,18 @@ import msgspec
 
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster
+from shared.errors import DeadlineExceeded
 from shared.messages.common import Role
-from shared.messages.plans import Chain, ChainMember, DrainPlan, DrainTarget, MutatePlan, MutateTarget, ScalePlan
+from shared.messages.plans import (
+    Chain,
+    ChainMember,
+    DrainPlan,
+    DrainTarget,
+    MigratePlan,
+    MutatePlan,
+    MutateTarget,
+    ScalePlan,
+)
 from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
 from shared.subjects import Process
 
@@ -18,10 +28,13 @@ PART_TARGETS = 100
 """Targets in one part of a plan: some 700 bytes each."""
 PART_INSTANCES = 500
 """To drain (with the destinations of their requests), revive or mutate, in one part."""
+LEAST_GIVE_UP_S = 0.1
+"""0 is for ever."""
 MAX_CLIMB = 8
 """How many hops above its own a target knows; when those are lost it turns to the plan's fallbacks, then its disk."""
 
 TargetPlan = TypeVar("TargetPlan", DrainPlan, MutatePlan)
+OfPlan = TypeVar("OfPlan", ScalePlan, DrainPlan, MutatePlan, MigratePlan)
 
 
 class PlanHeader(TypedDict, total=False):
@@ -91,11 +104,6 @@ def _members(plan_id: str, planned: WorkerChains, cluster: Cluster, epochs: dict
     return tuple(member(name) for name in sorted(involved))
 
 
-def targets_of(plan: ScalePlan) -> tuple[tuple[str, str], ...]:
-    """(worker id, instance id) of every target."""
-    return tuple((m.worker_id, m.instance_id) for m in plan.targets)
-
-
 def drain_targets(records: Sequence[WorkerRecord]) -> tuple[DrainTarget, ...]:
     """These workers' instances."""
     held = [(record.worker, record.instance) for record in records]
@@ -145,6 +153,19 @@ def mutate_plan(
         left_out=left_out,
         **header,
     )
+
+
+def as_of(plan: OfPlan, age_s: float) -> OfPlan:
+    """A plan that was made ``age_s`` ago, for a stream that takes it only now: workers count from now on, the planner
+    from when it was made. Raises ``DeadlineExceeded`` once it does not hold any more."""
+    if isinstance(plan, DrainPlan):
+        return plan
+    left_s = plan.valid_s - age_s
+    if left_s <= 0:
+        raise DeadlineExceeded(f"{plan.plan_id} was valid for {plan.valid_s:.1f} s, and is {age_s:.1f} s old by now")
+    if isinstance(plan, ScalePlan) and plan.give_up_s:
+        return msgspec.structs.replace(plan, valid_s=left_s, give_up_s=max(plan.give_up_s - age_s, LEAST_GIVE_UP_S))
+    return msgspec.structs.replace(plan, valid_s=left_s)
 
 
 # --- parts ---------------------------------------------------------------------------------------

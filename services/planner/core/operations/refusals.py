@@ -30,7 +30,7 @@ class Refusal:
     failures: int
 
 
-class Refusals:
+class WorkerRefusals:
     """By worker and model: another model may fit where one does not."""
 
     def __init__(self) -> None:

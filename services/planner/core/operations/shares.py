@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.planner.core.operations.decision import Rank, ScaleRequest, Standing
+from services.planner.core.operations.decision import ModelStanding, Rank, ScaleRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Lack:
     """A request for which instances have to load."""
 
     request: ScaleRequest
-    standing: Standing
+    standing: ModelStanding
     there: int
     """Instances of the role, now or soon."""
     least: int

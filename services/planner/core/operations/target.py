@@ -7,9 +7,13 @@ from typing import Literal
 
 from shared.messages.common import Role
 from shared.messages.operations import TargetRecord
+from shared.messages.plans import ChainMember, DrainTarget, MutateTarget
 from shared.messages.progress import ScaleProgress
+from shared.subjects import Process
 
 Direction = Literal["out", "in", "mutate", "none"]
+NamedTarget = ChainMember | DrainTarget | MutateTarget
+"""As a plan names it."""
 
 
 @dataclass(slots=True)
@@ -17,7 +21,7 @@ class Target:
     """Follows the events of one instance, in any order. Times are by the planner's monotonic clock. A worker tells how
     long after its first report something was: the report that was fastest on its way tells best when that was."""
 
-    worker_id: str
+    worker: Process
     instance_id: str
     direction: Direction
     _began_s: float = float("inf")
@@ -34,6 +38,10 @@ class Target:
     """Of a mutation: the role before."""
     received_bytes: int = 0
     failure: str = ""
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.id
 
     @property
     def knows_plan(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.planner.core.fleet.migration import MAX_DESTINATIONS
+from services.planner.core.placement.migration import MAX_DESTINATIONS
 from shared.messages.common import Role
 from shared.messages.destinations import Destination
 from shared.subjects import Process

@@ -50,7 +50,7 @@ class Stays:
     context_tokens: int
 
 
-class Destinations:
+class DestinationPicker:
     """For several instances of one model that go at the same time, one after the other."""
 
     def __init__(self, staying: Iterable[Stays]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from services.planner.core.fleet.allocation import Want
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.shares import shares
+from services.planner.core.placement.allocation import Want
 from services.planner.core.rounds.advice import Adviser
 from services.planner.core.rounds.fleet import About, Fleet
 from services.planner.core.rounds.moment import Situation

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from services.planner.core.fleet.allocation import QUANTUM_S, Holding, Room, Taking, Want, allocate
-from services.planner.core.operations.decision import ScaleRequest, Standing, staying
+from services.planner.core.operations.decision import ModelStanding, ScaleRequest, staying
 from services.planner.core.operations.operations import Operations
-from services.planner.core.operations.refusals import Refusals
+from services.planner.core.operations.refusals import WorkerRefusals
 from services.planner.core.operations.shares import Lack
+from services.planner.core.placement.allocation import QUANTUM_S, Holding, Room, Taking, Want, allocate
 from services.planner.core.rounds.moment import Situation
 from shared.messages.common import TAKES_PROMPTS, Role, is_scaled_by_load
 from shared.messages.load import Demand
@@ -49,7 +49,7 @@ class Fleet:
     def __init__(
         self,
         operations: Operations,
-        refusals: Refusals,
+        refusals: WorkerRefusals,
         at_work: Callable[[str], bool],
         advises: Callable[[ModelRecord], bool] = lambda model: model.advise,
         mutates: Callable[[ModelRecord], bool] = lambda _: False,
@@ -107,15 +107,15 @@ class Fleet:
             is_kept=request.by_hand or standing.below_least,
         )
 
-    def standing(self, request: ScaleRequest, at: Situation) -> Standing:
+    def standing(self, request: ScaleRequest, at: Situation) -> ModelStanding:
         """How the request's model stands, whether it is registered or not."""
         model = at.view.models.get(request.model)
         if model is None:
-            return Standing()
+            return ModelStanding()
         about = request.model, request.role
         roles, waits = _roles(request.model, at), self._waiting.get(about)
         has_instances = _has_instances(request, roles)
-        return Standing(
+        return ModelStanding(
             has_instances,
             roles[request.role] < bounded(0, model, at.view.floors.get(about), request.role),
             waits.since_s if waits is not None and not has_instances and not waits.has_instances else float("inf"),
@@ -268,6 +268,7 @@ class Fleet:
             needed = max(0, said.observed - said.idle)
             idle = max(0, min(said.idle, spendable, up - needed))
             idle_since_s = at.moment.monotonic_s - (said.idle_for_s or 0.0)
+        copies_at = at.clusters.copies_at(model)
         return Holding(
             model.name,
             role,
@@ -277,7 +278,7 @@ class Fleet:
             min(self._slice_ends_s(record, instance) for record, instance in serving),
             [
                 Room(record.worker.worker_id, record.worker.arena_bytes)
-                for record, _ in sorted(serving, key=lambda one: staying(one[0], (), self._at_work))
+                for record, _ in sorted(serving, key=lambda one: staying(one[0], (), self._at_work, copies_at))
             ],
         )
 

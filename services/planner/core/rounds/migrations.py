@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from services.planner.core.fleet.defragmentation import LACKS_S, REST_S, Relief, Serves, relief
-from services.planner.core.fleet.migration import Destinations, Goes, Stays
 from services.planner.core.live.load import LoadView
 from services.planner.core.operations.operations import Operations
+from services.planner.core.placement.defragmentation import LACKS_S, REST_S, Relief, Serves, relief
+from services.planner.core.placement.migration import DestinationPicker, Goes, Stays
 from services.planner.core.rounds.moment import Moment
 from shared.errors import NotFound
 from shared.messages.common import MAX_COUNT
-from shared.messages.destinations import Destination, SendBack
-from shared.messages.destinations import Destinations as DestinationsMessage
+from shared.messages.destinations import Destination, Destinations, SendBack
 from shared.messages.load import LoadReport
 from shared.messages.plans import DrainTarget, MigratePlan
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
@@ -53,7 +52,7 @@ class Migrations:
         workers are taken for another model that has none."""
         going = [(record.worker, record.instance) for record in records if record.instance is not None]
         gone = {instance.instance_id for _, instance in going}
-        destinations = Destinations(self._stays(*serving) for serving in self._serving(model, workers, gone))
+        destinations = DestinationPicker(self._stays(*serving) for serving in self._serving(model, workers, gone))
         targets = []
         for worker, instance in going:
             named, send_back = self._to_leave(instance, destinations, at_once=at_once)
@@ -68,19 +67,21 @@ class Migrations:
             )
         return tuple(targets)
 
-    def of(self, instance_id: str, view: RegistryView) -> DestinationsMessage:
+    def of(self, instance_id: str, view: RegistryView) -> Destinations:
         """For an instance whose worker is being stopped. Raises ``NotFound`` for one that is not there."""
         holder = next((w for w in view.workers if w.instance and w.instance.instance_id == instance_id), None)
         instance = holder.instance if holder is not None else None
         model = view.models.get(instance.model) if instance is not None else None
         if instance is None or model is None:
             raise NotFound(f"instance {instance_id!r} is not registered", param="instance_id")
-        staying = Destinations(self._stays(*serving) for serving in self._serving(model, view.workers, {instance_id}))
+        staying = DestinationPicker(
+            self._stays(*serving) for serving in self._serving(model, view.workers, {instance_id})
+        )
         named, send_back = self._to_leave(instance, staying, at_once=False)
-        return DestinationsMessage(destinations=named, send_back=send_back)
+        return Destinations(destinations=named, send_back=send_back)
 
     def _to_leave(
-        self, instance: InstanceInfo, destinations: Destinations, *, at_once: bool
+        self, instance: InstanceInfo, destinations: DestinationPicker, *, at_once: bool
     ) -> tuple[tuple[Destination, ...], SendBack]:
         if not self._enabled:
             return (), "none"

@@ -9,11 +9,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.planner.core.fleet.allocation import IDLE_S
 from services.planner.core.operations.decision import ScaleRequest, lacking
 from services.planner.core.operations.mutation import (
     Change,
-    Offer,
+    RoleSurplus,
     from_surplus,
     kept_s,
     made_up_for,
@@ -22,7 +21,8 @@ from services.planner.core.operations.mutation import (
 )
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
-from services.planner.core.operations.refusals import Refusals
+from services.planner.core.operations.refusals import WorkerRefusals
+from services.planner.core.placement.allocation import IDLE_S
 from services.planner.core.rounds.fleet import About, Fleet
 from services.planner.core.rounds.moment import Moment, Situation
 from services.planner.core.rounds.pair_planner import PairPlanner
@@ -51,7 +51,7 @@ class Mutations:
         self._fleet = fleet
         self._pairs = pairs
         self._allows = allows
-        self._refusals = Refusals()
+        self._refusals = WorkerRefusals()
         self._took_s = 0.0
         """From the decision to the word that the new role is known, lately; 0 before the first."""
 
@@ -65,7 +65,7 @@ class Mutations:
         """A worker says that its instance has the role, and the pool knows."""
         self._refusals.served(worker_id, operation.model)
         if not operation.recalled:
-            took_s = max(0.0, moment.monotonic_s - operation.mutated_s)
+            took_s = max(0.0, moment.monotonic_s - operation.made_s)
             before_s = self._took_s or MUTATION_S
             self._took_s = before_s + _SMOOTHING * (took_s - before_s)
 
@@ -192,7 +192,7 @@ class Mutations:
             and record.worker.worker_id not in self._refusals.avoided(record.instance.model, moment.monotonic_s)
         ]
 
-    def _offer(self, asked: _Asked, role: Role, kept: Collection[str]) -> Offer:
+    def _offer(self, asked: _Asked, role: Role, kept: Collection[str]) -> RoleSurplus:
         """What a role has beyond its need. ``kept``: instance ids that do not go."""
         request, model = asked.request, asked.model
         there, least, why = len(asked.by_role[role]), asked.least(role), ""
@@ -217,7 +217,7 @@ class Mutations:
         # What still loads replaces nothing: as many as are to stay serve now.
         stay = max(least, min(needed, default=there))
         surplus = min(surplus_of(there, least, needed), max(0, asked.serving(role) - stay))
-        return Offer(role, surplus, why, self._movable(asked.by_role[role], kept, asked.at.moment))
+        return RoleSurplus(role, surplus, why, self._movable(asked.by_role[role], kept, asked.at.moment))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,14 @@ from typing import Protocol
 from services.planner.core.live.load import LoadView
 from services.planner.core.live.pairs import Selection, SourceCandidate, select_pairs, zigzag_assignments
 from services.planner.core.multicast.chains import WorkerChains
-from services.planner.core.operations.operation import Operation
+from services.planner.core.multicast.overhead import Overheads, Way, ways_of
 from services.planner.core.operations.operations import Operations
-from services.planner.core.operations.pair_record import LivePair
 from services.planner.core.rounds.settings import LiveSettings
 from shared.messages.common import TAKES_PROMPTS, LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
 from shared.messages.plans import ScalePlan
 from shared.messages.registry import ModelRecord, WorkerRecord
 from shared.profile import Profile
-
-MAX_STARTUP_S = 1.0
-_SMOOTHING = 0.7
 
 
 class FindProfile(Protocol):
@@ -31,14 +27,15 @@ class FindProfile(Protocol):
 class PairPlanner:
     """Chooses the pairs of a plan by the load that was reported last."""
 
-    def __init__(self, operations: Operations, settings: LiveSettings, find_profile: FindProfile) -> None:
+    def __init__(
+        self, operations: Operations, settings: LiveSettings, overheads: Overheads, find_profile: FindProfile
+    ) -> None:
         self._operations = operations
+        self._overheads = overheads
         self._settings = settings
         self._find_profile = find_profile
         self.load = LoadView(assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s)
         """What instances and gateways said last; kept here alone."""
-        self._startup_s = 0.0
-        """From a plan to the first byte of its weights, as pairs have seen it."""
 
     def is_at_work(self, instance_id: str) -> bool:
         """Whether an instance had requests when it reported last."""
@@ -113,6 +110,7 @@ class PairPlanner:
         """The first revision of each pair's assignment."""
         if not selection.pairs:
             return ()  # whoever could be a source: to know who, all operations are looked at
+        ways = ways_of(planned.chains)
         return zigzag_assignments(
             plan,
             selection.pairs,
@@ -120,12 +118,8 @@ class PairPlanner:
             planned.predicted_s,
             policy=self._settings.policy,
             slo_tbt_s=self._settings.slo_tbt_s,
-            startup_s=self._startup_s,
+            start_s={pair.target: self._start_s(plan.model, ways[pair.target]) for pair in selection.pairs},
         )
 
-    def first_layer(self, pair: LivePair, operation: Operation, worker_id: str) -> None:
-        """A pair's target has its first layer. The next plan expects the same delay before the first byte."""
-        expected, ready_s = pair.assignment.layers_ready_s, operation.layers_ready_s(worker_id)
-        if expected and ready_s:
-            late_s = ready_s[0] - expected[0]
-            self._startup_s = min(MAX_STARTUP_S, max(0.0, self._startup_s + _SMOOTHING * late_s))
+    def _start_s(self, model: ModelRecord, way: Way) -> float:
+        return self._overheads.of(model.model_hash, way.kind).before(way.hops)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from services.planner.core.fleet.evacuation import Evacuation
 from services.planner.core.live.pairs import num_sources
 from services.planner.core.multicast.baselines import plan_by
 from services.planner.core.multicast.chains import left_out_of
 from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.explain import instances_of, names
+from services.planner.core.multicast.overhead import Overheads
 from services.planner.core.multicast.topology import Topologies
 from services.planner.core.operations.decision import Decision, ScaleRequest, decide
 from services.planner.core.operations.operations import Operations
-from services.planner.core.operations.refusals import Refusals
+from services.planner.core.operations.refusals import WorkerRefusals
+from services.planner.core.placement.evacuation import Evacuation
 from services.planner.core.rounds.fleet import About
 from services.planner.core.rounds.moment import Moment, Situation
 from services.planner.core.rounds.mutations import Mutations
@@ -33,8 +34,9 @@ class Scaler:
         self,
         operations: Operations,
         pairs: PairPlanner,
-        refusals: Refusals,
+        refusals: WorkerRefusals,
         mutations: Mutations,
+        overheads: Overheads,
         settings: PlanSettings,
         new_id: Callable[[str], str],
     ) -> None:
@@ -42,6 +44,7 @@ class Scaler:
         self._pairs = pairs
         self._refusals = refusals
         self._mutations = mutations
+        self._overheads = overheads
         self._settings = settings
         self._new_id = new_id
         self._topologies = Topologies()
@@ -201,6 +204,7 @@ class Scaler:
         # Every pair needs a tail of its own.
         tails = max(1, min(num_targets, num_sources(candidates, choice)))
         planned = plan_by(self._settings.strategy, cluster, num_targets, model.weights_bytes, tails=tails)
+        planned = self._overheads.added_to(planned, model.model_hash)
         selection = self._pairs.select(candidates, planned, request.live, request.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         return Step(request, plan_id, model, decision, workers, Load(cluster, planned, selection))
@@ -235,6 +239,7 @@ class Scaler:
             mutating=mutating,
             # What was asked for by hand is not asked for again later, and another model does not wait for a load.
             until_up=not (request.by_hand or request.for_another),
+            copies_at=at.clusters.copies_at(model),
         )
 
     def evacuation(self, going: Evacuation, view: RegistryView, moment: Moment) -> Step:

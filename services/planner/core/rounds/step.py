@@ -10,6 +10,7 @@ from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster
 from services.planner.core.operations.decision import Decision, ScaleRequest
 from shared.errors import NoCapacity
+from shared.messages.common import AtWorker
 from shared.messages.registry import LeaseWorkers, ModelRecord, WorkerRecord
 
 
@@ -20,6 +21,10 @@ class Load:
     cluster: Cluster
     chains: WorkerChains
     selection: Selection
+
+    def at(self, worker_id: str) -> AtWorker:
+        """The process that was planned with under that id."""
+        return AtWorker(worker_id=worker_id, incarnation=self.cluster.workers[worker_id].incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Step:
         return LeaseWorkers(
             plan_id=self.plan_id,
             model=self.model.name,
-            worker_ids=self.load.chains.targets,
+            workers=tuple([self.load.at(worker_id) for worker_id in self.load.chains.targets]),
             ttl_s=ttl_s,
             role=self.request.role,
             term=term,

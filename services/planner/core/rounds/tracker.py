@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from services.planner.core.operations.operation import Operation
+from services.planner.core.multicast.overhead import Overheads
+from services.planner.core.operations.operation import STARTED_ANEW, Operation
 from services.planner.core.operations.operations import Operations
-from services.planner.core.operations.refusals import Refusals
+from services.planner.core.operations.refusals import WorkerRefusals
 from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.mutations import Mutations
-from services.planner.core.rounds.pair_planner import PairPlanner
 from shared.messages.live import LiveReport
 from shared.messages.progress import ScaleProgress
 from shared.registry_view import RegistryView
 
-BLAMELESS = ("superseded by", "the model was removed")
-"""How a worker's message begins when it gave up a load through no fault of its own."""
+BLAMELESS = ("superseded by", "the model was removed", STARTED_ANEW)
+"""How the reason begins where a load was given up through no fault of its worker."""
 
 
 class Tracker:
-    """Updates operations, and what they teach of workers for the next round."""
+    """Updates operations, and what they teach of workers and of loads for the next round."""
 
-    def __init__(self, operations: Operations, refusals: Refusals, mutations: Mutations, pairs: PairPlanner) -> None:
+    def __init__(
+        self, operations: Operations, refusals: WorkerRefusals, mutations: Mutations, overheads: Overheads
+    ) -> None:
         self._operations = operations
         self._refusals = refusals
         self._mutations = mutations
-        self._pairs = pairs
+        self._overheads = overheads
 
     def on_progress(self, event: ScaleProgress, moment: Moment) -> Operation | None:
         """A worker tells how far it is. Its operation, if that is known."""
         operation = self._operations.get(event.plan_id)
         if operation is None:
             return None
+        knew = event.event != "loaded" or operation.all_loaded
         operation.apply(event, moment.monotonic_s)
-        if event.event == "layer_ready" and event.layer == 0:
-            for pair in operation.pairs.values():
-                if pair.assignment.target.worker_id == event.worker_id:
-                    self._pairs.first_layer(pair, operation, event.worker_id)
+        # When an earlier planner's plan was made is known by about a message's time only.
+        if not knew and operation.all_loaded and not operation.recalled:
+            self._overheads.learn(operation.model_hash, operation.loads)
         if event.event == "serving" and operation.direction == "mutate":
             self._mutations.done(operation, event.worker_id, moment)
         elif event.event == "serving":

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Ordered
+from collections.abc import Iterable, Iterator, Sequence
 
 from services.worker.core.scheduling.reservations import Reservations
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence, submit_of
+from services.worker.core.scheduling.sequence import ActiveSequence, submit_of
 from shared.messages.generation import StreamPart, Submit
 
 
 class PromptBatch:
     """One or more whole prefixes (prompt, and output of earlier attempts), computed together."""
 
-    def __init__(self, batch_id: str, serial: int, sequences: Iterable[Sequence], layer_s: float) -> None:
+    def __init__(self, batch_id: str, serial: int, sequences: Iterable[ActiveSequence], layer_s: float) -> None:
         """``serial``: of the pair's batches. ``layer_s``: expected seconds of one of its layers."""
         self.batch_id = batch_id
         self.serial = serial
@@ -32,7 +31,7 @@ class PromptBatch:
         return all(s.finished for s in self.sequences)
 
     @property
-    def block_tables(self) -> tuple[Ordered[int], ...]:
+    def block_tables(self) -> tuple[Sequence[int], ...]:
         return tuple(s.block_table for s in self.sequences)
 
     def token_ids(self) -> list[int]:
@@ -61,12 +60,12 @@ class PromptBatch:
         return tuple(o for o in outputs if o is not None)
 
 
-def packed(sequences: Iterable[Sequence], most_tokens: int, most_requests: int) -> Iterator[list[Sequence]]:
+def packed(sequences: Iterable[ActiveSequence], most_tokens: int, most_requests: int) -> Iterator[list[ActiveSequence]]:
     """Requests in first-come order as batches of up to so many tokens and requests; a longer prefix is one by itself.
 
     Short prompts cost mostly the reading of the weights: together they cost it once.
     """
-    pack: list[Sequence] = []
+    pack: list[ActiveSequence] = []
     num_tokens = 0
     for sequence in sequences:
         if pack and (num_tokens + sequence.num_tokens > most_tokens or len(pack) == most_requests):

@@ -4,13 +4,12 @@ for it. First come, first served."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Sequence
 
-from services.worker.core.live.batch import PromptBatch, packed
+from services.worker.core.pairing.batch import PromptBatch, packed
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.common import ErrorInfo, LivePolicy
 from shared.messages.live import SplitBatch
 
@@ -27,7 +26,7 @@ class SourceQueue:
         self._pair_id = pair_id
         self._num_layers = num_layers
         self._config = config
-        self._lent: deque[Sequence] = deque()
+        self._lent: deque[ActiveSequence] = deque()
         """Out of the scheduler's queue, and in no batch yet."""
         self.handed: dict[str, PromptBatch] = {}
         """At the target, by id, in first-come order."""
@@ -66,7 +65,7 @@ class SourceQueue:
         self.handed[batch.batch_id] = batch
         return batch
 
-    def took(self, batch: PromptBatch) -> list[Sequence]:
+    def took(self, batch: PromptBatch) -> list[ActiveSequence]:
         """The target has it. Returns those of its requests that were cancelled before it counted as handed over."""
         batch.serial = self.num_handed
         self.num_handed += 1
@@ -118,7 +117,11 @@ class SourceQueue:
         return back, doubtful
 
     def restore(
-        self, scheduler: Scheduler, back: Rows[PromptBatch], doubtful: Rows[PromptBatch], doubt: ErrorInfo | None
+        self,
+        scheduler: Scheduler,
+        back: Sequence[PromptBatch],
+        doubtful: Sequence[PromptBatch],
+        doubt: ErrorInfo | None,
     ) -> None:
         """After ``close``: what is the source's waits in the scheduler again, at its old places, and no more is lent.
         What is doubtful ends with ``doubt``."""

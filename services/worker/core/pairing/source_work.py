@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
-from services.worker.core.live.batch import PromptBatch
+from services.worker.core.pairing.batch import PromptBatch
 from services.worker.core.scheduling.scheduler import Scheduler
 from shared.messages.common import LivePolicy
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.gates import Gates
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.gates import Gates
 from shared.messages.live import Gate, ZigzagAssignment
 from shared.zigzag.batch import ENDED, State
 from shared.zigzag.queue import Claim, Layer, Policy, Queue, Shares, Wait

@@ -20,7 +20,7 @@ from __future__ import annotations
 from services.worker.core.scheduling.request_table import RequestTable
 from services.worker.core.scheduling.reservations import Reservations
 from services.worker.core.scheduling.schedule import ScheduledBatch, ScheduledSlice
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.step_budget import StepBudget, StepBudgets
 
 
@@ -47,7 +47,7 @@ class ContinuousBatching:
         need = self.head_blocks()
         return need > 0 and self._table.pool.can_allocate(need)
 
-    def accepted(self, sequence: Sequence) -> None:
+    def accepted(self, sequence: ActiveSequence) -> None:
         """A request came."""
         self._some_alone = self._some_alone or sequence.alone
 
@@ -75,7 +75,7 @@ class ContinuousBatching:
         candidates = [(s.id <= self._last_alone, s.id, s) for s in running if s.alone]
         for _, _, sequence in sorted(candidates, key=lambda c: c[:2]):
             slices: list[ScheduledSlice] = []
-            preempted: list[Sequence] = []
+            preempted: list[ActiveSequence] = []
             start = sequence.num_computed
             budget = self._budgets.next()
             if len(sequence.tokens) - start > 1:
@@ -94,10 +94,10 @@ class ContinuousBatching:
 
     def _together(self, now_s: float) -> ScheduledBatch | None:
         slices: list[ScheduledSlice] = []
-        preempted: list[Sequence] = []
+        preempted: list[ActiveSequence] = []
         block_size = self._table.pool.block_size
         running = self._table.running
-        prefills: list[Sequence] = []
+        prefills: list[ActiveSequence] = []
         index = 0
         while index < len(running) and len(slices) < self._config.max_batch_tokens:
             sequence = running[index]
@@ -125,7 +125,7 @@ class ContinuousBatching:
             return None  # what is computed outside of steps leaves no capacity
         return ScheduledBatch(tuple(slices), budget.num_tokens, num_decode_tokens, tuple(preempted), budget.num_pairs)
 
-    def _grow(self, sequence: Sequence, index: int, preempted: list[Sequence]) -> bool:
+    def _grow(self, sequence: ActiveSequence, index: int, preempted: list[ActiveSequence]) -> bool:
         """Give a decode its next block; ``running[index:]`` may be preempted for it."""
         table = self._table
         while not table.pool.can_allocate(1):
@@ -148,7 +148,7 @@ class ContinuousBatching:
             return 0
         return table.pool.blocks_for(table.waiting[0].num_tokens) + table.spare_blocks
 
-    def _admit(self, now_s: float) -> Sequence | None:
+    def _admit(self, now_s: float) -> ActiveSequence | None:
         """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""
         table = self._table
         if not self.can_admit:
@@ -162,7 +162,7 @@ class ContinuousBatching:
         return sequence
 
 
-def _prefill(sequence: Sequence, budget: StepBudget, slices: list[ScheduledSlice]) -> None:
+def _prefill(sequence: ActiveSequence, budget: StepBudget, slices: list[ScheduledSlice]) -> None:
     """Give it its share of the step, of which something must be left."""
     remaining = len(sequence.tokens) - sequence.num_computed
     count = budget.take(sequence.num_computed, remaining)

@@ -13,12 +13,11 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Ordered
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import Speed
 from shared.messages.common import ErrorInfo
 from shared.messages.destinations import Destination, SendBack
@@ -46,7 +45,7 @@ class KvPath:
         return QUESTIONS_S + num_tokens * self.bytes_per_token / self.bytes_per_s
 
 
-def to_move(scheduler: Scheduler, speed: Speed, path: KvPath) -> list[Sequence]:
+def to_move(scheduler: Scheduler, speed: Speed, path: KvPath) -> list[ActiveSequence]:
     """Requests that are worth moving with their KV, in order of arrival."""
     step_s = speed.decode_base_s + len(scheduler.table.running) * speed.decode_request_s
     decoding = [s for s in scheduler.table.running if s.decodes and not s.alone]
@@ -57,10 +56,10 @@ def to_move(scheduler: Scheduler, speed: Speed, path: KvPath) -> list[Sequence]:
 class Moving:
     """A request as it is when it begins to move."""
 
-    sequence: Sequence
+    sequence: ActiveSequence
     num_tokens: int
     """That have KV."""
-    block_table: Ordered[int]
+    block_table: Sequence[int]
 
 
 def to_make_room(movable: Iterable[Moving], lacking: int, takers: Takers) -> list[Moving]:
@@ -77,7 +76,7 @@ def to_make_room(movable: Iterable[Moving], lacking: int, takers: Takers) -> lis
     return chosen if lacking <= 0 else []
 
 
-def to_send_back(scheduler: Scheduler, speed: Speed) -> list[Sequence]:
+def to_send_back(scheduler: Scheduler, speed: Speed) -> list[ActiveSequence]:
     """Requests that another instance may as well begin, in order of arrival."""
     table = scheduler.table
     if table.lending:  # a pair shares what waits
@@ -86,7 +85,7 @@ def to_send_back(scheduler: Scheduler, speed: Speed) -> list[Sequence]:
     return [*(s for s in prompts if _prefill_s(s, speed) > PREFILL_PATIENCE_S), *table.waiting]
 
 
-def to_hand_back(scheduler: Scheduler) -> list[Sequence]:
+def to_hand_back(scheduler: Scheduler) -> list[ActiveSequence]:
     """All that can be: for an instance that goes at once, and has nobody to move anything to."""
     waiting = [] if scheduler.table.lending else scheduler.table.waiting
     return [*(s for s in scheduler.table.running if not s.finished), *waiting]
@@ -102,13 +101,13 @@ def see_off(scheduler: Scheduler, path: KvPath, send_back: SendBack, goes: Error
     return [Moving(s, s.num_computed, s.block_table) for s in to_move(scheduler, speed, path)]
 
 
-def _left_s(sequence: Sequence, step_s: float) -> float:
+def _left_s(sequence: ActiveSequence, step_s: float) -> float:
     """Until it will have ended here; infinite while no step was measured."""
     left = min(sequence.params.max_tokens - len(sequence.output), EXPECTED_TOKENS)
     return left * step_s if step_s else float("inf")
 
 
-def _prefill_s(sequence: Sequence, speed: Speed) -> float:
+def _prefill_s(sequence: ActiveSequence, speed: Speed) -> float:
     """Until its first token; infinite while no speed was measured."""
     left = sequence.num_tokens - sequence.num_computed
     return left / speed.prefill_tokens_per_s if speed.prefill_tokens_per_s else float("inf")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from services.worker.core.scheduling.blocks import BlockPool
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.generation import StreamPart
 
 
@@ -21,11 +21,11 @@ class RequestTable:
     def __init__(self, config: SchedulerConfig, pool: BlockPool | None = None) -> None:
         self.config = config
         self.pool = pool or BlockPool(config.num_blocks, config.block_size, config.prepared_blocks)
-        self.accepted: dict[tuple[str, int], Sequence] = {}
+        self.accepted: dict[tuple[str, int], ActiveSequence] = {}
         """Those that have not ended, by request id and attempt."""
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[ActiveSequence] = deque()
         self.waiting_tokens = 0
-        self.running: list[Sequence] = []
+        self.running: list[ActiveSequence] = []
         self.lending = False
         """Requests that have not begun wait for ``Scheduler.lend`` instead of being admitted."""
         self.prefill_tokens_total = 0
@@ -44,17 +44,17 @@ class RequestTable:
         """Kept free at admission so that a new prefill is not the next decode's victim."""
         return self.config.num_blocks // 100 if self.running else 0
 
-    def number(self, sequence: Sequence) -> None:
+    def number(self, sequence: ActiveSequence) -> None:
         """Give it its place in the order of arrival."""
         sequence.id = self._next_id
         self._next_id += 1
 
-    def wait(self, sequence: Sequence) -> None:
+    def wait(self, sequence: ActiveSequence) -> None:
         """Put it into ``waiting``, at its place."""
         bisect.insort(self.waiting, sequence, key=_arrival)
         self.waiting_tokens += sequence.num_tokens
 
-    def stop_waiting(self, leaves: Callable[[Sequence], bool]) -> list[Sequence]:
+    def stop_waiting(self, leaves: Callable[[ActiveSequence], bool]) -> list[ActiveSequence]:
         """Take those that leave out of ``waiting``, in order."""
         left = [s for s in self.waiting if leaves(s)]
         if left:
@@ -62,11 +62,11 @@ class RequestTable:
             self.waiting_tokens = sum(s.num_tokens for s in self.waiting)
         return left
 
-    def run(self, sequence: Sequence) -> None:
+    def run(self, sequence: ActiveSequence) -> None:
         """Put it into ``running``, at its place."""
         bisect.insort(self.running, sequence, key=_arrival)
 
-    def take_token(self, sequence: Sequence, token: Sampled) -> StreamPart:
+    def take_token(self, sequence: ActiveSequence, token: Sampled) -> StreamPart:
         """The output of a token just sampled; an end forgets the sequence."""
         if token.error is not None:
             output = sequence.end("error", token.error)
@@ -79,25 +79,25 @@ class RequestTable:
             self.ended_by_itself(sequence)
         return output
 
-    def ended_by_itself(self, sequence: Sequence) -> None:
+    def ended_by_itself(self, sequence: ActiveSequence) -> None:
         """Its tokens have ended it."""
         self.ended_requests_total += 1
         self.ended_tokens_total += len(sequence.output)
         self.forget(sequence)
 
-    def forget(self, sequence: Sequence, *, free: bool = True) -> None:
+    def forget(self, sequence: ActiveSequence, *, free: bool = True) -> None:
         """It has ended, or is another instance's. Its blocks are freed unless it is reserved: then ``release`` does."""
         sequence.finished = True
         del self.accepted[sequence.key]
         if free and not sequence.reserved:
             self.free(sequence)
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: ActiveSequence) -> None:
         """Give its blocks back to the pool."""
         # A new list, not a cleared one: an engine may still hold the old table.
         blocks, sequence.block_table = sequence.block_table, []
         self.pool.free(blocks)
 
 
-def _arrival(sequence: Sequence) -> int:
+def _arrival(sequence: ActiveSequence) -> int:
     return sequence.id

@@ -14,12 +14,11 @@ blocks: ``release`` frees them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Collection, Iterable, Sequence
 
 from services.worker.core.scheduling.request_table import RequestTable
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import Conflict
 from shared.messages.generation import StreamPart
 
@@ -29,20 +28,20 @@ class Reservations:
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
-        self._for_prefill: dict[int, Sequence] = {}
+        self._for_prefill: dict[int, ActiveSequence] = {}
         """By identity: another instance's request may have the key of one that is here."""
-        self._for_decode: dict[int, Sequence] = {}
+        self._for_decode: dict[int, ActiveSequence] = {}
         """By identity."""
-        self._prefilled: list[tuple[Sequence, Sampled]] = []
+        self._prefilled: list[tuple[ActiveSequence, Sampled]] = []
         self._incomplete: dict[int, Sampled] = {}
         """First tokens of held requests whose KV is on its way, and which another instance is to decode then."""
 
     @property
-    def for_prefill(self) -> Collection[Sequence]:
+    def for_prefill(self) -> Collection[ActiveSequence]:
         return self._for_prefill.values()
 
     @property
-    def for_decode(self) -> Collection[Sequence]:
+    def for_decode(self) -> Collection[ActiveSequence]:
         return self._for_decode.values()
 
     @property
@@ -56,7 +55,7 @@ class Reservations:
         table = self._table
         return table.config.max_num_sequences - len(table.running) - len(self._for_prefill) - len(self._for_decode)
 
-    def fits(self, lengths: Rows[int], *, spare_blocks: int = 0) -> bool:
+    def fits(self, lengths: Sequence[int], *, spare_blocks: int = 0) -> bool:
         """Whether contexts of so many tokens could be reserved now. Each running request keeps a block to grow into,
         all together at least ``spare_blocks``, and what was preempted comes first."""
         table = self._table
@@ -65,7 +64,7 @@ class Reservations:
         spare_blocks = max(spare_blocks, len(table.running))
         return table.pool.can_allocate(sum(map(table.pool.blocks_for, lengths)) + spare_blocks)
 
-    def reserve(self, sequences: Rows[Sequence], *, behind_waiting: bool = False) -> bool:
+    def reserve(self, sequences: Sequence[ActiveSequence], *, behind_waiting: bool = False) -> bool:
         """Slots and blocks for contexts that are computed outside of steps, for all or, with False, for none.
 
         Requests that are another instance's so far get their place in the order of arrival here. ``behind_waiting``:
@@ -85,7 +84,7 @@ class Reservations:
             self._for_prefill[id(sequence)] = sequence
         return True
 
-    def extend(self, sequence: Sequence, token_ids: Rows[int]) -> bool:
+    def extend(self, sequence: ActiveSequence, token_ids: Sequence[int]) -> bool:
         """A reserved context got longer where it is computed. False, and nothing changes, if blocks are lacking. Raises
         ``Conflict`` unless it is reserved for prefill."""
         if id(sequence) not in self._for_prefill:
@@ -100,7 +99,7 @@ class Reservations:
             sequence.append(token_id)
         return True
 
-    def release(self, sequences: Iterable[Sequence]) -> None:
+    def release(self, sequences: Iterable[ActiveSequence]) -> None:
         """Give reserved slots and blocks back."""
         for sequence in sequences:
             if sequence.reserved:
@@ -109,7 +108,7 @@ class Reservations:
 
     def adopt(
         self,
-        sequence: Sequence,
+        sequence: ActiveSequence,
         token: Sampled,
         now_s: float = 0.0,
         *,
@@ -150,7 +149,7 @@ class Reservations:
             self._hold(sequence)
         return output
 
-    def compute_here(self, sequences: Iterable[Sequence]) -> None:
+    def compute_here(self, sequences: Iterable[ActiveSequence]) -> None:
         """Reserved contexts could not be computed outside of steps: they give their slots and blocks back, and wait at
         their places to be computed in steps. Ended ones are released, adopted ones left alone."""
         for sequence in [s for s in sequences if s.reserved]:
@@ -159,7 +158,7 @@ class Reservations:
                 self._table.accepted[sequence.key] = sequence
                 self._table.wait(sequence)
 
-    def kv_arrived(self, sequences: Iterable[Sequence]) -> None:
+    def kv_arrived(self, sequences: Iterable[ActiveSequence]) -> None:
         """The KV of adopted contexts is whole: those that have not ended decode, here or where they are to."""
         for sequence in sequences:
             token = self._incomplete.pop(id(sequence), None)
@@ -168,7 +167,7 @@ class Reservations:
             else:
                 self._prefilled.append((sequence, token))
 
-    def kv_lost(self, sequences: Rows[Sequence]) -> None:
+    def kv_lost(self, sequences: Sequence[ActiveSequence]) -> None:
         """The KV of adopted contexts will not be whole: those that have not ended are computed again, with what they
         have put out."""
         for sequence in sequences:
@@ -178,14 +177,14 @@ class Reservations:
                 self._table.preemptions_total += 1
         self.compute_here(sequences)
 
-    def hold_for_decode(self, sequence: Sequence, token: Sampled) -> None:
+    def hold_for_decode(self, sequence: ActiveSequence, token: Sampled) -> None:
         """The first token of a request that another instance is to decode: unless it has ended with it, it keeps its
         slot and blocks, and is not decoded."""
         self._prefilled.append((sequence, token))
         if not sequence.finished:
             self._hold(sequence)
 
-    def hold_to_move(self, sequence: Sequence) -> bool:
+    def hold_to_move(self, sequence: ActiveSequence) -> bool:
         """A request that is decoded here is to be decoded elsewhere: it keeps its slot and blocks, and is in no step.
         False if it is not decoded here now: it has ended, was preempted, or its context is not computed. Not to be
         called while a batch is in flight."""
@@ -196,7 +195,7 @@ class Reservations:
         self._hold(sequence)
         return True
 
-    def take_prefilled(self) -> list[tuple[Sequence, Sampled]]:
+    def take_prefilled(self) -> list[tuple[ActiveSequence, Sampled]]:
         """Requests that are to be decoded elsewhere, with the first tokens that they got since the last call.
 
         Those that have not ended with it are held.
@@ -204,7 +203,7 @@ class Reservations:
         prefilled, self._prefilled = self._prefilled, []
         return prefilled
 
-    def decode_here(self, sequence: Sequence) -> None:
+    def decode_here(self, sequence: ActiveSequence) -> None:
         """A held request is decoded here after all, unless it has ended: then its blocks are freed."""
         if sequence.finished:
             self.release([sequence])
@@ -213,38 +212,38 @@ class Reservations:
             sequence.decode_at = None
             self._table.run(sequence)
 
-    def release_to_decoder(self, sequence: Sequence) -> None:
+    def release_to_decoder(self, sequence: ActiveSequence) -> None:
         """A held request is decoded elsewhere now: it leaves without a word, if it has not ended."""
         if not sequence.finished:
             self._table.forget(sequence)
         self.release([sequence])
 
-    def release_held(self, sequence: Sequence) -> None:
+    def release_held(self, sequence: ActiveSequence) -> None:
         """Free what a request holds that has ended while it was held for decode, if it was."""
         if id(sequence) in self._for_decode:
             self.release([sequence])
 
-    def token_of(self, sequence: Sequence) -> Sampled | None:
+    def token_of(self, sequence: ActiveSequence) -> Sampled | None:
         """The first token of an adopted context that another instance is to decode, and whose KV is not whole here."""
         return self._incomplete.get(id(sequence))
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: ActiveSequence) -> None:
         """One of those is decoded elsewhere now, and got its KV there: it leaves without a word, if it has not ended.
         Its blocks are kept until ``kv_arrived`` or ``kv_lost``."""
         self._incomplete.pop(id(sequence), None)
         if not sequence.finished:
             self._table.forget(sequence)
 
-    def stay(self, sequence: Sequence) -> None:
+    def stay(self, sequence: ActiveSequence) -> None:
         """A reserved or adopted context is decoded here, not elsewhere, once its KV is whole."""
         self._incomplete.pop(id(sequence), None)
         sequence.decode_at = None
 
-    def _hold(self, sequence: Sequence) -> None:
+    def _hold(self, sequence: ActiveSequence) -> None:
         sequence.reserved = True
         self._for_decode[id(sequence)] = sequence
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: ActiveSequence) -> None:
         sequence.reserved = False
         self._for_prefill.pop(id(sequence), None)
         self._for_decode.pop(id(sequence), None)

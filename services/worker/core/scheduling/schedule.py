@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import TokenLogprobs
 
@@ -39,7 +39,7 @@ class SchedulerConfig:
 class ScheduledSlice:
     """``num_tokens`` tokens of a sequence from position ``start``; ``sample`` if they end the known ones."""
 
-    sequence: Sequence
+    sequence: ActiveSequence
     start: int
     num_tokens: int
     sample: bool
@@ -52,7 +52,7 @@ class ScheduledBatch:
     slices: tuple[ScheduledSlice, ...]
     num_prefill_tokens: int
     num_decode_tokens: int
-    preempted: tuple[Sequence, ...] = ()
+    preempted: tuple[ActiveSequence, ...] = ()
     num_pairs: int = 0
     """Of a prompt token and a token that it attends to."""
     alone: bool = False

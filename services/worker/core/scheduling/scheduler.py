@@ -13,8 +13,7 @@ Pure: no clock, no engine. One batch is in flight at a time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from services.worker.core.scheduling.batching import ContinuousBatching
@@ -29,7 +28,7 @@ from services.worker.core.scheduling.schedule import (
     SchedulerConfig,
     SchedulerLoad,
 )
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.step_budget import StepBudgets
 from shared.errors import Conflict, ContextLengthExceeded, Overloaded
 from shared.messages.common import ErrorInfo
@@ -66,7 +65,7 @@ class Scheduler:
         """Requests accepted and not ended."""
         return len(self.table.accepted)
 
-    def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
+    def add(self, sequence: ActiveSequence, now_s: float = 0.0) -> None:
         """Accept a request at the tail of the queue.
 
         A continuation whose streamed tokens already end it gets its terminal at once. Raises
@@ -99,41 +98,41 @@ class Scheduler:
         table.wait(sequence)
         self._batching.accepted(sequence)
 
-    def cancel(self, request_id: str, attempt: int) -> Sequence | None:
+    def cancel(self, request_id: str, attempt: int) -> ActiveSequence | None:
         """End a request as cancelled. Its blocks are free at once, or when the batch in flight completes."""
         sequence = self.table.accepted.get((request_id, attempt))
         if sequence is not None:
             self._end([sequence], "cancelled")
         return sequence
 
-    def cancel_gateway(self, gone: Gone) -> list[Sequence]:
+    def cancel_gateway(self, gone: Gone) -> list[ActiveSequence]:
         """Cancel every request of gateways that are gone."""
         theirs = [s for s in self.table.accepted.values() if gone.had(s.gateway_id, s.gateway_incarnation)]
         self._end(theirs, "cancelled")
         return theirs
 
-    def abort_all(self, error: ErrorInfo) -> list[Sequence]:
+    def abort_all(self, error: ErrorInfo) -> list[ActiveSequence]:
         """End every request with an error."""
         every = list(self.table.accepted.values())
         self._end(every, "error", error)
         return every
 
-    def abort(self, sequences: Iterable[Sequence], error: ErrorInfo) -> None:
+    def abort(self, sequences: Iterable[ActiveSequence], error: ErrorInfo) -> None:
         """End these requests with an error, those that have not ended."""
         self._end([s for s in sequences if not s.finished], "error", error)
 
-    def lend(self) -> list[Sequence]:
+    def lend(self) -> list[ActiveSequence]:
         """Take the requests that have not begun out of the queue, in order. They stay accepted: ``take_back``,
         ``release_to_target`` or a reservation must follow for each that is not cancelled before."""
         return self.table.stop_waiting(lambda s: not s.stays)
 
-    def take_back(self, sequences: Iterable[Sequence]) -> None:
+    def take_back(self, sequences: Iterable[ActiveSequence]) -> None:
         """Lent requests wait here again, at their old places; ended ones are left out."""
         for sequence in sequences:
             if not sequence.finished:
                 self.table.wait(sequence)
 
-    def release_to_target(self, sequences: Iterable[Sequence]) -> None:
+    def release_to_target(self, sequences: Iterable[ActiveSequence]) -> None:
         """Lent requests are another instance's for good: they leave without a word."""
         for sequence in sequences:
             if not sequence.finished:
@@ -151,7 +150,7 @@ class Scheduler:
         return batch
 
     def complete(
-        self, batch: ScheduledBatch, sampled: Rows[Sampled], failures: Mapping[int, ErrorInfo] = NO_FAILURES
+        self, batch: ScheduledBatch, sampled: Sequence[Sampled], failures: Mapping[int, ErrorInfo] = NO_FAILURES
     ) -> list[StreamPart]:
         """Take the tokens of the batch in flight, one per slice that samples, in their order.
 
@@ -212,14 +211,14 @@ class Scheduler:
             steps = bisect_right(range(1, steps + 1), num_free, key=self._blocks_to_grow)
         return steps
 
-    def decode_ahead(self, steps: int, token_id: int = 0) -> list[Sequence]:
+    def decode_ahead(self, steps: int, token_id: int = 0) -> list[ActiveSequence]:
         """As if so many steps, at most ``decode_steps()``, had been scheduled and completed one by one, each with
         ``token_id`` for every request that runs, which ends none of them. Which blocks they hold may differ, how many
         not. Returns those that reached their limits; their outputs are not said again."""
         table, pool = self.table, self.table.pool
         self._decode_tokens_total += steps * len(table.running)
         limit_tokens, token_ids = self.config.limit_tokens, [token_id] * steps
-        ended: list[Sequence] = []
+        ended: list[ActiveSequence] = []
         for sequence in table.running:
             sequence.num_computed += steps
             while sequence.num_computed > len(sequence.block_table) * pool.block_size:
@@ -314,7 +313,7 @@ class Scheduler:
         oldest_s = min((s.arrived_s for s in queued if s.arrived_s is not None), default=None)
         return Queued(len(queued), sum(s.num_tokens for s in queued), oldest_s)
 
-    def _end(self, sequences: Iterable[Sequence], reason: FinishReason, error: ErrorInfo | None = None) -> None:
+    def _end(self, sequences: Iterable[ActiveSequence], reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """End requests outside a step; those of the batch in flight keep their blocks until it lands."""
         flying = {id(p.sequence) for p in self._in_flight.slices} if self._in_flight else set()
         for sequence in sequences:

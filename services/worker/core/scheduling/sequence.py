@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +29,7 @@ class TokenCounts:
         self._num_output = 0
         self._has_prompt = False
 
-    def catch_up(self, prompt: Tokens[int], output: Tokens[int]) -> None:
+    def catch_up(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Count what came since the last call. Always the same request's: its output only grows."""
         if not self._has_prompt:
             self._has_prompt = True
@@ -49,7 +48,7 @@ class TokenCounts:
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
-class Sequence:
+class ActiveSequence:
     """The state of one attempt of one request. The state of its computation is changed by the scheduler only."""
 
     request_id: str
@@ -186,9 +185,9 @@ class Sequence:
         return max(0.0, self.first_scheduled_s - self.arrived_s)
 
 
-def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float | None = None) -> Sequence:
+def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float | None = None) -> ActiveSequence:
     """A request as the scheduler takes it."""
-    return Sequence(
+    return ActiveSequence(
         request_id=request.request_id,
         attempt=request.attempt,
         gateway_id=request.gateway_id,
@@ -203,7 +202,7 @@ def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float 
     )
 
 
-def submit_of(sequence: Sequence, instance_id: str, model: str, model_hash: str) -> Submit:
+def submit_of(sequence: ActiveSequence, instance_id: str, model: str, model_hash: str) -> Submit:
     """A request as another instance has to know it."""
     return Submit(
         request_id=sequence.request_id,

@@ -1,1 +1,1 @@
-"""Attention over paged KV: the interface (``base``), and one file per implementation."""
+"""Attention over paged KV: the interface (``backend``), and one file per implementation."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence as Request
-from services.worker.engine.base import Batch
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.base import ForwardBatch
 from services.worker.engine.handoff import (
     check_batch,
     check_layers,
@@ -46,7 +46,7 @@ BYTE_TOKENS = 256
 class MockActivation:
     """A batch inside the mock: how far it is, and the prefix hash of each slice that samples."""
 
-    batch: Batch
+    batch: ForwardBatch
     num_tokens: int
     layer_s: float
     """What one of its layers takes."""
@@ -62,11 +62,11 @@ class MockActivation:
     """Its first layers ran elsewhere: their KV comes by import."""
 
 
-def _context_tokens(batch: Batch) -> int:
+def _context_tokens(batch: ForwardBatch) -> int:
     return sum(piece.start + len(piece.token_ids) for piece in batch.slices)
 
 
-def _tokens_of(batch: Batch) -> list[int]:
+def _tokens_of(batch: ForwardBatch) -> list[int]:
     return [token_id for piece in batch.slices for token_id in piece.token_ids]
 
 
@@ -131,7 +131,7 @@ class MockEngine:
     def prepare(self, first: int, last: int) -> None:
         """Nothing to do."""
 
-    def embed(self, batch: Batch) -> MockActivation:
+    def embed(self, batch: ForwardBatch) -> MockActivation:
         """Start a batch."""
         return self._begin(batch, 0)
 
@@ -140,7 +140,7 @@ class MockEngine:
         check_tokens(np.asarray(token_ids, dtype=np.int64), self.vocab_size)
         return hidden_of(token_ids, 0, self.hidden_bytes_per_token)
 
-    def resume(self, batch: Batch, hidden: Buffer, *, next_layer: int) -> MockActivation:
+    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> MockActivation:
         """See ``Engine``. Raises ``RuntimeError`` for hidden states of other tokens or of another layer."""
         check_next_layer(next_layer, self.num_layers)
         check_batch(batch, self.block_size)
@@ -151,7 +151,7 @@ class MockEngine:
             self._kv.resume(self._place(activation), next_layer)
         return activation
 
-    def _begin(self, batch: Batch, layers_done: int) -> MockActivation:
+    def _begin(self, batch: ForwardBatch, layers_done: int) -> MockActivation:
         self._sleep(self._timing.step_overhead_s)
         return MockActivation(batch, batch.num_tokens, self._layer_s(batch), layers_done)
 
@@ -220,7 +220,7 @@ class MockEngine:
         if end == num_tokens:
             activation.layers_done, activation.next_token = layer + 1, 0
 
-    def _layer_s(self, batch: Batch) -> float:
+    def _layer_s(self, batch: ForwardBatch) -> float:
         if self._profile is not None:
             return played_step_s(self._profile, batch) / self.num_layers
         timing = self._timing
@@ -271,7 +271,7 @@ class MockEngine:
         self._sleep(self._timing.head_s)
         return activation.hashes
 
-    def sample(self, logits: list[int], rows: Sequence[Request]) -> list[Sampled]:
+    def sample(self, logits: list[int], rows: Sequence[ActiveSequence]) -> list[Sampled]:
         """The token behind each context."""
         settings = {"eos_every": self._eos_every, "vocab_size": self.vocab_size}
         return [sample(prefix_hash, row, **settings) for prefix_hash, row in zip(logits, rows, strict=True)]

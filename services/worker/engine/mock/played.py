@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from services.worker.core.scheduling.prompt_cost import num_pairs
-from services.worker.engine.base import Batch
+from services.worker.engine.base import ForwardBatch
 from shared.profile import Profile
 
 
-def played_step_s(profile: Profile, batch: Batch) -> float:
+def played_step_s(profile: Profile, batch: ForwardBatch) -> float:
     """Seconds through all layers, head and sampling included. A slice of one token that is sampled decodes."""
     prompt_tokens = pairs = num_decodes = context_tokens = 0
     for piece in batch.slices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.mock.kv import extend_hash, hash_tokens
 from shared.messages.generation import TokenLogprobs
 
@@ -22,7 +22,7 @@ def next_token(token_ids: Sequence[int]) -> int:
     return token_of(hash_tokens(token_ids))
 
 
-def sample(prefix_hash: int, row: Request, *, eos_every: int, vocab_size: int) -> Sampled:
+def sample(prefix_hash: int, row: ActiveSequence, *, eos_every: int, vocab_size: int) -> Sampled:
     """The token behind a context of this hash. About one in ``eos_every`` is the end of the sequence, if that is not
     0."""
     params = row.params

@@ -73,7 +73,6 @@ def load_report(name: str, *, running: int = 0, queued: int = 0, queued_tokens: 
         model="m",
         state="serving",
         role="colocated",
-        published_at_s=0.0,
         queued_requests=queued,
         queued_tokens=queued_tokens,
         running_requests=running,
@@ -98,4 +97,4 @@ def queue_report(gateway: str, *, queued: int = 0, inflight: int = 0, head_token
         inflight_requests=inflight,
         head_tokens=head_tokens,
     )
-    return QueueReport(gateway_id=gateway, published_at_s=0.0, models=(mine,))
+    return QueueReport(gateway_id=gateway, models=(mine,))

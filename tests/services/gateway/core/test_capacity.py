@@ -6,21 +6,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.core.capacity import GRACE_S, Capacity, Size
+from services.gateway.core.capacity import GRACE_S, Capacity, WorkerMemory
 from shared.errors import Unservable
 from shared.messages.registry import ModelRecord
 from tests.services.gateway.checkpoint import model_record
 
 RECORD = model_record(Path("/m"))
 SPEC, KV = RECORD.spec, RECORD.spec.kv_bytes_per_token
-SMALL, LARGE = Size(999, 64 * KV), Size(1000, 8 * KV)
+SMALL, LARGE = WorkerMemory(999, 64 * KV), WorkerMemory(1000, 8 * KV)
 
 
 def record(**changes: Any) -> ModelRecord:
     return msgspec.structs.replace(RECORD, **changes)
 
 
-def settled(*sizes: Size) -> Capacity:
+def settled(*sizes: WorkerMemory) -> Capacity:
     capacity = Capacity()
     capacity.put(sizes, 0.0)
     return capacity

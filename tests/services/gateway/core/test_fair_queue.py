@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 
-from services.gateway.core.fair_queue import FairQueue, Waiting
+from services.gateway.core.fair_queue import FairQueue, QueuedRequest
 from tests.services.gateway.core.routing import stream
 
 
@@ -10,7 +10,7 @@ def waiting(*rows: tuple[str, str]) -> FairQueue:
     """A queue of (name, key), in order of arrival."""
     queue = FairQueue()
     for sequence, (name, key) in enumerate(rows):
-        queue.push(Waiting(sequence, stream(name, key=key), deadline_s=10.0 + sequence))
+        queue.push(QueuedRequest(sequence, stream(name, key=key), deadline_s=10.0 + sequence))
     return queue
 
 
@@ -37,7 +37,7 @@ def test_a_key_that_comes_later_waits_one_turn_at_most() -> None:
     first = queue.head()
     assert first is not None
     queue.take(first)
-    queue.push(Waiting(9, stream("d", key="y"), 10.0))
+    queue.push(QueuedRequest(9, stream("d", key="y"), 10.0))
     assert taken(queue) == "bdc"
 
 
@@ -46,7 +46,7 @@ def test_a_request_that_comes_back_has_the_next_turn_and_its_place() -> None:
     first = queue.head()
     assert first is not None
     queue.take(first)
-    queue.push(Waiting(first.sequence, first.stream, 10.0), back=True)
+    queue.push(QueuedRequest(first.sequence, first.stream, 10.0), back=True)
     assert taken(queue) == "acb"
 
 
@@ -90,9 +90,9 @@ def test_whoever_is_past_its_deadline_leaves_and_nobody_else() -> None:
 def test_what_left_from_the_middle_is_not_kept() -> None:
     queue = FairQueue()
     for index in range(1000):
-        queue.push(Waiting(index, stream(str(index)), 10.0))
+        queue.push(QueuedRequest(index, stream(str(index)), 10.0))
     for index in range(1, 1000):
         assert queue.remove(str(index))
     gc.collect()
-    assert sum(isinstance(held, Waiting) for held in gc.get_objects()) < 100
+    assert sum(isinstance(held, QueuedRequest) for held in gc.get_objects()) < 100
     assert taken(queue) == "0"

@@ -25,7 +25,7 @@ def admitted(keys: KeyLimits, now_s: float, *, requests: int = 1, tokens: int = 
 
 def tell(one: KeyLimits, other: KeyLimits, now_s: float, *, name: str = "gw-1", incarnation: str = "1") -> None:
     rows = tuple(one.usage(now_s))
-    other.take(KeyUsageReport(gateway_id=name, incarnation=incarnation, published_at_s=0.0, keys=rows), now_s)
+    other.take(KeyUsageReport(gateway_id=name, incarnation=incarnation, keys=rows), now_s)
 
 
 def test_a_minutes_worth_of_requests_is_admitted_and_then_one_as_each_has_come_back() -> None:
@@ -88,7 +88,7 @@ def test_a_refused_request_is_not_charged() -> None:
     for _ in range(20):
         assert not admitted(keys, 0.0, tokens=5)
     assert keys.open_requests("a") == 1
-    requests, _ = keys.standing("a", 0.0)
+    requests, _ = keys.status("a", 0.0)
     assert requests is not None
     assert requests.remaining == 9
 
@@ -238,6 +238,6 @@ def test_no_report_shuts_a_key_out_for_longer_than_an_hour() -> None:
     keys = limited(requests_per_minute=60)
     for total in (0, 2**53):
         row = KeyUsage(name="a", requests_total=total, tokens_total=0, open_requests=0)
-        keys.take(KeyUsageReport(gateway_id="odd", incarnation="1", published_at_s=0.0, keys=(row,)), 0.0)
+        keys.take(KeyUsageReport(gateway_id="odd", incarnation="1", keys=(row,)), 0.0)
     assert not admitted(keys, 60.0)
     assert admitted(keys, 62 * 60.0)

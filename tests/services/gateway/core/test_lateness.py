@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from services.gateway.core.lateness import MAX_FAILURES, Known, why_late
+from services.gateway.core.lateness import MAX_FAILURES, Known, is_hopeless, no_room_timeout_s, why_late
 from services.gateway.core.routes import ModelRoutes
 from shared.messages.operations import RefusedLoad, ScaleRecords, Unplanned
 from tests.services.gateway.checkpoint import model_record
@@ -39,3 +40,21 @@ def test_however_many_workers_failed_few_are_named() -> None:
     refused = tuple(RefusedLoad(worker_id=f"w{i}", model="m", why="bad", for_s=1.0, failures=1) for i in range(9))
     why = why_late("m", Known(NONE, True, ScaleRecords(records=(), refused=refused)))
     assert why.count("failed to load it") == MAX_FAILURES
+
+
+@pytest.mark.parametrize(("own_s", "timeout_s"), [(None, 10.0), (0.0, 0.0), (60.0, 60.0)])
+def test_a_model_waits_for_room_as_long_as_it_says_or_else_as_the_gateway_does(
+    own_s: float | None, timeout_s: float
+) -> None:
+    record = msgspec.structs.replace(NONE.record, no_room_timeout_s=own_s)
+    assert no_room_timeout_s(ModelRoutes(record, {}), 10.0) == timeout_s
+    assert no_room_timeout_s(None, 10.0) == 10.0
+
+
+def test_without_patience_what_the_planner_says_first_is_enough() -> None:
+    refused = msgspec.structs.replace(SHORT, for_s=0.0)
+    known = Known(NONE, True, ScaleRecords(records=(), unplanned=(refused,)))
+    assert is_hopeless("m", known, 0.0)
+    assert not is_hopeless("m", known, 0.1)
+    for harmless in (NOTHING, None, ScaleRecords(records=(), unplanned=(msgspec.structs.replace(SHORT, coming=True),))):
+        assert not is_hopeless("m", Known(NONE, True, harmless), 0.0)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.patience import ECHO_S, MAX_STEP_S, OwnTime
+from services.gateway.core.failure_detector import ECHO_S, MAX_STEP_S, OwnTime
 
 
 def ticked(own: OwnTime, *at_s: float) -> float:

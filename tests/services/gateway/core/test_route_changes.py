@@ -39,7 +39,6 @@ def event(sequence: int, *came: str, gone: tuple[str, ...] = (), publisher: str 
     return Event(
         publisher=publisher,
         sequence=sequence,
-        published_at_s=0.0,
         routes=tuple(ModelRoute(model="m", route=route(name)) for name in came),
         gone=tuple(GoneRoute(model="m", instance_id=name) for name in gone),
         **fields,
@@ -212,7 +211,7 @@ def test_whoever_hears_of_a_gap_and_looks_again_knows_everything(steps: list[tup
             case "remove":
                 registry.remove_model(rest[0], 0.0)
             case "hear" | "lose":
-                for found in registry.routes.take("pool-1", 0.0)[0]:
+                for found in registry.routes.take("pool-1")[0]:
                     if kind == "hear":
                         gap |= routes.apply_changes(found).gap
                     else:

@@ -28,7 +28,7 @@ def wanted(gateway: int, queued: int = 1) -> QueueReport:
         )
         for index in range(WANTED)
     )
-    return QueueReport(gateway_id=f"g{gateway:02}", published_at_s=0.0, models=queues)
+    return QueueReport(gateway_id=f"g{gateway:02}", models=queues)
 
 
 class Rig:
@@ -51,7 +51,7 @@ class Rig:
         self.report()
 
     def report(self) -> QueueReport:
-        return self.reports.report(set(self.models), inflight={"m2": 1}, published_at_s=0.0)
+        return self.reports.report(set(self.models), inflight={"m2": 1})
 
     def tick(self) -> None:
         """As the dispatcher's."""

@@ -29,7 +29,6 @@ def event(sequence: int, *came: Route, gone: tuple[str, ...] = (), removed: tupl
     return RouteChanges(
         publisher="p",
         sequence=sequence,
-        published_at_s=0.0,
         removed_models=removed,
         models=() if removed else (MODEL,),
         gone=tuple(GoneRoute(model="m", instance_id=name) for name in gone),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.core.stream import Phase, StreamState, Verdict
+from services.gateway.core.stream import PartVerdict, Phase, StreamState
 from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
 from tests.processes import INCARNATION, process
 
@@ -28,8 +28,8 @@ def part(offset: int, *token_ids: int, attempt: int = 1, reason: Any = None) -> 
 
 def test_parts_in_order_are_taken() -> None:
     state = stream()
-    assert state.accept(part(0, 7, 8)) == (Verdict.NEW, 0)
-    assert state.accept(part(2, 9, reason="stop")) == (Verdict.NEW, 0)
+    assert state.accept(part(0, 7, 8)) == (PartVerdict.NEW, 0)
+    assert state.accept(part(2, 9, reason="stop")) == (PartVerdict.NEW, 0)
     assert state.output_token_ids == [7, 8, 9]
     assert state.phase is Phase.RUNNING
 
@@ -37,28 +37,28 @@ def test_parts_in_order_are_taken() -> None:
 def test_overlap_is_skipped_and_repetition_dropped() -> None:
     state = stream()
     state.accept(part(0, 7, 8))
-    assert state.accept(part(0, 7, 8)) == (Verdict.DUPLICATE, 2)
-    assert state.accept(part(1, 8, 9)) == (Verdict.NEW, 1)
+    assert state.accept(part(0, 7, 8)) == (PartVerdict.DUPLICATE, 2)
+    assert state.accept(part(1, 8, 9)) == (PartVerdict.NEW, 1)
     assert state.output_token_ids == [7, 8, 9]
 
 
 def test_a_terminal_part_without_news_still_ends_the_stream() -> None:
     state = stream()
     state.accept(part(0, 7))
-    assert state.accept(part(0, 7, reason="stop")) == (Verdict.NEW, 1)
-    assert state.accept(part(1, reason="stop")) == (Verdict.NEW, 0)
+    assert state.accept(part(0, 7, reason="stop")) == (PartVerdict.NEW, 1)
+    assert state.accept(part(1, reason="stop")) == (PartVerdict.NEW, 0)
 
 
 def test_a_gap_takes_nothing() -> None:
     state = stream()
-    assert state.accept(part(1, 8)) == (Verdict.GAP, 0)
-    assert state.accept(part(1, reason="stop")) == (Verdict.GAP, 0)
+    assert state.accept(part(1, 8)) == (PartVerdict.GAP, 0)
+    assert state.accept(part(1, reason="stop")) == (PartVerdict.GAP, 0)
     assert state.output_token_ids == []
 
 
 def test_an_empty_part_is_no_progress() -> None:
     state = stream()
-    assert state.accept(part(0))[0] is Verdict.DUPLICATE
+    assert state.accept(part(0))[0] is PartVerdict.DUPLICATE
     assert state.phase is Phase.SUBMITTED
 
 
@@ -154,12 +154,12 @@ def test_other_attempts_are_foreign() -> None:
     state = stream()
     state.accept(part(0, 7))
     state.requeued(fault=True)
-    assert state.accept(part(1, 8))[0] is Verdict.FOREIGN
+    assert state.accept(part(1, 8))[0] is PartVerdict.FOREIGN
     state.submitted_to("j", process("v"))
-    assert state.accept(part(1, 8))[0] is Verdict.FOREIGN
-    assert state.accept(part(1, 8, attempt=2)) == (Verdict.NEW, 0)
+    assert state.accept(part(1, 8))[0] is PartVerdict.FOREIGN
+    assert state.accept(part(1, 8, attempt=2)) == (PartVerdict.NEW, 0)
     state.finished()
-    assert state.accept(part(2, 9, attempt=2))[0] is Verdict.FOREIGN
+    assert state.accept(part(2, 9, attempt=2))[0] is PartVerdict.FOREIGN
 
 
 def test_faults_are_counted_and_avoided_fullness_is_not() -> None:

@@ -19,6 +19,7 @@ from shared.messages.traffic import CarriedBytes, GetTraffic, WorkerTraffic
 from tests.processes import INCARNATION, process
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_refusals import check
+from tests.wait_until import WAIT_S
 
 RECORD = ScaleRecord(
     plan_id="p1", model="tiny", status="running", direction="out", desired=2, reason="manual", triggered_at_s=1.0
@@ -86,7 +87,7 @@ async def test_status_shows_live_instances_and_what_instances_have_to_do(make_st
     stack.pool.models[0] = msgspec.structs.replace(stack.pool.models[0], slo_ttft_s=0.5, slo_tbt_s=0.1)
     report = LoadReport(
         worker_id="w1", incarnation=INCARNATION,
-        instance_id="w1-i", model="tiny", state="live", role="colocated", published_at_s=0.0,
+        instance_id="w1-i", model="tiny", state="live", role="colocated",
         queued_requests=3, queued_tokens=700, running_requests=2, running_tokens=50, prefill_tokens_total=0,
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip
@@ -153,6 +154,10 @@ WRONG_CHOICES: list[Any] = [True, "", "maybe", 1, []]
             ("/admin/models", {"path": "/m", "keep_alive_s": keep_alive_s}, "keep_alive_s")
             for keep_alive_s in (-1, 2_592_001, 10**400, "60", True, [60])
         ),
+        *(
+            ("/admin/models", {"path": "/m", "no_room_timeout_s": timeout_s}, "no_room_timeout_s")
+            for timeout_s in (-1, 3601, 10**400, "60", "default", True, [60])
+        ),
         ("/admin/models", {}, "path"),
         ("/admin/models", {"path": 1}, "path"),
         ("/admin/models", {"path": "/m", "min_instances": -1}, "min_instances"),
@@ -215,6 +220,19 @@ async def test_a_model_with_a_keep_alive_need_not_keep_an_instance(stack: Stack)
     assert sent == [(0, 60.0), (0, 60.0), (0, 60.0), (2, 60.0), (1, 0.0)]
 
 
+async def test_a_models_own_patience_reaches_the_pool_and_0_is_one(stack: Stack) -> None:
+    for body in ({}, {"no_room_timeout_s": None}, {"no_room_timeout_s": 0}, {"no_room_timeout_s": 2.5}):
+        assert (await stack.http.post("/admin/models", json={"path": "/m", **body})).status_code == 200
+    assert [message.no_room_timeout_s for message in stack.pool.added] == [None, None, 0.0, 2.5]
+    for timeout_s, shown in ((0, 0.0), (2.5, 2.5), ("default", None)):
+        response = await stack.http.patch("/admin/models/tiny", json={"no_room_timeout_s": timeout_s})
+        assert (response.status_code, response.json()["no_room_timeout_s"]) == (200, shown)
+        assert stack.pool.changed[-1] == SetModel(name="tiny", no_room_timeout_s=timeout_s)
+        assert stack.gateway.routes.models["tiny"].record.no_room_timeout_s == shown
+        [model] = (await stack.http.get("/admin/models")).json()["models"]
+        assert model["no_room_timeout_s"] == shown
+
+
 async def test_what_is_given_of_a_models_settings_reaches_the_pool_and_shows_at_once(stack: Stack) -> None:
     body = {"min_instances": 0, "slo_ttft_s": 0, "slo_tbt_s": None, "keep_alive_s": 60}
     response = await stack.http.patch("/admin/models/tiny", json=body)
@@ -236,6 +254,10 @@ async def test_what_is_given_of_a_models_settings_reaches_the_pool_and_shows_at_
         ({"slo_tbt_s": 3601}, "slo_tbt_s"),
         ({"keep_alive_s": 2_592_001}, "keep_alive_s"),
         ({"keep_alive_s": "60"}, "keep_alive_s"),
+        ({"no_room_timeout_s": -0.5}, "no_room_timeout_s"),
+        ({"no_room_timeout_s": 3601}, "no_room_timeout_s"),
+        ({"no_room_timeout_s": "60"}, "no_room_timeout_s"),
+        ({"no_room_timeout_s": True}, "no_room_timeout_s"),
         ({"served_as": "apart"}, "served_as"),
         ({"served_as": True}, "served_as"),
         ({"weight": 0}, "weight"),
@@ -305,7 +327,7 @@ async def test_what_is_asked_while_no_planner_leads_is_answered_by_the_next_one(
     before = [await bus.respond(subjects.planner(verb), kind, not_leading) for verb, kind in kinds.items()]
     body = {"instances": 1} if method == "POST" else None
     asking = asyncio.create_task(stack.http.request(method, path, json=body))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         await asked.wait()
     for responder in before:
         await responder.close()
@@ -374,7 +396,7 @@ async def test_too_large_an_admin_body_is_413_declared_or_not(make_stack: StackF
     reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(stack.url).port)
     head = "POST /admin/models HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Transfer-Encoding: chunked\r\n\r\n{3000:x}\r\n{' ' * 3000}\r\n".encode())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         assert b" 413 " in await reader.readline()
     writer.close()
     await writer.wait_closed()

@@ -42,7 +42,7 @@ def registry() -> RegistryView:
 def status() -> Any:
     report = LoadReport(
         worker_id="w0", incarnation=INCARNATION,
-        instance_id="i-w0", model="m", state="serving", role="colocated", published_at_s=0.0,
+        instance_id="i-w0", model="m", state="serving", role="colocated",
         queued_requests=3, queued_tokens=700, running_requests=2, running_tokens=50, prefill_tokens_total=0,
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from services.gateway.server import connection_capacity
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_refusals import TEXT, check
-from tests.services.waiting import TIMEOUT_S
+from tests.wait_until import WAIT_S
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -26,7 +26,7 @@ async def closed(client: Client) -> bytes:
     """What came before the gateway closed the connection."""
     reader, writer = client
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(WAIT_S):
             got = await reader.read()
     except ConnectionResetError:
         got = b""

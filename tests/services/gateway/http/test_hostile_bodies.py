@@ -26,6 +26,7 @@ from tests.services.gateway.conftest import Stack
 from tests.services.gateway.http import bodies
 from tests.services.gateway.http.test_field_types import fault
 from tests.services.gateway.http.test_refusals import CHAT, TEXT
+from tests.wait_until import WAIT_S
 
 CASES = int(os.environ.get("BLITZ_TEST_HOSTILE_CASES", "0"))
 MIN_CASES_PER_ROUTE = 200
@@ -166,6 +167,6 @@ async def test_no_request_is_a_fault_takes_long_or_leaves_anything_behind(stack:
     assert grown_bytes < MAX_GROWTH_BYTES
     await stack.until(lambda: stack.gateway.dispatcher.num_active == 0)
     assert stack.gateway.request_memory.used_bytes == stack.gateway.response_memory.used_bytes == 0
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         answer = await stack.http.post(TEXT, json={"model": "tiny", "prompt": "a"})
     assert answer.json()["choices"][0]["text"] == "hello"

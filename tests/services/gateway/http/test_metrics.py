@@ -48,7 +48,7 @@ async def test_each_gateway_shows_its_own_requests_whatever_the_instances_have_o
     await stack.gateway.refresh()
     report = LoadReport(
         worker_id="w0", incarnation=INCARNATION,
-        instance_id="w0-i", model="tiny", state="serving", role="colocated", published_at_s=0.0,
+        instance_id="w0-i", model="tiny", state="serving", role="colocated",
         queued_requests=20, queued_tokens=9, running_requests=30, running_tokens=30, prefill_tokens_total=0,
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4, kv_block_tokens=16,
     )  # fmt: skip

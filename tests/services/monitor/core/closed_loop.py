@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.monitor.core.demand import ModelDemand, Settings
+from services.monitor.core.demand import DemandSettings, ModelDemand
 from services.monitor.core.policy import DemandPolicy
 from tests.services.monitor.core.reports import queue, report
 
@@ -129,7 +129,7 @@ class ClosedLoop:
 
     def _follow(self) -> None:
         staying = [i for i in self.instances if not i.leaving]
-        verdict = self.demand.colocated(self.now_s, len(staying), Settings(slo_ttft_s=self.slo_ttft_s))
+        verdict = self.demand.colocated(self.now_s, len(staying), DemandSettings(slo_ttft_s=self.slo_ttft_s))
         wanted = max(self.least, verdict.desired)
         for _ in range(len(staying), wanted):
             self.instances.append(Instance(f"i{self._num_made}", self.now_s + self.load_s))

@@ -6,7 +6,7 @@ from shared.messages.load import LoadReport, ModelQueue
 from tests.processes import INCARNATION
 
 
-def report(instance_id: str = "i0", *, at: float = 0.0, **changes: object) -> LoadReport:
+def report(instance_id: str = "i0", **changes: object) -> LoadReport:
     """Of an idle, serving instance, but for ``changes``."""
     fields: dict[str, object] = {
         "worker_id": f"w-{instance_id}",
@@ -15,7 +15,6 @@ def report(instance_id: str = "i0", *, at: float = 0.0, **changes: object) -> Lo
         "model": "m",
         "state": "serving",
         "role": "colocated",
-        "published_at_s": at,
         "queued_requests": 0,
         "queued_tokens": 0,
         "running_requests": 0,

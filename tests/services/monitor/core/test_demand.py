@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.monitor.core.demand import ModelDemand, Settings, Verdict
+from services.monitor.core.demand import DemandSettings, ModelDemand, Verdict
 from services.monitor.core.policy import DemandPolicy
 from shared.messages.common import InstanceState, Role
 from tests.services.monitor.core.reports import queue, report
@@ -56,12 +56,12 @@ def test_a_models_ttft_objective_is_the_slack() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
     assert demand.colocated(0.0, 1).desired == 3
-    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=0.25)).desired == 6
-    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=1.5)).desired == 2
+    assert demand.colocated(0.0, 1, DemandSettings(slo_ttft_s=0.25)).desired == 6
+    assert demand.colocated(0.0, 1, DemandSettings(slo_ttft_s=1.5)).desired == 2
     # As a record may have it that nobody checked.
-    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=float("nan"))).desired == 3
-    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=5e-324)).desired == 15, "as many as there are prompts"
-    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=float("inf"))).desired == 2
+    assert demand.colocated(0.0, 1, DemandSettings(slo_ttft_s=float("nan"))).desired == 3
+    assert demand.colocated(0.0, 1, DemandSettings(slo_ttft_s=5e-324)).desired == 15, "as many as there are prompts"
+    assert demand.colocated(0.0, 1, DemandSettings(slo_ttft_s=float("inf"))).desired == 2
 
 
 def test_one_prompt_asks_for_one_instance_wherever_it_is() -> None:
@@ -111,12 +111,12 @@ def test_more_running_requests_than_decode_within_the_tbt_objective_need_more() 
     demand = ModelDemand(POLICY)
     demand.on_load(report(running_requests=50, decode_base_s=0.01, decode_request_s=0.001), 0.0)
     assert demand.colocated(0.0, 1).needed == 0
-    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(50 / 40)
+    assert demand.colocated(0.0, 1, DemandSettings(slo_tbt_s=0.05)).needed == pytest.approx(50 / 40)
     # Those whose prompts are not computed decode nothing yet.
     demand.on_load(report(running_requests=50, prefilling_requests=20, decode_base_s=0.01, decode_request_s=0.001), 0.1)
-    assert demand.colocated(0.1, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(30 / 40)
+    assert demand.colocated(0.1, 1, DemandSettings(slo_tbt_s=0.05)).needed == pytest.approx(30 / 40)
     demand.on_load(report(running_requests=60), 0.2)
-    assert demand.colocated(0.2, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(60 / 40)
+    assert demand.colocated(0.2, 1, DemandSettings(slo_tbt_s=0.05)).needed == pytest.approx(60 / 40)
 
 
 def test_what_waits_at_a_live_instance_counts_as_load() -> None:
@@ -240,14 +240,14 @@ def test_silence_says_nothing_before_the_connection_was_up_for_a_window() -> Non
     # No reports for long, as in an outage. Then the connection is there again, the others' are not yet.
     for step in range(20):
         now_s = 60.0 + step / 10
-        assert demand.colocated(now_s, 4, Settings(connected_since_s=60.0)).desired == 4, now_s
-    assert demand.colocated(62.1, 4, Settings(connected_since_s=60.0)).desired == 0
+        assert demand.colocated(now_s, 4, DemandSettings(connected_since_s=60.0)).desired == 4, now_s
+    assert demand.colocated(62.1, 4, DemandSettings(connected_since_s=60.0)).desired == 0
 
 
 def test_scaling_out_does_not_wait_for_the_connection_to_last() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0, queued_tokens=5000), 60.0)
-    assert demand.colocated(60.0, 4, Settings(connected_since_s=60.0)).desired == 10
+    assert demand.colocated(60.0, 4, DemandSettings(connected_since_s=60.0)).desired == 10
 
 
 def test_what_arrived_in_an_outage_did_not_arrive_at_its_end() -> None:
@@ -294,7 +294,7 @@ def test_a_profile_wins_over_what_instances_report() -> None:
 def test_a_speed_that_is_none_is_not_taken(speed: float) -> None:
     demand = ModelDemand(MEASURED)
     demand.on_load(report(prefill_tokens_per_s=speed, decode_base_s=speed, decode_request_s=speed), 0.0)
-    demand.colocated(0.0, 1, Settings(slo_tbt_s=0.1))
+    demand.colocated(0.0, 1, DemandSettings(slo_tbt_s=0.1))
     assert demand.tokens_per_s == 123.0
 
 
@@ -406,7 +406,7 @@ def idle_until(demand: ModelDemand, until_s: float, observed: int, *, since_s: f
     while now_s < until_s:
         now_s += 0.05
         demand.on_queue("g", queue(0), now_s)
-        desired = demand.colocated(now_s, observed, Settings(**objectives)).desired
+        desired = demand.colocated(now_s, observed, DemandSettings(**objectives)).desired
     return desired
 
 
@@ -472,9 +472,9 @@ def test_a_request_that_came_and_ended_between_two_reports_keeps_the_last_instan
         demand.on_load(report(load_s=0.03), now_s)
         if known:
             demand.on_queue("g", queue(0), now_s)
-        assert demand.colocated(now_s, 1, Settings(keep_alive_s=3.2)).desired == 1
+        assert demand.colocated(now_s, 1, DemandSettings(keep_alive_s=3.2)).desired == 1
     demand.on_queue("g", queue(100), now_s)
-    while now_s < 8.0 and demand.colocated(now_s, 1, Settings(keep_alive_s=3.2)).desired:
+    while now_s < 8.0 and demand.colocated(now_s, 1, DemandSettings(keep_alive_s=3.2)).desired:
         now_s += 0.05
         demand.on_queue("g", queue(100), now_s)
     assert now_s == pytest.approx(3.0 + 3.2, abs=0.15)
@@ -493,12 +493,12 @@ def test_what_the_load_does_not_need_now_is_idle_though_it_is_kept() -> None:
     demand.on_queue("g", queue(0), 0.2)
     assert demand.colocated(0.2, 3).idle == 3
     # Silence just after an outage says nothing.
-    assert demand.colocated(0.2, 3, Settings(connected_since_s=0.0)).idle == 0
+    assert demand.colocated(0.2, 3, DemandSettings(connected_since_s=0.0)).idle == 0
 
 
 def test_what_is_idle_is_spare_once_the_recent_peak_would_fit_what_remains_with_headroom() -> None:
     demand, arrived = ModelDemand(POLICY), 0
-    settings = Settings(connected_since_s=-10.0)
+    settings = DemandSettings(connected_since_s=-10.0)
 
     def at(now_s: float, tokens: int) -> tuple[int, int]:
         nonlocal arrived
@@ -521,10 +521,10 @@ def test_what_drains_asks_for_no_instance_for_the_requests_that_it_finishes() ->
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(300, inflight=3), 0.0)
     demand.on_load(report(**busy), 0.0)
-    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).desired == 1
+    assert demand.colocated(0.0, 1, DemandSettings(slo_tbt_s=0.05)).desired == 1
     demand.on_load(report(state="draining", **busy), 5.0)
     demand.on_queue("g", queue(300, inflight=3), 5.0)
-    assert demand.colocated(5.0, 0, Settings(slo_tbt_s=0.05)).desired == 0
+    assert demand.colocated(5.0, 0, DemandSettings(slo_tbt_s=0.05)).desired == 0
     # Another request waits for one.
     demand.on_queue("g", queue(400, queued_tokens=100, inflight=3), 5.1)
-    assert demand.colocated(5.1, 0, Settings(slo_tbt_s=0.05)).desired == 1
+    assert demand.colocated(5.1, 0, DemandSettings(slo_tbt_s=0.05)).desired == 1

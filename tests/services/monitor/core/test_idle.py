@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.monitor.core.demand import ModelDemand, Settings
+from services.monitor.core.demand import DemandSettings, ModelDemand
 from services.monitor.core.policy import DemandPolicy
 from shared.messages.load import LoadReport, ModelQueue
 from tests.services.monitor.core.reports import queue, report
@@ -29,7 +29,7 @@ def _same_twice(seed: int) -> list[tuple[int, float]]:
                     demand.on_load(message, now_s)
                 else:
                     demand.on_queue("gw", message, now_s)
-        one, other = (d.colocated(now_s, observed, Settings(slo_tbt_s=0.05)) for d in (short, long))
+        one, other = (d.colocated(now_s, observed, DemandSettings(slo_tbt_s=0.05)) for d in (short, long))
         assert (one.desired, one.needed) == (other.desired, other.needed)
         assert short.tokens_per_s == long.tokens_per_s
         verdicts.append((one.desired, one.needed))

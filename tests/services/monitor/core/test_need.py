@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.monitor.core.need import (
     Capability,
     DecodeLoad,
-    Load,
+    ModelLoad,
     decode_need_of,
     max_decodes,
     need_of,
@@ -23,14 +23,14 @@ ONE = Capability(tokens_per_s=1000.0)
 SLACK_S = 0.5
 
 
-def needed(load: Load, one: Capability = ONE, slack_s: float = SLACK_S) -> float:
+def needed(load: ModelLoad, one: Capability = ONE, slack_s: float = SLACK_S) -> float:
     return need_of(load, one, slack_s=slack_s).instances
 
 
-def prompts(number: int, tokens: float, **fields: float) -> Load:
+def prompts(number: int, tokens: float, **fields: float) -> ModelLoad:
     """So many prompts that came at once just now, and wait."""
     total = number * tokens
-    load = Load(total, total, total, 0.0, prompts=number, requests=number)
+    load = ModelLoad(total, total, total, 0.0, prompts=number, requests=number)
     return replace(load, **fields)  # type: ignore[arg-type]
 
 
@@ -40,7 +40,7 @@ def test_a_lone_prompt_asks_for_one_instance_however_long_it_is() -> None:
 
 
 def test_a_prompt_counts_once_whether_it_arrived_or_waits() -> None:
-    steady = Load(arrived_tokens_per_s=900.0, burst_tokens=450.0, prompts=9, requests=9)
+    steady = ModelLoad(arrived_tokens_per_s=900.0, burst_tokens=450.0, prompts=9, requests=9)
     assert needed(steady) == needed(replace(steady, waiting_tokens=450.0)) == 0.9
 
 
@@ -52,7 +52,7 @@ def test_a_burst_is_computed_within_the_slack() -> None:
 
 
 def test_what_is_overdue_adds_at_most_one_instance() -> None:
-    steady = Load(arrived_tokens_per_s=1900.0, burst_tokens=950.0, waiting_tokens=950.0, prompts=99, requests=99)
+    steady = ModelLoad(arrived_tokens_per_s=1900.0, burst_tokens=950.0, waiting_tokens=950.0, prompts=99, requests=99)
     assert needed(replace(steady, overdue_tokens=250.0)) == pytest.approx(2.4)
     assert needed(replace(steady, overdue_tokens=1e9)) == pytest.approx(2.9)
 
@@ -64,13 +64,13 @@ def test_requests_that_decode_do_not_let_a_prompt_use_more_instances() -> None:
 
 
 def test_memory_counts_beside_time_not_on_top_of_it() -> None:
-    load = Load(arrived_tokens_per_s=700.0, prompts=9, memory=0.8, requests=9)
+    load = ModelLoad(arrived_tokens_per_s=700.0, prompts=9, memory=0.8, requests=9)
     assert needed(load) == 0.8
     assert needed(replace(load, memory=2.3)) == 2.3
 
 
 def test_running_requests_are_limited_where_somebody_says_so() -> None:
-    load = Load(running_requests=30, decoding_requests=30, requests=30)
+    load = ModelLoad(running_requests=30, decoding_requests=30, requests=30)
     assert needed(load) == 0
     assert needed(load, replace(ONE, running_limit=8.0)) == 3.75
 
@@ -94,7 +94,7 @@ def test_as_many_decodes_as_fit_the_objective(base_s: float, request_s: float, s
 amounts = st.floats(0.0, 1e7)
 counts = st.integers(0, 5000)
 loads = st.builds(
-    Load,
+    ModelLoad,
     arrived_tokens_per_s=amounts,
     burst_tokens=amounts,
     waiting_tokens=amounts,
@@ -115,18 +115,20 @@ slacks = st.floats(0.001, 60.0)
 
 
 @given(loads, ones, slacks)
-def test_no_load_needs_more_instances_than_requests(load: Load, one: Capability, slack_s: float) -> None:
+def test_no_load_needs_more_instances_than_requests(load: ModelLoad, one: Capability, slack_s: float) -> None:
     assert 0 <= needed(load, one, slack_s) <= load.requests
 
 
-@given(loads, ones, slacks, st.sampled_from(Load.__slots__), st.integers(0, 5000))
-def test_more_of_anything_never_needs_less(load: Load, one: Capability, slack_s: float, what: str, more: int) -> None:
+@given(loads, ones, slacks, st.sampled_from(ModelLoad.__slots__), st.integers(0, 5000))
+def test_more_of_anything_never_needs_less(
+    load: ModelLoad, one: Capability, slack_s: float, what: str, more: int
+) -> None:
     grown = replace(load, **{what: getattr(load, what) + more})
     assert needed(grown, one, slack_s) >= needed(load, one, slack_s)
 
 
 @given(loads, ones, slacks, st.floats(1.0, 10.0))
-def test_faster_instances_never_need_to_be_more(load: Load, one: Capability, slack_s: float, times: float) -> None:
+def test_faster_instances_never_need_to_be_more(load: ModelLoad, one: Capability, slack_s: float, times: float) -> None:
     assert needed(load, replace(one, tokens_per_s=times * one.tokens_per_s), slack_s) <= needed(load, one, slack_s)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.monitor.core.demand import ModelDemand, Settings
+from services.monitor.core.demand import DemandSettings, ModelDemand
 from services.monitor.core.policy import DemandPolicy
 from shared.step_fit import DensePoint, StepFit
 from tests.records import profile
@@ -61,10 +61,10 @@ def test_what_one_instance_can_decode_follows_from_the_contexts_that_run() -> No
     demand = profiled()
     # A step of n requests of 100 tokens takes 10 + n (1 + 1) ms: 20 within 50 ms.
     demand.on_load(report(running_requests=30, running_tokens=3000), 0.0)
-    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(1.5)
+    assert demand.colocated(0.0, 1, DemandSettings(slo_tbt_s=0.05)).needed == pytest.approx(1.5)
     # Of 400 tokens: 10 + n (1 + 4) ms.
     demand.on_load(report(running_requests=30, running_tokens=12_000), 0.0)
-    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(30 / 8)
+    assert demand.colocated(0.0, 1, DemandSettings(slo_tbt_s=0.05)).needed == pytest.approx(30 / 8)
 
 
 def test_where_steps_are_no_line_an_instance_decodes_as_many_as_a_step_takes_within_the_objective() -> None:
@@ -81,7 +81,7 @@ def test_where_steps_are_no_line_an_instance_decodes_as_many_as_a_step_takes_wit
     )
     demand = profiled(step_fit=steps)
     demand.on_load(report(running_requests=72, running_tokens=7200), 0.0)
-    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(72 / 36, rel=0.02)
+    assert demand.colocated(0.0, 1, DemandSettings(slo_tbt_s=0.05)).needed == pytest.approx(72 / 36, rel=0.02)
 
 
 def test_until_an_instance_has_loaded_its_profile_says_how_long_that_takes() -> None:

@@ -13,7 +13,7 @@ from shared.messages.load import ModelQueue, QueueReport
 from shared.messages.registry import ModelRecord, WorkerRecord
 from tests.records import model, worker_record
 from tests.services.monitor.core.reports import report
-from tests.services.monitor.core.watch_rig import POLICY, TICK_S, UNIX_S, Rig
+from tests.services.monitor.core.watch_rig import POLICY, TICK_S, Rig
 
 KEEPS = dataclasses.replace(POLICY, down_window_s=60.0, assumed_load_s=1.0)
 WORTH_S = 2.0
@@ -42,7 +42,7 @@ def ask(rig: Rig, name: str) -> None:
         arrived_prompt_tokens_total=100,
         inflight_requests=0,
     )
-    rig.watch.on_queue(QueueReport(gateway_id="gw", published_at_s=UNIX_S, models=(queue,)), rig.now_s)
+    rig.watch.on_queue(QueueReport(gateway_id="gw", models=(queue,)), rig.now_s)
 
 
 def test_where_a_model_has_no_instance_and_no_worker_is_spare_another_gives_one_back() -> None:

@@ -18,8 +18,6 @@ from tests.services.monitor.core.reports import queue
 POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.1, report_ttl_s=1.0, prefill_tokens_per_s=1000.0, slack_s=1.0)
 REPEAT_S = 1.0
 TICK_S = 0.1
-UNIX_S = 1_000_000.0
-"""Unix time at the monotonic clock's 0."""
 
 
 @dataclass
@@ -57,7 +55,7 @@ class Rig:
     def queue(self, tokens: int, gateway_id: str = "gw") -> bool:
         """A gateway reports this many waiting prompt tokens, in prompts of a hundred."""
         waiting = queue(tokens, tokens)
-        message = QueueReport(gateway_id=gateway_id, published_at_s=UNIX_S + self.now_s, models=(waiting,))
+        message = QueueReport(gateway_id=gateway_id, models=(waiting,))
         return self.watch.on_queue(message, self.now_s)
 
     def evaluate(self) -> list[Wish]:

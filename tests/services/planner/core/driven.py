@@ -15,7 +15,7 @@ from services.planner.core.rounds.round import Round
 from services.planner.core.rounds.settings import PlanSettings
 from services.planner.core.rounds.unplanned import Refused
 from services.planner.core.rounds.waiting import Waiting
-from shared.errors import BlitzError
+from shared.errors import BlitzError, Conflict
 from shared.messages.common import Role
 from shared.messages.load import Demand
 from shared.messages.progress import ProgressEvent, ScaleProgress
@@ -62,7 +62,6 @@ class Driven:
         message = Demand(
             publisher="monitor",
             sequence=1,
-            published_at_s=self.now_s,
             model=name,
             role=role,
             desired=desired,
@@ -108,6 +107,8 @@ class Driven:
     def verdict(self, lease: LeaseWorkers) -> LeaseVerdict:
         if self.errors:
             return LeaseVerdict.refused(lease.plan_id, self.errors.pop(0))
+        if not {at.worker for at in lease.workers} <= {record.worker.process for record in self.workers}:
+            return LeaseVerdict.refused(lease.plan_id, Conflict("a worker is another process by now"))
         self.workers = tuple(
             msgspec.structs.replace(w, lease_plan_id=lease.plan_id, lease_model=lease.model, lease_role=lease.role)
             if w.worker.worker_id in lease.worker_ids

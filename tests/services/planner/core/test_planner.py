@@ -20,9 +20,11 @@ from shared.messages.codec import encode
 from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.progress import ProgressEvent
 from shared.messages.registry import WorkerRecord
+from shared.subjects import Process
 from tests.records import model, worker_record
 from tests.services.monitor.core.reports import report
 from tests.services.planner.core.driven import Driven
+from tests.services.pool.host_copies import copy_of
 
 INF = float("inf")
 
@@ -117,6 +119,34 @@ def test_instances_go_only_after_a_moment_in_which_another_role_may_use_them() -
     assert [t.worker_id for t in drain.targets] == ["w1"]
 
 
+def beside_its_copy(name: str) -> Driven:
+    """Two idle instances, of which the older one is on the worker that holds the host copy."""
+    record = model(name, min_instances=0)
+    workers = [worker_record(f"w{i}", record, "serving", epoch=i + 1, host=f"h{i}") for i in range(2)]
+    workers[0] = msgspec.structs.replace(workers[0], host_copies=(copy_of(record),))
+    return Driven([record, model("waits", min_instances=0)], workers)
+
+
+def test_the_instance_on_the_worker_of_the_host_copy_goes_before_a_newer_one() -> None:
+    made = beside_its_copy("m")
+    made.demand("m", 1, 2)
+    made.now_s += SHRINK_S
+    made.round()
+    (drain,) = made.plans
+    assert isinstance(drain, DrainPlan)
+    assert [t.worker_id for t in drain.targets] == ["w0"]
+
+
+def test_it_goes_first_for_another_model_too() -> None:
+    made = beside_its_copy("m")
+    made.demand("m", 2, 2, idle=1, idle_for_s=10.0)
+    made.demand("waits", 1)
+    made.round()
+    (drain,) = made.plans
+    assert isinstance(drain, DrainPlan)
+    assert (drain.model, [t.worker_id for t in drain.targets]) == ("m", ["w0"])
+
+
 def test_a_worker_that_another_plan_took_is_not_waited_for_longer_than_a_few_tries() -> None:
     made = Driven([model("m", min_instances=0)], spare(1))
     made.errors = [Conflict("w0 is leased")] * LEASE_TRIES
@@ -127,6 +157,53 @@ def test_a_worker_that_another_plan_took_is_not_waited_for_longer_than_a_few_tri
         made.round()
     (refused,) = made.refused
     assert (refused.error.code, made.plans, made.due_in_s) == ("conflict", [], INF)
+
+
+def test_a_worker_that_was_started_anew_since_the_snapshot_is_planned_with_again() -> None:
+    made = Driven([model("m", min_instances=0)], spare(1))
+    made.demand("m", 1)
+
+    def start_anew() -> float:
+        made.workers = (worker_record("w0", incarnation="2"),)
+        return 0.0
+
+    made.round(start_anew)
+    assert (made.plans, made.refused, made.due_in_s) == ([], [], 0.0)
+    made.round()
+    (plan,) = made.plans
+    assert isinstance(plan, ScalePlan)
+    assert [t.worker for t in plan.targets] == [Process("w0", "2")]
+
+
+def test_a_worker_that_was_started_anew_since_it_was_leased_is_planned_with_again_at_once() -> None:
+    made = Driven([model("m", min_instances=0)], spare(1))
+    made.demand("m", 1)
+    made.round()
+    made.workers = (worker_record("w0", incarnation="2"),)
+    made.now_s += 0.5
+    made.planner.tracker.check(made.view, made.moment)
+    (ended,) = made.planner.operations.just_finished()
+    assert "started anew" in ended.record().targets[0].failure
+    assert made.planner.refusals.avoided("m", made.now_s) == {}, "it did nothing wrong"
+    made.demand("m", 1)
+    made.round()
+    plan = made.plans[-1]
+    assert isinstance(plan, ScalePlan)
+    assert [t.worker for t in plan.targets] == [Process("w0", "2")]
+
+
+def test_a_worker_that_died_of_what_it_accepted_is_left_alone_for_a_while() -> None:
+    made = Driven([model("m", min_instances=0)], spare(1))
+    made.demand("m", 1)
+    made.round()
+    (plan,) = made.plans
+    assert isinstance(plan, ScalePlan)
+    (target,) = plan.targets
+    made.report(plan.plan_id, "accepted", "w0", target.instance_id)
+    made.workers = (worker_record("w0", incarnation="2"),)
+    made.now_s += 0.5
+    made.planner.tracker.check(made.view, made.moment)
+    assert made.planner.refusals.avoided("m", made.now_s) == {"w0": "the worker died and started again"}
 
 
 def test_what_does_not_fit_into_a_round_is_decided_in_the_next_one() -> None:

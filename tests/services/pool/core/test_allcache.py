@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from services.pool.core.allcache import AllCacheRules
 from services.pool.core.copies_policy import copy_rules
-from services.pool.core.every_host import CopiesEverywhere
 from services.pool.core.loads import LoadLimits
-from services.pool.core.steps import Drop, Hold, Placement
+from services.pool.core.steps import Drop, Hold, PlacementDecision
 from shared.messages.registry import ModelRecord, WorkerHeartbeat
 from tests.records import model
 from tests.services.pool.deciding import LATE_S, Outstanding, cluster_of
@@ -14,15 +14,17 @@ from tests.services.pool.host_copies import copy_of, holding
 A, B = model("a", weights_bytes=100), model("b", weights_bytes=100)
 
 
-def holds(decided: Placement) -> list[tuple[str, str]]:
+def holds(decided: PlacementDecision) -> list[tuple[str, str]]:
     return [(s.worker.id, s.record.name) for s in decided.steps if isinstance(s, Hold)]
 
 
-def drops(decided: Placement) -> list[tuple[str, str]]:
+def drops(decided: PlacementDecision) -> list[tuple[str, str]]:
     return [(s.worker.id, s.model) for s in decided.steps if isinstance(s, Drop)]
 
 
-def look(models: list[ModelRecord], *workers: WorkerHeartbeat, outstanding: Outstanding | None = None) -> Placement:
+def look(
+    models: list[ModelRecord], *workers: WorkerHeartbeat, outstanding: Outstanding | None = None
+) -> PlacementDecision:
     return copy_rules("every-host", cluster_of(models, workers, outstanding=outstanding)).look(LATE_S)
 
 
@@ -32,9 +34,9 @@ def test_every_host_gets_one_of_every_model_on_one_of_its_workers() -> None:
 
 
 def test_hosts_that_have_one_or_get_one_are_left_alone() -> None:
-    told = Outstanding(holds={("w2", A.model_hash): 100})
+    outstanding = Outstanding(holds={("w2", A.model_hash): 100})
     workers = [holding("w0", [copy_of(A)]), holding("w1", [copy_of(A, "loading")]), holding("w2")]
-    assert look([A], *workers, outstanding=told).steps == ()
+    assert look([A], *workers, outstanding=outstanding).steps == ()
 
 
 def test_what_a_worker_cached_becomes_the_hosts_copy() -> None:
@@ -82,13 +84,13 @@ def test_copies_come_in_turns_those_of_models_without_any_first() -> None:
 
 
 def test_a_look_is_bounded_where_every_host_has_what_it_should() -> None:
-    rules = CopiesEverywhere(cluster_of([A, B], [holding(f"w{i}", [copy_of(A), copy_of(B)]) for i in range(4)]), 0.0)
+    rules = AllCacheRules(cluster_of([A, B], [holding(f"w{i}", [copy_of(A), copy_of(B)]) for i in range(4)]), 0.0)
     assert [rules.look(LATE_S, visits=4).unfinished for _ in range(3)] == [True, False, False]
 
 
 def test_a_look_that_could_not_see_all_says_so_and_the_next_continues() -> None:
     cluster = cluster_of([A, B], [holding(f"w{i}") for i in range(4)])
-    rules = CopiesEverywhere(cluster, 0.0)
+    rules = AllCacheRules(cluster, 0.0)
     first = rules.look(LATE_S, visits=1)
     assert (len(first.steps), first.unfinished) == (4, True)
     second = rules.look(LATE_S, visits=1)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.loads import LoadLimits
 from shared.messages.registry import ModelRecord, WorkerHeartbeat
 from tests.records import model
@@ -30,10 +30,10 @@ class Twice:
         self.removed: dict[str, None] = {}
         self.models: dict[str, ModelRecord] = {}
         self.reports: dict[str, WorkerHeartbeat] = {}
-        self.cluster = Cluster(self.removed, LoadLimits())
+        self.cluster = ClusterView(self.removed, LoadLimits())
 
-    def anew(self) -> Cluster:
-        cluster = Cluster(self.removed, LoadLimits())
+    def anew(self) -> ClusterView:
+        cluster = ClusterView(self.removed, LoadLimits())
         for record in self.models.values():
             cluster.copies.put_model(record)
         for report in self.reports.values():
@@ -83,7 +83,7 @@ class Twice:
                 how[what](key, 0.0)
 
 
-def derived(cluster: Cluster) -> dict[str, Any]:
+def derived(cluster: ClusterView) -> dict[str, Any]:
     cluster.refresh()
     cluster.find_evictable()
     memory, index = cluster.memory, cluster.copies
@@ -91,6 +91,7 @@ def derived(cluster: Cluster) -> dict[str, Any]:
         "needy": cluster.needy,
         "surplus": cluster.surplus,
         "strangers": {w: {(h.key, why) for h, why in found} for w, found in cluster.strangers.items()},
+        "exposed": {h: cluster.exposed.of(h) for h in index.by_hash},
         "without": (cluster.without_copy, cluster.without_host_copy),
         "evictable": {w: {h.key for h, _ in cluster.evictable(w)} for w in index.workers()},
         "rankings": [
@@ -177,7 +178,7 @@ def apply(twice: Twice, what: str, about: Any) -> None:
 
 
 def test_claims_and_changes_do_not_disturb_each_other() -> None:
-    cluster = Cluster((), LoadLimits())
+    cluster = ClusterView((), LoadLimits())
     cluster.put_report(holding("w0", capacity=100), 0.0)
     cluster.put_report(holding("w1", capacity=100), 0.0)
     cluster.refresh()
@@ -193,7 +194,7 @@ def test_claims_and_changes_do_not_disturb_each_other() -> None:
 
 
 def test_traffic_on_a_nic_is_no_change() -> None:
-    cluster = Cluster((), LoadLimits())
+    cluster = ClusterView((), LoadLimits())
     cluster.put_report(holding("w0"), 0.0)
     cluster.refresh()
     version = cluster.version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.pool.core import cordons as module
-from services.pool.core.cordons import KEPT_S, Cordons
+from services.pool.core.cordons import RETENTION_S, Cordons
 from shared.errors import Overloaded
 
 
@@ -13,11 +13,11 @@ def test_one_is_forgotten_long_after_its_worker_lived_and_not_before() -> None:
     cordons = Cordons()
     cordons.add("lives", 0.0)
     cordons.add("gone", 0.0)
-    assert cordons.forget(lambda name: name == "lives", KEPT_S) == ()
-    assert cordons.forget(lambda name: name == "lives", KEPT_S + 1) == ("gone",)
+    assert cordons.forget(lambda name: name == "lives", RETENTION_S) == ()
+    assert cordons.forget(lambda name: name == "lives", RETENTION_S + 1) == ("gone",)
     assert "lives" in cordons
     assert "gone" not in cordons
-    assert dict(cordons.seen()) == {"lives": KEPT_S + 1}
+    assert dict(cordons.last_alive()) == {"lives": RETENTION_S + 1}
 
 
 def test_a_lifted_one_is_a_worker_like_any_other() -> None:

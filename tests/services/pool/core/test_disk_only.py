@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.pool.core.cluster import PUSH_EVERY_S, Cluster
+from services.pool.core.cluster import PUSH_EVERY_S, ClusterView
 from services.pool.core.on_disk import ANSWER_S, ASKING_S, OnDisk
 from services.pool.core.placement import UNUSED_S, Placer
-from services.pool.core.steps import Drop, Hold, Placement
+from services.pool.core.steps import Drop, Hold, PlacementDecision
 from shared.messages.registry import HostCopy, ModelRecord
 from tests.records import model
 from tests.services.pool.deciding import ANY_NUMBER
@@ -21,7 +21,7 @@ class World:
     """``w0`` has room for two copies, ``gpu`` for an instance; both do as they are told."""
 
     def __init__(self, *models: ModelRecord, readable: str = "abcd") -> None:
-        self.cluster = Cluster((), ANY_NUMBER)
+        self.cluster = ClusterView((), ANY_NUMBER)
         self.placer = Placer(self.cluster)
         self.readable = readable
         self.held: dict[str, HostCopy] = {}
@@ -46,7 +46,7 @@ class World:
             self.now_s,
         )
 
-    def look(self) -> Placement:
+    def look(self) -> PlacementDecision:
         """One look, and all that it leads to at once."""
         decided = self.placer.look(self.now_s)
         for ask in decided.asks:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.pool.core import holders
-from services.pool.core.holders import Holders
+from services.pool.core import id_owners
+from services.pool.core.id_owners import IdOwners
 from shared.messages.registry import WorkerHeartbeat
 from tests.records import heartbeat
 
@@ -16,7 +16,7 @@ def of(incarnation: str, worker_id: str = "w0", *, leaving: bool = False) -> Wor
 
 
 def test_the_first_process_to_report_holds_the_id_and_another_one_is_its_rival() -> None:
-    known = Holders()
+    known = IdOwners()
     assert known.rival(of("a")) is None
     known.take(of("a"))
     assert known.rival(of("a")) is None
@@ -25,7 +25,7 @@ def test_the_first_process_to_report_holds_the_id_and_another_one_is_its_rival()
 
 
 def test_once_the_holder_is_dead_the_next_one_holds_the_id() -> None:
-    known = Holders()
+    known = IdOwners()
     known.take(of("a"))
     known.take(of("b"))
     assert known.rival(of("b")) is None
@@ -33,7 +33,7 @@ def test_once_the_holder_is_dead_the_next_one_holds_the_id() -> None:
 
 
 def test_a_process_that_leaves_gives_up_its_own_id_only() -> None:
-    known = Holders()
+    known = IdOwners()
     known.take(of("a"))
     assert known.rival(of("b", leaving=True)) is None
     known.take(of("b", leaving=True))
@@ -43,8 +43,8 @@ def test_a_process_that_leaves_gives_up_its_own_id_only() -> None:
 
 
 def test_what_is_remembered_is_bounded_and_the_longest_silent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_HOLDERS", 3)
-    known = Holders()
+    monkeypatch.setattr(id_owners, "MAX_OWNERS", 3)
+    known = IdOwners()
     for name in ("w0", "w1", "w2"):
         known.take(of("a", name))
     known.take(of("a", "w0"))

@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from services.pool.core.new_model import MAX_KEEP_ALIVE_S, MAX_SLO_S, MIN_SLO_S, check_limits, name_of
+from services.pool.core.new_model import (
+    MAX_KEEP_ALIVE_S,
+    MAX_NO_ROOM_TIMEOUT_S,
+    MAX_SLO_S,
+    MIN_SLO_S,
+    check_limits,
+    name_of,
+)
 from shared.errors import BadRequest
 from shared.messages.registry import AddModel
 
@@ -41,6 +48,16 @@ def test_a_keep_alive_out_of_range_is_refused(keep_alive_s: float) -> None:
         check_limits(AddModel(path="/m", min_instances=0, keep_alive_s=keep_alive_s))
     assert refused.value.param == "keep_alive_s"
     assert f"{keep_alive_s:g}" in refused.value.message
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, MAX_NO_ROOM_TIMEOUT_S + 1, math.inf, math.nan])
+def test_a_patience_out_of_range_is_refused(timeout_s: float) -> None:
+    for allowed in (None, 0.0, MAX_NO_ROOM_TIMEOUT_S):
+        check_limits(AddModel(path="/m", no_room_timeout_s=allowed))
+    with pytest.raises(BadRequest) as refused:
+        check_limits(AddModel(path="/m", no_room_timeout_s=timeout_s))
+    assert refused.value.param == "no_room_timeout_s"
+    assert f"{timeout_s:g}" in refused.value.message
 
 
 def test_a_model_with_a_keep_alive_keeps_no_instance_for_ever() -> None:

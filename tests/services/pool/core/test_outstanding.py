@@ -247,5 +247,5 @@ def test_nothing_is_kept_of_what_is_over() -> None:
     steps.see([holding("w0")], HOLD_TIMEOUT_S)
     for now_s in (20.0, 40.0, 400.0, 800.0):
         steps.see([holding("w0")], now_s)
-    assert (steps.num_busy, steps.told(M.model_hash), steps.avoided(M.model_hash)) == (0, [], [])
+    assert (steps.num_busy, steps.assigned_workers(M.model_hash), steps.avoided(M.model_hash)) == (0, [], [])
     assert steps.entries == {}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.pool.core.steps import Drop, Hold, Placement
+from services.pool.core.steps import Drop, Hold, PlacementDecision
 from shared.messages.registry import ModelRecord
 from tests.records import model
 from tests.services.pool.deciding import Outstanding, hopeless, place
@@ -14,15 +14,15 @@ def sized(name: str, weights_bytes: int = 100, **changes: object) -> ModelRecord
 A, B, C = sized("a"), sized("b"), sized("c")
 
 
-def holds(decided: Placement) -> list[tuple[str, str]]:
+def holds(decided: PlacementDecision) -> list[tuple[str, str]]:
     return [(s.worker.id, s.record.name) for s in decided.steps if isinstance(s, Hold)]
 
 
-def drops(decided: Placement) -> list[tuple[str, str]]:
+def drops(decided: PlacementDecision) -> list[tuple[str, str]]:
     return [(s.worker.id, s.model) for s in decided.steps if isinstance(s, Drop)]
 
 
-def only_hold(decided: Placement) -> Hold:
+def only_hold(decided: PlacementDecision) -> Hold:
     [step] = decided.steps
     assert isinstance(step, Hold)
     return step
@@ -247,8 +247,8 @@ def test_what_a_leaving_worker_holds_and_serves_is_placed_elsewhere_and_it_gets_
     workers = [holding("w0", [copy_of(A)], serves=B), holding("w1")]
     leaving = Outstanding(leaving={"w0"})
     assert sorted(holds(place([A, B, C], workers, outstanding=leaving))) == [("w1", "a"), ("w1", "b"), ("w1", "c")]
-    told = Outstanding(leaving={"w0"}, holds={("w0", C.model_hash): 100})
-    assert ("w1", "c") in holds(place([C], workers, outstanding=told))
+    outstanding = Outstanding(leaving={"w0"}, holds={("w0", C.model_hash): 100})
+    assert ("w1", "c") in holds(place([C], workers, outstanding=outstanding))
 
 
 def test_of_two_copies_the_one_of_a_leaving_worker_goes() -> None:

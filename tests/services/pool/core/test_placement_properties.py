@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.pool.core.copies import ModelCopies
-from services.pool.core.steps import Drop, Hold, Placement
+from services.pool.core.steps import Drop, Hold, PlacementDecision
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
-from tests.records import model
+from tests.records import model, worker
 from tests.services.pool.deciding import cluster_of, place
 from tests.services.pool.host_copies import copy_of, holding
 
@@ -44,7 +44,7 @@ class World:
     def free(self, worker_id: str) -> int:
         return self.workers[worker_id][1] - sum(c.num_bytes for c in self.copies.get(worker_id, []))
 
-    def step(self) -> Placement:
+    def step(self) -> PlacementDecision:
         """Decide and do it; checks that the steps could be done and took no last copy."""
         decided = place(self.models, self.reports(), removed=self.removed)
         assert decided == place(self.models, list(reversed(self.reports())), removed=self.removed)
@@ -63,18 +63,18 @@ class World:
                 mine.append(copy_of(step.record))
         return decided
 
-    def settle(self, most: int = 200) -> Placement:
+    def settle(self, most: int = 200) -> PlacementDecision:
         for _ in range(most):
             decided = self.step()
             if not decided.steps:
                 return decided
         raise AssertionError("it does not come to rest")
 
-    def host_bytes(self) -> list[int]:
+    def host_bytes(self) -> dict[str, int]:
         placed = {host: 0 for host, capacity in self.workers.values() if capacity}
         for worker_id, copies in self.copies.items():
             placed[self.workers[worker_id][0]] += sum(c.num_bytes for c in copies if not c.cached)
-        return list(placed.values())
+        return placed
 
 
 @st.composite
@@ -105,8 +105,15 @@ def test_with_room_every_model_gets_exactly_one_placed_copy_and_hosts_hold_even_
     for copies in world.by_hash().values():
         assert len(copies.placed) == 1
     assert all(c.model != "gone" for copies in world.copies.values() for c in copies)
-    held = world.host_bytes()
-    assert max(held) - min(held) <= max(m.weights_bytes for m in world.models)
+    placed = world.host_bytes()
+    if not world.serves:
+        assert max(placed.values()) - min(placed.values()) <= max(m.weights_bytes for m in world.models)
+    # A copy whose model's instances are all on the emptier host stays apart from them.
+    for copies in world.by_hash().values():
+        [held] = copies.placed.values()
+        for worker_id, (host, _) in world.workers.items():
+            if placed[held.worker.host] - placed[host] > held.copy.num_bytes:
+                assert copies.domain_of(worker(worker_id, host=host)) > copies.domain_of(held.worker)
 
 
 @settings(max_examples=150, deadline=None)

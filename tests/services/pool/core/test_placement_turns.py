@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.loads import LoadLimits
 from services.pool.core.placement import MODEL_VISITS, VISITS, Placer
-from services.pool.core.steps import MAX_DROPS, Drop, Hold, Placement
+from services.pool.core.steps import MAX_DROPS, Drop, Hold, PlacementDecision
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 from tests.records import model
 from tests.services.pool.deciding import ANY_NUMBER, LATE_S, Outstanding, cluster_of, place
@@ -25,7 +25,7 @@ def numbered(count: int, weights_bytes: int = 100) -> list[ModelRecord]:
     return [sized(f"m{i:03}", weights_bytes) for i in range(count)]
 
 
-def holds(decided: Placement) -> list[tuple[str, str]]:
+def holds(decided: PlacementDecision) -> list[tuple[str, str]]:
     return [(s.worker.id, s.record.name) for s in decided.steps if isinstance(s, Hold)]
 
 
@@ -99,7 +99,7 @@ def test_a_copy_comes_from_a_nic_that_sends_none_and_waits_if_there_is_no_such_o
     }
 
 
-def sources(decided: Placement) -> list[list[str]]:
+def sources(decided: PlacementDecision) -> list[list[str]]:
     return [[s.worker.id for s in step.sources] for step in decided.steps if isinstance(step, Hold)]
 
 
@@ -163,7 +163,7 @@ def test_a_look_does_no_more_than_it_may_and_the_next_goes_on_until_every_model_
     models = numbered(100)
     cluster = cluster_of(models, [holding(f"w{i}", capacity=10) for i in range(30)])
     placer = Placer(cluster)
-    looks, decided = 0, Placement((), (), unfinished=True)
+    looks, decided = 0, PlacementDecision((), (), unfinished=True)
     while decided.unfinished:
         decided = placer.look(LATE_S, visits=200)
         assert placer.visits <= 200 + MODEL_VISITS + 4 * 30
@@ -182,7 +182,7 @@ def test_models_that_come_while_others_are_gone_through_have_their_turn_in_the_n
         cluster.put_report(holding("w0", capacity=10 + index % 2, sequence=index + 2), LATE_S)
         if index == 1:
             cluster.copies.put_model(sized("later", 5))
-    assert cluster.outstanding.told("hash-of-later") == ["w0"]
+    assert cluster.outstanding.assigned_workers("hash-of-later") == ["w0"]
 
 
 def test_a_look_drops_no_more_than_it_may_and_goes_on() -> None:
@@ -223,7 +223,7 @@ def test_five_hundred_homeless_models_among_a_thousand_full_workers_are_looked_a
 class Workers:
     """Workers that load what they are told to, one report later."""
 
-    def __init__(self, cluster: Cluster, workers: dict[str, tuple[str, int]]) -> None:
+    def __init__(self, cluster: ClusterView, workers: dict[str, tuple[str, int]]) -> None:
         self.cluster = cluster
         self.workers = workers
         self.copies: dict[str, dict[str, HostCopy]] = {worker_id: {} for worker_id in workers}
@@ -235,7 +235,7 @@ class Workers:
         copies = self.copies[worker_id].values()
         return holding(worker_id, copies, host=host, capacity=capacity, sequence=self.sequence)
 
-    def do(self, decided: Placement, now_s: float) -> None:
+    def do(self, decided: PlacementDecision, now_s: float) -> None:
         for mine in self.copies.values():
             for model_hash, copy in list(mine.items()):
                 if copy.state == "loading":
@@ -262,12 +262,12 @@ class Workers:
 def test_with_bounds_too_every_model_gets_one_copy_evenly_and_no_more_load_than_may(
     sizes: list[int], hosts: list[str], total: int, visits: int
 ) -> None:
-    cluster = Cluster((), LoadLimits(total=total))
+    cluster = ClusterView((), LoadLimits(total=total))
     workers = Workers(cluster, {f"w{i}": (host, 10_000) for i, host in enumerate(hosts)})
     for index, size in enumerate(sizes):
         cluster.copies.put_model(sized(f"m{index}", size))
     placer = Placer(cluster)
-    workers.do(Placement((), ()), 0.0)
+    workers.do(PlacementDecision((), ()), 0.0)
     quiet, looks = 0, 0
     while quiet < 3:
         looks += 1

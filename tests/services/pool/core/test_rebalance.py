@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.pool.core.evening import Evening
+from services.pool.core.rebalance import Rebalancer
 from tests.records import model
 from tests.services.pool.deciding import cluster_of
 from tests.services.pool.host_copies import copy_of, holding
@@ -30,13 +30,13 @@ def test_only_hosts_that_a_copy_could_move_to_are_asked_how_much_is_free(
         return free_bytes(worker_id)
 
     monkeypatch.setattr(cluster.memory, "free_bytes", asks)
-    evening = Evening(cluster)
-    move = evening.find(1000)
+    rebalancer = Rebalancer(cluster)
+    move = rebalancer.find(1000)
     if uneven:
         assert move is not None
         assert move[2] == "w01"
         assert set(asked) == {"w01"}
     else:
         assert move is None
-        assert evening.is_over
+        assert rebalancer.is_over
         assert asked == []

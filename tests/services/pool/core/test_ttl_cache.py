@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.pool.core.cluster import Cluster
+from services.pool.core.cluster import ClusterView
 from services.pool.core.copies_policy import CopiesPolicy, copy_rules
-from services.pool.core.steps import Drop, Placement
+from services.pool.core.steps import Drop, PlacementDecision
 from shared.messages.registry import HostCopy, ModelRecord
 from tests.records import model
 from tests.services.pool.deciding import ANY_NUMBER
@@ -25,7 +25,7 @@ class World:
     """Workers ``x0``, ``x1`` and ``y0`` on hosts ``x`` and ``y``."""
 
     def __init__(self, policy: CopiesPolicy = "kept", keep_copies_s: float = KEEP_S) -> None:
-        self.cluster = Cluster((), ANY_NUMBER)
+        self.cluster = ClusterView((), ANY_NUMBER)
         self.rules = copy_rules(policy, self.cluster, keep_copies_s)
         self.sequence = 0
         self.readable: bool | None = True
@@ -46,7 +46,7 @@ class World:
         self.cluster.put_report(beat, now_s)
         self.cluster.refresh()
 
-    def look(self, now_s: float) -> Placement:
+    def look(self, now_s: float) -> PlacementDecision:
         """One look; workers answer what they are asked."""
         decided = self.rules.look(now_s)
         for ask in decided.asks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.upstreams import Part, part_of
+from services.worker.core.upstreams import PlanPart, part_of
 from shared.errors import BadRequest
 from shared.messages.plans import Chain, ChainMember, Copy, Hop, ScalePlan, SourceKind, Stripe
 from tests.processes import INCARNATION
@@ -45,7 +45,7 @@ def plan(*chains: tuple[Hop, ...], fallbacks: tuple[Copy, ...] = ()) -> ScalePla
     )
 
 
-def part(planned: ScalePlan, worker_id: str) -> Part:
+def part(planned: ScalePlan, worker_id: str) -> PlanPart:
     found = part_of(planned, worker_id)
     assert found is not None
     return found

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.worker.engine.base import Batch, Slice
+from services.worker.engine.base import ForwardBatch, Slice
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HostArena
@@ -93,7 +93,7 @@ class DrivenSequence:
 
 def compute(engine: TorchEngine, slices: Sequence[Slice], *, cuts: Sequence[int] = ()) -> torch.Tensor:
     """Logits of one batch; ``cuts`` splits the layers into ranges."""
-    activation = engine.embed(Batch(tuple(slices)))
+    activation = engine.embed(ForwardBatch(tuple(slices)))
     bounds = [0, *cuts, engine.num_layers]
     for first, last in pairwise(bounds):
         engine.run_layers(activation, first, last)

@@ -1,9 +1,9 @@
 """Engine loops with a mock engine, and what tests run in them."""
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
 from shared.messages.generation import SamplingParams
 
@@ -27,7 +27,7 @@ def make_loop(engine=None, clock=lambda: 0.0, **changes):
 
 def request(name, prompt=(1, 2, 3, 4, 5), max_tokens=6, output=(), **params):
     sampling = SamplingParams(max_tokens=max_tokens, seed=1, **params)
-    return Sequence(request_id=name, attempt=0, gateway_id="g", prompt=prompt, params=sampling, output=output)
+    return ActiveSequence(request_id=name, attempt=0, gateway_id="g", prompt=prompt, params=sampling, output=output)
 
 
 def expected(prompt, count):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from services.worker.core.scheduling.sequence import Sequence as Request
-from services.worker.engine.base import Activation, Batch, Engine
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.base import Activation, Engine, ForwardBatch
+from services.worker.engine.mock.mock_engine import MockEngine
 from shared.messages.generation import SamplingParams
 from tests.services.worker.engine.harness import DrivenSequence, loaded_engine, prompt_of
 
@@ -61,9 +62,9 @@ def sequences_of(engine: Engine, lengths: Sequence[int], *, backwards: bool = Fa
     ]
 
 
-def batch_of(sequences: Sequence[DrivenSequence], max_tokens: int | None = None) -> Batch:
+def batch_of(sequences: Sequence[DrivenSequence], max_tokens: int | None = None) -> ForwardBatch:
     """Whole prompts, or the next ``max_tokens`` of each."""
-    return Batch(tuple(s.next_slice(max_tokens) for s in sequences))
+    return ForwardBatch(tuple(s.next_slice(max_tokens) for s in sequences))
 
 
 @dataclass
@@ -138,7 +139,9 @@ def sample(engine: Engine, sequences: Sequence[DrivenSequence], activation: Acti
     """Extend each sequence by its greedy token; returns the logits."""
     logits = engine.head(activation)
     greedy = SamplingParams(max_tokens=99, seed=0, temperature=0.0, ignore_eos=True)
-    rows = [Request(request_id="r", attempt=1, gateway_id="g", prompt=s.tokens, params=greedy) for s in sequences]
+    rows = [
+        ActiveSequence(request_id="r", attempt=1, gateway_id="g", prompt=s.tokens, params=greedy) for s in sequences
+    ]
     for sequence, sampled in zip(sequences, engine.sample(logits, rows), strict=True):
         sequence.tokens.append(sampled.token_id)
     return logits
@@ -147,3 +150,12 @@ def sample(engine: Engine, sequences: Sequence[DrivenSequence], activation: Acti
 def decode(engine: Engine, sequences: Sequence[DrivenSequence], num_steps: int) -> list[object]:
     """Greedy steps, all sequences in one batch; returns each step's logits."""
     return [sample(engine, sequences, run_whole(engine, sequences)) for _ in range(num_steps)]
+
+
+@cache
+def alone(kind: str, lengths: tuple[int, ...], num_steps: int) -> tuple[list[list[int]], list[object]]:
+    """What one engine makes of the prompts: tokens of each sequence with them, and each step's logits."""
+    engine = maker(kind)()
+    sequences = sequences_of(engine, lengths)
+    logits = decode(engine, sequences, num_steps)
+    return [s.tokens for s in sequences], logits

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop
 from shared.messages.generation import SamplingParams
 from tests.checkpoints import KINDS
@@ -29,7 +29,7 @@ def _serve(loop: EngineLoop, prompts: dict[str, list[int]], *, steps_between: in
             if name is None or prompt is None:
                 break
             params = SamplingParams(max_tokens=NUM_TOKENS, seed=0, temperature=0.0, ignore_eos=True)
-            loop.add(Sequence(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=params))
+            loop.add(ActiveSequence(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=params))
             if steps_between:
                 break
         result = loop.step()

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence as Request
-from services.worker.engine.base import Activation, Batch, Engine, Logits
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.base import Activation, Engine, ForwardBatch, Logits
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockFaults
 from services.worker.engine.mock.tokens import next_token
 from services.worker.engine.thread import EngineThread
@@ -36,7 +36,7 @@ class StagedEngine(MockEngine):
         self.num_batches = 0
         self.largest_failing = 0
 
-    def _strike(self, stage: str, batch: Batch) -> None:
+    def _strike(self, stage: str, batch: ForwardBatch) -> None:
         if stage != self.stage or self.left == 0:
             return
         if any(BAD in piece.token_ids for piece in batch.slices):
@@ -45,7 +45,7 @@ class StagedEngine(MockEngine):
                 self.left -= 1
             raise self.failure
 
-    def embed(self, batch: Batch) -> Activation:
+    def embed(self, batch: ForwardBatch) -> Activation:
         self.num_batches += 1
         self._strike("embed", batch)
         return super().embed(batch)
@@ -59,7 +59,7 @@ class StagedEngine(MockEngine):
         self._strike("head", activation.batch)
         return activation, super().head(activation)
 
-    def sample(self, logits: Logits, rows: Sequence[Request]) -> list[Sampled]:
+    def sample(self, logits: Logits, rows: Sequence[ActiveSequence]) -> list[Sampled]:
         activation, hashes = logits
         self._strike("sample", activation.batch)
         return super().sample(hashes, rows)
@@ -73,9 +73,9 @@ def loop_of(engine: Engine, clock: Callable[[], float] = lambda: 0.0, **changes:
     return EngineLoop(engine, SchedulerConfig(num_blocks=num_blocks, block_size=block_size, **changes), clock)
 
 
-def request(name: str, prompt: Sequence[int], max_tokens: int = 12, **params: float) -> Request:
+def request(name: str, prompt: Sequence[int], max_tokens: int = 12, **params: float) -> ActiveSequence:
     sampling = SamplingParams(max_tokens=max_tokens, seed=1, **params)  # type: ignore[arg-type]
-    return Request(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=sampling)
+    return ActiveSequence(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=sampling)
 
 
 def said(prompt: Sequence[int], count: int = 12) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ def test_a_real_model_gives_the_same_tokens_beside_a_request_that_fails(
             # What is sampled is not the bad token, or the test says nothing.
             bias = ((bad_token, -100.0),)
             params = SamplingParams(max_tokens=8, seed=index, temperature=temperature, logit_bias=bias)
-            loop.add(Request(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=params))
+            loop.add(ActiveSequence(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=params))
             if bad and index == 3:
                 loop.add(request("bad", [5, 6, bad_token, 8, 9, 10]))
         tokens, ends = run_all(loop)

@@ -13,7 +13,7 @@ import torch
 
 from services.worker.engine.attention.torch_cpu import TorchAttention
 from services.worker.engine.base import Engine
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.torch_engine import TorchEngine
 from shared.errors import BadRequest

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.kv_pool import SPARE_BYTES, KvCache, KvPool, kv_block_bytes, kv_pool_bytes
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
@@ -126,7 +126,7 @@ def test_sixteen_prompts_touch_no_memory_but_what_was_prepared() -> None:
     for number in range(16):
         params = SamplingParams(max_tokens=40, seed=0, temperature=0.0, ignore_eos=True)
         prompt = tuple(range(3, 13 + number))
-        loop.add(Sequence(request_id=str(number), attempt=1, gateway_id="g", prompt=prompt, params=params))
+        loop.add(ActiveSequence(request_id=str(number), attempt=1, gateway_id="g", prompt=prompt, params=params))
     while loop.has_work:
         loop.step()
     memory, first = torch.from_numpy(pool.bytes), engine.prepared_blocks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from tests.services.worker.engine.loops import Partial, expected, make_loop, request, run_all
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
 from shared.messages.generation import DecodePlace, SamplingParams
 from tests.processes import INCARNATION
@@ -37,10 +37,10 @@ class Told:
         self._loop = loop
         self.said: list[tuple[str, int]] = []
         self.chunks: list[tuple[int, int]] = []
-        self.sequences: dict[str, Sequence] = {}
+        self.sequences: dict[str, ActiveSequence] = {}
         self.computed_at: list[int] = []
 
-    def ran_layers(self, sequence: Sequence, start: int, end: int, num_layers: int) -> None:
+    def ran_layers(self, sequence: ActiveSequence, start: int, end: int, num_layers: int) -> None:
         self.said.append((sequence.request_id, num_layers))
         self.chunks.append((start, end))
         assert not sequence.output, "its first token comes after its layers"
@@ -48,7 +48,7 @@ class Told:
         export([sequence.block_table], [end], num_layers, first_tokens=[start])
         export([sequence.block_table], [start], NUM_LAYERS)
 
-    def computed(self, sequence: Sequence, token: Sampled) -> None:
+    def computed(self, sequence: ActiveSequence, token: Sampled) -> None:
         assert token.error is not None or sequence.output == [token.token_id]
         assert sequence.reserved != sequence.finished, "held, or over"
         self.computed_at.append(len(self.said))
@@ -62,14 +62,14 @@ def loop_of(**changes: int) -> tuple[EngineLoop, Told, FailingEngine]:
     return loop, told, engine
 
 
-def request(name: str, num_tokens: int = 5, *, leaves: bool = True, max_tokens: int = 6) -> Sequence:
+def request(name: str, num_tokens: int = 5, *, leaves: bool = True, max_tokens: int = 6) -> ActiveSequence:
     params = SamplingParams(max_tokens=max_tokens, seed=1)
     place = PLACE if leaves else None
     prompt = tuple(range(len(name), len(name) + num_tokens))
-    return Sequence(request_id=name, attempt=0, gateway_id="g", prompt=prompt, params=params, decode_at=place)
+    return ActiveSequence(request_id=name, attempt=0, gateway_id="g", prompt=prompt, params=params, decode_at=place)
 
 
-def tokens_after(sequence: Sequence, count: int) -> list[int]:
+def tokens_after(sequence: ActiveSequence, count: int) -> list[int]:
     tokens = list(sequence.prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.base import Batch, Engine, Slice
+from services.worker.engine.base import Engine, ForwardBatch, Slice
 from shared.errors import BadRequest
 from tests.checkpoints import KINDS
 from tests.services.worker.engine.harness import prompt_of
 from tests.services.worker.engine.movers import (
     NUM_LAYERS,
+    alone,
     batch_of,
     decode,
     import_by_layer,
@@ -47,19 +48,14 @@ def same_logits(logits: object, expected: object) -> None:
 def test_a_split_batch_and_its_next_tokens_are_those_of_one_engine(
     kind: str, num_layers: int, lengths: tuple[int, ...], block_sizes: tuple[int, int]
 ) -> None:
-    make = maker(kind)
-    alone = make()
-    expected = sequences_of(alone, lengths)
-    first_logits = sample(alone, expected, run_whole(alone, expected))
-    later_logits = decode(alone, expected, NUM_STEPS)
-
-    giver, taker = (make(block_size=size) for size in block_sizes)
+    expected, (first_logits, *later_logits) = alone(kind, lengths, 1 + NUM_STEPS)
+    giver, taker = (maker(kind)(block_size=size) for size in block_sizes)
     moved = run_part(giver, sequences_of(giver, lengths, backwards=True), num_layers)
     taken = sequences_of(taker, lengths)
     same_logits(sample(taker, taken, take_over(taker, taken, moved)), first_logits)
     for logits, wanted in zip(decode(taker, taken, NUM_STEPS), later_logits, strict=True):
         same_logits(logits, wanted)
-    assert [s.tokens for s in taken] == [s.tokens for s in expected]
+    assert [s.tokens for s in taken] == expected
 
 
 @each_engine
@@ -89,15 +85,14 @@ def test_a_batch_may_move_twice(kind: str) -> None:
 def test_kv_may_come_while_later_layers_run(kind: str, num_layers: int, kv_after: int) -> None:
     giver, taker = (maker(kind)(block_size=size) for size in (16, 8))
     lengths = (21, 9)
-    expected = sequences_of(giver, lengths)
-    decoded = decode(giver, expected, NUM_STEPS)
+    expected, decoded = alone(kind, lengths, NUM_STEPS)
 
     moved = run_part(giver, sequences_of(giver, lengths), num_layers)
     taken = sequences_of(taker, lengths, backwards=True)
     same_logits(sample(taker, taken, take_over(taker, taken, moved, kv_after=kv_after)), decoded[0])
     for logits, wanted in zip(decode(taker, taken, NUM_STEPS - 1), decoded[1:], strict=True):
         same_logits(logits, wanted)
-    assert [s.tokens for s in taken] == [s.tokens for s in expected]
+    assert [s.tokens for s in taken] == expected
 
 
 @each_engine
@@ -133,10 +128,9 @@ def test_another_thread_imports_while_later_layers_and_other_batches_run(kind: s
 @pytest.mark.parametrize("part_tokens", [3, 7, 16, 60, 100])
 @pytest.mark.parametrize("num_layers", [0, 2])
 def test_a_batch_run_in_parts_is_that_batch(kind: str, part_tokens: int, num_layers: int) -> None:
-    alone, giver, taker = (maker(kind)() for _ in range(3))
+    giver, taker = (maker(kind)() for _ in range(2))
     lengths = (37, 5, 19)
-    expected = sequences_of(alone, lengths)
-    decoded = decode(alone, expected, NUM_STEPS)
+    expected, decoded = alone(kind, lengths, NUM_STEPS)
 
     moved = run_part(giver, sequences_of(giver, lengths), num_layers, part_tokens=part_tokens)
     taken = sequences_of(taker, lengths, backwards=True)
@@ -146,7 +140,7 @@ def test_a_batch_run_in_parts_is_that_batch(kind: str, part_tokens: int, num_lay
     same_logits(sample(taker, taken, activation), decoded[0])
     for logits, wanted in zip(decode(taker, taken, NUM_STEPS - 1), decoded[1:], strict=True):
         same_logits(logits, wanted)
-    assert [s.tokens for s in taken] == [s.tokens for s in expected]
+    assert [s.tokens for s in taken] == expected
 
 
 @each_engine
@@ -292,7 +286,7 @@ def test_another_thread_exports_one_batch_while_others_run(kind: str) -> None:
     assert [s.tokens for s in undisturbed] == [s.tokens for s in others]
 
 
-def begun(engine: Engine) -> Batch:
+def begun(engine: Engine) -> ForwardBatch:
     """A batch of 20 tokens and one of 3, in blocks that hold them."""
     return batch_of(sequences_of(engine, (20, 3)))
 
@@ -316,11 +310,11 @@ def test_hidden_states_of_another_size_and_batches_without_room_are_refused(kind
         with pytest.raises(BadRequest, match="hidden states"):
             engine.resume(batch, wrong, next_layer=0)
     with pytest.raises(BadRequest, match="without slices"):
-        engine.resume(Batch(()), hidden[:0], next_layer=0)
+        engine.resume(ForwardBatch(()), hidden[:0], next_layer=0)
     first, second = batch.slices
     short = Slice(9, first.token_ids, 0, first.block_table[:1], True)
     with pytest.raises(BadRequest, match="sequence 9: 20 tokens up to position 20 in 1 blocks"):
-        engine.resume(Batch((short, second)), hidden, next_layer=0)
+        engine.resume(ForwardBatch((short, second)), hidden, next_layer=0)
 
 
 @each_engine

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.sampler import sample_rows
 from shared.messages.generation import SamplingParams
 
@@ -17,7 +17,7 @@ def row(output=(), prompt=(1,), eos=(0,), **params):
 
 
 def request(params, prompt, output=(), eos=()):
-    return Request(
+    return ActiveSequence(
         request_id="r", attempt=1, gateway_id="g", prompt=prompt, output=output, params=params, eos_token_ids=eos
     )
 

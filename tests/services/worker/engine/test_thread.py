@@ -7,7 +7,7 @@ import pytest
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.thread import EngineThread
 from shared.errors import Overloaded, Unavailable
@@ -33,7 +33,7 @@ class Collector:
 
     def wait(self, count):
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.endings) >= count, timeout=10)
+            assert self._changed.wait_for(lambda: len(self.endings) >= count, timeout=60)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ class Prepared(MockEngine):
 
     def wait(self, last):
         with self.changed:
-            assert self.changed.wait_for(lambda: self.ranges and self.ranges[-1][1] == last, timeout=10)
+            assert self.changed.wait_for(lambda: self.ranges and self.ranges[-1][1] == last, timeout=60)
 
 
 def test_blocks_are_prepared_before_the_thread_starts_and_before_they_are_used(running):
@@ -179,7 +179,7 @@ class HeldEngine(MockEngine):
 
     def run_layers(self, activation, first, last):
         self.layers_begun.release()
-        assert self.go_on.acquire(timeout=10)
+        assert self.go_on.acquire(timeout=60)
         super().run_layers(activation, first, last)
 
     def let_all_go(self):
@@ -192,7 +192,7 @@ def held(running):
     engine = HeldEngine()
     thread, collector = running(make_loop(engine, clock=time.monotonic))
     thread.submit(request("a")).result(10)
-    assert engine.layers_begun.acquire(timeout=10)
+    assert engine.layers_begun.acquire(timeout=60)
     yield thread, engine, collector
     engine.let_all_go()
 
@@ -204,7 +204,7 @@ def test_commands_for_between_layers_do_not_wait_for_the_steps_end(held):
     layers = [thread.call(lambda _, i=i: ran.append(i), between_layers=True) for i in range(3)]
     submitted = thread.submit(request("b"))
     engine.go_on.release()
-    assert engine.layers_begun.acquire(timeout=10), "the second layer of the same step"
+    assert engine.layers_begun.acquire(timeout=60), "the second layer of the same step"
     for future in [*layers, submitted]:
         assert future.done()
     assert ran == [0, 1, 2]
@@ -221,7 +221,7 @@ def test_what_comes_between_layers_is_seen_in_the_load_before_the_step_ends(held
     before = thread.stats().load
     thread.submit(request("b"))
     engine.go_on.release()
-    assert engine.layers_begun.acquire(timeout=10), "the second layer of the same step"
+    assert engine.layers_begun.acquire(timeout=60), "the second layer of the same step"
     after = thread.stats().load
     assert (before.queued_tokens, after.queued_tokens) == (5, 10)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.engine.base import Batch, Slice
+from services.worker.engine.base import ForwardBatch, Slice
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HostArena
@@ -87,7 +87,7 @@ def test_layer_ranges_give_the_logits_of_a_whole_run(cuts: tuple[int, ...]) -> N
 def test_kv_on_the_wire_is_layers_k_and_v_tokens_heads() -> None:
     engine = loaded_engine("qwen2", block_size=4)
     sequences = [DrivenSequence(i, prompt_of(n, i), blocks) for i, (n, blocks) in enumerate([(6, (9, 2)), (3, (5,))])]
-    engine.run_layers(engine.embed(Batch(tuple(s.next_slice() for s in sequences))), 0, 3)
+    engine.run_layers(engine.embed(ForwardBatch(tuple(s.next_slice() for s in sequences))), 0, 3)
     kv = torch.from_numpy(engine.export_kv([(9, 2), (5,)], [6, 3], 3)).view(torch.float32)
     heads_and_dim = engine.cache.k[0].shape[2:]
     kv = kv.view(3, 2, 9, *heads_and_dim)
@@ -154,7 +154,7 @@ def test_an_engine_built_before_its_weights_computes_once_they_are_there() -> No
     load_unit(checkpoint, layout, layout.embed, arena)
     load_unit(checkpoint, layout, layout.units[0], arena)
     tokens = prompt_of(20)
-    activation = engine.embed(Batch((DrivenSequence(1, tokens, range(2)).next_slice(),)))
+    activation = engine.embed(ForwardBatch((DrivenSequence(1, tokens, range(2)).next_slice(),)))
     engine.run_layers(activation, 0, 1)
     for unit in [*layout.units[1 : layout.num_layers], layout.final]:
         load_unit(checkpoint, layout, unit, arena)
@@ -213,18 +213,18 @@ def test_lower_precision_stays_as_close_to_float32_as_transformers_does(kind: st
 )
 def test_a_slice_that_its_blocks_cannot_hold_is_refused(piece: Slice) -> None:
     with pytest.raises(BadRequest, match="sequence 1"):
-        loaded_engine("llama").embed(Batch((piece,)))
+        loaded_engine("llama").embed(ForwardBatch((piece,)))
 
 
 @pytest.mark.parametrize("token", [-1, 264])
 def test_a_token_outside_of_the_vocabulary_is_refused(token: int) -> None:
     with pytest.raises(BadRequest, match="vocabulary of 264"):
-        loaded_engine("llama").embed(Batch((Slice(1, (1, token), 0, (0,), True),)))
+        loaded_engine("llama").embed(ForwardBatch((Slice(1, (1, token), 0, (0,), True),)))
 
 
 def test_layers_out_of_order_and_an_early_head_are_refused() -> None:
     engine = loaded_engine("llama")
-    activation = engine.embed(Batch((Slice(1, (1, 2), 0, (0,), True),)))
+    activation = engine.embed(ForwardBatch((Slice(1, (1, 2), 0, (0,), True),)))
     with pytest.raises(BadRequest, match="next layer is 0"):
         engine.run_layers(activation, 1, 2)
     with pytest.raises(BadRequest, match="head"):

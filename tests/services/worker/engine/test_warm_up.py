@@ -7,7 +7,7 @@ import torch
 
 from services.worker.engine import sampler, warm_up
 from services.worker.engine.attention import torch_cpu
-from services.worker.engine.draw import DrawRow
+from services.worker.engine.categorical import DrawRow
 
 
 def test_every_dtype_runs_prompts_with_and_without_a_prefix_decodes_and_every_way_to_choose(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.base import Batch
+from services.worker.engine.base import ForwardBatch
 from services.worker.engine.kv_pool import KvPool
-from services.worker.engine.mock import engine as mock_engine
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock import mock_engine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.instance.factory import InstanceFactory
 from services.worker.memory.arena import HostMemory
@@ -22,8 +22,8 @@ from shared.errors import Conflict, NoCapacity
 from shared.profile import Profile, write_profile
 from tests.records import profile
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
+from tests.wait_until import eventually
 
 
 async def test_only_the_very_instance_that_serves_admits(alone: LoneWorker) -> None:
@@ -193,7 +193,7 @@ async def test_an_instance_with_a_profile_begins_with_it_and_the_mock_plays_it(
 ) -> None:
     played: list[Profile] = []
 
-    def step_s(known: Profile, _batch: Batch) -> float:
+    def step_s(known: Profile, _batch: ForwardBatch) -> float:
         played.append(known)
         return 0.0
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from tests.services.worker.kv_transfer.decode_side import Gate
 from tests.services.worker.kv_transfer.fakes import FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.kv_transfer.reservation import DecodeReservation
 from shared.messages.generation import Submit
 from shared.transport.base import Buffer
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker
+from tests.wait_until import eventually
 
 
 def reservations_of(alone: LoneWorker) -> dict[tuple[str, int], DecodeReservation]:

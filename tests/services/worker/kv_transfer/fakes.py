@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import numpy as np
 
-from services.worker.engine.base import Batch, Slice
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.base import ForwardBatch, Slice
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
 from services.worker.kv_transfer.incoming import kv_tag
 from shared import subjects
@@ -26,9 +26,9 @@ from shared.messages.disaggregated import (
 from shared.messages.generation import DecodePlace, SamplingParams, Submit, TokenLogprobs
 from shared.transport.base import Transfer
 from tests.processes import INCARNATION, process
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker
 from tests.services.workers import RunningWorker
+from tests.wait_until import eventually
 
 PROMPT = tuple(32 + (5 * j) % 90 for j in range(100))
 """Two chunks of a worker's usual 64 tokens."""
@@ -94,7 +94,7 @@ class FakePrefill:
             kv_bytes_per_token_layer=there.kv_bytes_per_token_layer,
         )
         blocks = tuple(range(-(-len(tokens) // 16)))
-        activation = engine.embed(Batch((Slice(0, tokens, 0, blocks, True),)))
+        activation = engine.embed(ForwardBatch((Slice(0, tokens, 0, blocks, True),)))
         engine.run_layers(activation, 0, there.num_layers)
         kv = engine.export_kv([blocks], [len(tokens)], there.num_layers, first_tokens=[start])
         return np.split(np.frombuffer(kv, dtype=np.uint8).copy(), there.num_layers)
@@ -176,7 +176,7 @@ async def clean(alone: LoneWorker) -> None:
 
         return await asyncio.wrap_future(engine.call(state)) == (0, 0, 0, 0)
 
-    await eventually(empty, timeout_s=2.0)
+    await eventually(empty)
     assert worker.serving.num_pins == 0, "an instance that drains would wait for ever"
 
 

@@ -13,9 +13,9 @@ from shared.messages.plans import DrainPlan, DrainTarget, MigratePlan
 from tests.processes import INCARNATION, process
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import outcomes_at
 from tests.services.workers import RunningWorker
+from tests.wait_until import eventually
 
 PROMPT = tuple(32 + (5 * j) % 90 for j in range(100))
 SLOW = MockTiming(layer_base_s=0.002)

@@ -9,9 +9,9 @@ from shared.messages.generation import DecodePlace
 from tests.processes import INCARNATION
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import outcomes_at
 from tests.services.workers import RunningWorker
+from tests.wait_until import eventually
 
 PROMPT = tuple(32 + (5 * j) % 90 for j in range(100))
 """Two chunks of a worker's usual 64 tokens."""

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.worker.core.kv_transfer import room
+from services.worker.core.kv_admission import room
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.kv_transfer import decode_client as module
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
@@ -38,8 +38,8 @@ from shared.messages.disaggregated import (
 )
 from shared.messages.generation import DecodePlace, SamplingParams, TokenLogprobs
 from tests.processes import INCARNATION, process
-from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
+from tests.wait_until import eventually
 
 TOKEN = Sampled(42, TokenLogprobs(logprob=-1.0))
 RESERVED = DecodeReserved(ticket=5, host="h", transport_address=b"there", window_layers=8)
@@ -77,7 +77,9 @@ class Rig:
         self.theirs: MemoryBus = broker.bus("w1")
         place = DecodePlace(worker_id="w1", incarnation=INCARNATION, instance_id="i1")
         params = SamplingParams(max_tokens=9, seed=1)
-        sequence = Sequence(request_id="r", attempt=3, gateway_id="g", prompt=(1, 2), params=params, decode_at=place)
+        sequence = ActiveSequence(
+            request_id="r", attempt=3, gateway_id="g", prompt=(1, 2), params=params, decode_at=place
+        )
         self.transfer = KvTransfer(sequence, 2, place, cast(Any, _Instance()))
         self.client = self.patient(NEVER_S)
         self.answers: list[Any] = []
@@ -281,8 +283,14 @@ async def test_layers_are_asked_for_until_they_are_there(rig: Rig) -> None:
 
 
 async def test_layers_that_do_not_come_are_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 10.0)  # on a busy machine an answer may take a while
-    rig.client, rig.answers = rig.patient(SILENCE_S), [DecodeRoom(layers_here=2)]
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", SILENCE_S)
+    rig.client = rig.patient(SILENCE_S)
+
+    async def answer(_: RenewDecode) -> DecodeRoom:
+        await asyncio.sleep(SILENCE_S / 5)
+        return DecodeRoom(layers_here=2)
+
+    await rig.answers_itself("renew", RenewDecode, answer)
     with pytest.raises(DecodeRefused, match=r"2 layers in 1 s"):
         await rig.client.until_here(5, 3)
 
@@ -294,11 +302,11 @@ async def test_layers_that_come_slowly_are_waited_for(rig: Rig, monkeypatch: pyt
 
     async def answer(_: RenewDecode) -> DecodeRoom:
         nonlocal here
-        await asyncio.sleep(SILENCE_S / 5)  # no question is lost by it: its limit is beyond
+        await asyncio.sleep(SILENCE_S / 5)
         here += 1
         return DecodeRoom(layers_here=here)
 
-    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", SILENCE_S)
     await rig.answers_itself("renew", RenewDecode, answer)
     assert await rig.client.until_here(5, 8) == 8
     assert time.monotonic() - started_s > SILENCE_S

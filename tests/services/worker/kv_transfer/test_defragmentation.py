@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.planner import service as planner
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.moving import PROMPT, moving
+from tests.wait_until import eventually
 
 KV_BYTES = 5 << 18
 """About 80 blocks of 16 tokens."""

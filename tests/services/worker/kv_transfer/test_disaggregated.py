@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from services.worker.core.kv_transfer import room
+from services.worker.core.kv_admission import room
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.kv_transfer import decode_client
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.rig import PROMPT, disaggregated
+from tests.wait_until import eventually
 
 SLOW = MockTiming(layer_base_s=0.01)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.worker.core.kv_transfer import staging
+from services.worker.core.kv_admission import staging
 from services.worker.engine.mock.tokens import next_token
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
 from shared.messages.disaggregated import DecodeReserved

@@ -7,9 +7,9 @@ import pytest
 from shared.messages.common import LivePolicy
 from shared.messages.generation import FinishReason
 from tests.services.cluster import Cluster
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import outcomes_at
 from tests.services.worker.live.burst import Burst, live_cluster
+from tests.wait_until import eventually
 
 
 @pytest.mark.parametrize("policy", ["zigzag", "best_effort", "overlap", "stop_the_world"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.moving import PROMPT, moving
+from tests.wait_until import eventually
 
 
 async def test_a_drain_moves_what_runs_and_does_not_wait_for_its_end(redis_url: str) -> None:

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from services.worker.core.kv_transfer import move_history
+from services.worker.core.kv_admission import move_history
 from services.worker.core.scheduling import leaving
-from services.worker.core.scheduling.sequence import Sequence
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.kv_transfer import decode_client, migration, receiver
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import Gate
 from tests.services.worker.kv_transfer.lossy import LossyBroker
 from tests.services.worker.kv_transfer.moving import PROMPT, Moving, moving
 from tests.services.workers import RunningWorker
+from tests.wait_until import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def when_it_begins(worker: RunningWorker, do: Callable[[], object]) -> None:
     inbox, loop = worker.service.parts.inbox, asyncio.get_running_loop()
     real = inbox.announce
 
-    def announce(sequences: Iterable[Sequence]) -> None:
+    def announce(sequences: Iterable[ActiveSequence]) -> None:
         loop.call_soon_threadsafe(do)
         real(sequences)
 
@@ -66,7 +66,7 @@ async def preempt(worker: RunningWorker, request_id: str) -> None:
 
 async def whole(fleet: Moving, request_id: str, *, max_tokens: int) -> None:
     """Its tokens are all right and there, over the attempts that it took."""
-    await eventually(lambda: _known(fleet, request_id, max_tokens) == set(range(max_tokens)), timeout_s=20.0)
+    await eventually(lambda: _known(fleet, request_id, max_tokens) == set(range(max_tokens)))
 
 
 def _known(fleet: Moving, request_id: str, max_tokens: int) -> set[int]:
@@ -214,7 +214,7 @@ async def test_a_request_that_stays_for_a_reason_of_its_own_does_not_keep_others
         ((first, _),) = fleet.here.service.parts.departures.transfers
         await preempt(fleet.here, first)
         held.open()
-        await eventually(lambda: "moved" in fleet.outcomes(), timeout_s=20.0)
+        await eventually(lambda: "moved" in fleet.outcomes())
         assert fleet.outcomes()["kept"] == 1
         await fleet.spare()
         for name in ("a", "b"):

@@ -8,14 +8,14 @@ import threading
 import pytest
 
 from services.worker.engine.base import Activation
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from shared.errors import BadRequest, Conflict, Overloaded
 from shared.messages.generation import TokenLogprobs
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import calls_to, decoded, held, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
+from tests.wait_until import eventually
 
 # --- reservations --------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ async def test_an_instance_does_not_go_while_a_reservation_is_on_its_way(
     go.set()
     await asyncio.wait({asking, idle}, return_when=asyncio.FIRST_COMPLETED)
     kept = asking.done() and asking.exception() is None
-    await asyncio.wait({asking}, timeout=5)
+    await asyncio.wait({asking}, timeout=60)
     if asking.exception() is None:
         assert kept, "room was given in an instance that was found idle before"
         assert not idle.done()
@@ -248,7 +248,7 @@ class StepGate:
         def run_layers(activation: Activation, first: int, last: int) -> None:
             if first == 0:
                 self.inside.set()
-                assert self._steps.acquire(timeout=20)
+                assert self._steps.acquire(timeout=60)
             real(activation, first, last)
 
         engine.run_layers = run_layers  # type: ignore[method-assign]

@@ -8,10 +8,10 @@ import pytest
 
 from services.worker.engine.mock.tokens import next_token
 from shared.errors import Conflict
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import decoded, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
+from tests.wait_until import eventually
 
 
 async def test_begin_without_all_kv_is_refused(alone: LoneWorker, prefill: FakePrefill) -> None:

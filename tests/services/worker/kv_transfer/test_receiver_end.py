@@ -9,10 +9,10 @@ import pytest
 
 from shared.errors import Conflict
 from shared.messages.generation import GatewayHeartbeat
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import Gate, decoded, expire, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
+from tests.wait_until import eventually
 
 
 async def test_a_reservation_that_is_not_renewed_lapses(alone: LoneWorker, prefill: FakePrefill) -> None:

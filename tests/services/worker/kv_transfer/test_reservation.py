@@ -7,12 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.worker.core.kv_transfer import staging
+from services.worker.core.kv_admission import staging
 from services.worker.kv_transfer import receiver
-from services.worker.weights.peers import Peers
+from services.worker.weights.peers import PeerChannels
 from shared.errors import BadRequest, Conflict, Overloaded, Unavailable
 from shared.transport.base import Channel
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import (
     Gate,
     calls_to,
@@ -25,6 +24,7 @@ from tests.services.worker.kv_transfer.decode_side import (
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
 from tests.shared.transport.memory import MemoryTransport
+from tests.wait_until import eventually
 
 
 async def test_room_is_refused_to_whom_there_is_no_connection(
@@ -33,7 +33,7 @@ async def test_room_is_refused_to_whom_there_is_no_connection(
     async def refuse(*_: object, **__: object) -> Channel:
         raise Unavailable("no connection")
 
-    monkeypatch.setattr(Peers, "channel", refuse)
+    monkeypatch.setattr(PeerChannels, "channel", refuse)
     with pytest.raises(Conflict, match="no connection"):
         await prefill.reserve(prefill.request())
     await clean(alone)

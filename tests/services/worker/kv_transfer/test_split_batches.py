@@ -21,10 +21,10 @@ from shared.messages.disaggregated import DecodeReserved, ReserveDecode
 from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import outcomes_at
 from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, Burst, live_cluster
 from tests.services.workers import RunningWorker
+from tests.wait_until import eventually
 
 SLOW = MockTiming(layer_per_token_s=5 * LAYER_S / NUM_TOKENS)
 """There is time to do something to a batch."""

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import outcomes_at
 from tests.services.worker.live.burst import Burst, live_cluster
+from tests.wait_until import eventually
 
 LENGTHS = (20, 48, 150, 31, 97, 5, 120, 64, 33, 140, 12, 80)
 """Chunks are of 48 tokens."""

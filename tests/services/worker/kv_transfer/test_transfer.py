@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.kv_transfer import transfer as module
 from services.worker.kv_transfer.incoming import kv_tag
 from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer, RequestEnded
@@ -28,14 +28,14 @@ class _Instance:
         num_layers = 4
 
 
-def sequence_of(*, output: tuple[int, ...] = ()) -> Sequence:
+def sequence_of(*, output: tuple[int, ...] = ()) -> ActiveSequence:
     params = SamplingParams(max_tokens=9, seed=1)
-    return Sequence(
+    return ActiveSequence(
         request_id="r", attempt=3, gateway_id="g", prompt=(1, 2, 3), params=params, output=output, decode_at=PLACE
     )
 
 
-def transfer_of(sequence: Sequence, num_tokens: int) -> KvTransfer:
+def transfer_of(sequence: ActiveSequence, num_tokens: int) -> KvTransfer:
     return KvTransfer(sequence, num_tokens, PLACE, cast(Any, _Instance()))
 
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.worker.core.kv_transfer import staging
+from services.worker.core.kv_admission import staging
 from services.worker.kv_transfer.incoming import IncomingKv
-from services.worker.weights.peers import Peers
+from services.worker.weights.peers import PeerChannels
 from shared.errors import Conflict
 from shared.messages.disaggregated import DecodeReserved
 from shared.messages.generation import Submit
@@ -116,7 +116,7 @@ async def test_layers_that_come_while_somebody_joins_are_not_taken_back(
     first = await prefill.reserve(request)
     connect = IncomingKv.connect
 
-    async def late(kv: IncomingKv, transport: TensorTransport, peers: Peers) -> None:
+    async def late(kv: IncomingKv, transport: TensorTransport, peers: PeerChannels) -> None:
         await connect(kv, transport, peers)
         await prefill.send(first, dict(enumerate(layers[:3])))
         while await prefill.renew(request, first, wait_layers=3) < 3:

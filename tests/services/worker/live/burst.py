@@ -17,8 +17,8 @@ from shared.messages.registry import WorkerRecord
 from tests.processes import INCARNATION
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.workers import RunningWorker
+from tests.wait_until import eventually
 
 NUM_TOKENS = 48
 LAYER_S = 0.004

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from services.worker.core.scheduling.sequence import Sequence, sequence_of, submit_of
+from services.worker.core.scheduling.sequence import ActiveSequence, sequence_of, submit_of
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
@@ -45,10 +45,10 @@ from shared.messages.live import (
 )
 from tests.processes import process
 from tests.services.tampering import TamperingTransport
-from tests.services.waiting import TIMEOUT_S, eventually
 from tests.services.worker.live.members import NUM_LAYERS, WatchedEngine, assignment, engine_of, make_loop, request
 from tests.shared.bus.memory import MemoryBroker
 from tests.shared.transport.memory import MemoryFabric
+from tests.wait_until import WAIT_S, eventually
 
 T = TypeVar("T")
 LONG_S = 3600.0
@@ -72,7 +72,7 @@ class Member:
     def _collect(self, output: StepOutput) -> None:
         self.outputs += output.outputs
 
-    def sequence_of(self, submit: Submit) -> Sequence:
+    def sequence_of(self, submit: Submit) -> ActiveSequence:
         return sequence_of(submit, ())
 
     @property
@@ -116,7 +116,7 @@ class InsideLayer:
 
         def inside(_: int) -> None:
             self.entered.set()
-            assert self._go_on.wait(TIMEOUT_S)
+            assert self._go_on.wait(WAIT_S)
 
         member.watched.inside = inside
 
@@ -146,13 +146,13 @@ class Requests:
     def host(self, requests: Iterable[Submit]) -> None:
         self.hosted += [r.request_id for r in requests]
 
-    def unhost(self, sequences: Iterable[Sequence]) -> None:
+    def unhost(self, sequences: Iterable[ActiveSequence]) -> None:
         self.unhosted += [s.request_id for s in sequences]
 
-    def announce(self, sequences: Iterable[Sequence]) -> None:
+    def announce(self, sequences: Iterable[ActiveSequence]) -> None:
         self.announced += [s.request_id for s in sequences]
 
-    def moved(self, sequences: Iterable[Sequence], worker_id: str) -> None:
+    def moved(self, sequences: Iterable[ActiveSequence], worker_id: str) -> None:
         self.moves += [(s.request_id, worker_id) for s in sequences]
 
     def on_output(self, output: StepOutput) -> None:
@@ -233,7 +233,7 @@ class Ends:
         for member in (self.source, self.target):
             member.watched.inside = lambda _: None
             member.engine.stop()
-            assert await asyncio.to_thread(member.engine.join, TIMEOUT_S)
+            assert await asyncio.to_thread(member.engine.join, WAIT_S)
         for transport in self.transports:
             await transport.close()
 
@@ -245,7 +245,7 @@ class Ends:
         self.target.copy.complete = num_layers == NUM_LAYERS
         self.pair.layers_ready()
 
-    def message_of(self, batch_id: str, *sequences: Sequence, serial: int = 0, **changes: object) -> HandOver:
+    def message_of(self, batch_id: str, *sequences: ActiveSequence, serial: int = 0, **changes: object) -> HandOver:
         """A hand-over."""
         message = HandOver(
             pair_id="pair",
@@ -256,7 +256,7 @@ class Ends:
         )
         return msgspec.structs.replace(message, **changes)
 
-    async def hand_over(self, batch_id: str, *sequences: Sequence, serial: int = 0) -> None:
+    async def hand_over(self, batch_id: str, *sequences: ActiveSequence, serial: int = 0) -> None:
         """Hand a batch over, with its hidden states."""
         await self.pair.on_hand_over(self.message_of(batch_id, *sequences, serial=serial))
         tokens = [token for s in sequences for token in s.tokens]
@@ -308,16 +308,18 @@ class FakeKvSender:
 
     def __init__(self) -> None:
         self.shares = False
-        self.forgotten: list[Sequence] = []
-        self.rests: list[tuple[tuple[Sequence, ...], int, Callable[[], Awaitable[None]]]] = []
+        self.forgotten: list[ActiveSequence] = []
+        self.rests: list[tuple[tuple[ActiveSequence, ...], int, Callable[[], Awaitable[None]]]] = []
 
-    def share(self, _sequences: Iterable[Sequence], _num_layers: int) -> bool:
+    def share(self, _sequences: Iterable[ActiveSequence], _num_layers: int) -> bool:
         return self.shares
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
+    def forget(self, sequences: Iterable[ActiveSequence]) -> None:
         self.forgotten += sequences
 
-    def send_rest(self, sequences: Iterable[Sequence], first_layer: int, over: Callable[[], Awaitable[None]]) -> None:
+    def send_rest(
+        self, sequences: Iterable[ActiveSequence], first_layer: int, over: Callable[[], Awaitable[None]]
+    ) -> None:
         self.rests.append((tuple(sequences), first_layer, over))
 
 
@@ -352,7 +354,7 @@ class SourceEnd:
         )
         self.link.watch(ends.source_tensors)
 
-    async def begin(self, *sequences: Sequence) -> None:
+    async def begin(self, *sequences: ActiveSequence) -> None:
         """These requests wait here, and the queue is lent."""
 
         def begin(loop: EngineLoop) -> None:

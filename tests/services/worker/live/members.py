@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from services.worker.core.live.batch import PromptBatch
+from services.worker.core.pairing.batch import PromptBatch
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.mock.engine import MockActivation, MockEngine
+from services.worker.engine.mock.mock_engine import MockActivation, MockEngine
 from services.worker.engine.mock.tokens import next_token
 from shared.messages.generation import SamplingParams, StreamPart
 from shared.messages.live import ZigzagAssignment
@@ -80,14 +80,14 @@ def engine_of(loop: EngineLoop) -> WatchedEngine:
     return loop.engine
 
 
-def request(name: str, prompt_tokens: int = 6, max_tokens: int = 3, output: Sequence[int] = ()) -> Request:
+def request(name: str, prompt_tokens: int = 6, max_tokens: int = 3, output: Sequence[int] = ()) -> ActiveSequence:
     """A request; each name has a prompt of its own."""
     prompt = [(sum(map(ord, name)) * 11 + i) % 200 for i in range(prompt_tokens)]
     params = SamplingParams(max_tokens=max_tokens, seed=1)
-    return Request(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=params, output=output)
+    return ActiveSequence(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=params, output=output)
 
 
-def expected(sequence: Request) -> tuple[int, ...]:
+def expected(sequence: ActiveSequence) -> tuple[int, ...]:
     """All its output, as one undisturbed engine gives it."""
     tokens = list(sequence.prompt)
     for _ in range(sequence.params.max_tokens):
@@ -95,7 +95,7 @@ def expected(sequence: Request) -> tuple[int, ...]:
     return tuple(tokens[len(sequence.prompt) :])
 
 
-def batch_of(batch_id: str, *sequences: Request, layer_s: float = 1.0, serial: int = 0) -> PromptBatch:
+def batch_of(batch_id: str, *sequences: ActiveSequence, layer_s: float = 1.0, serial: int = 0) -> PromptBatch:
     """A batch of them."""
     return PromptBatch(batch_id, serial, sequences, layer_s)
 

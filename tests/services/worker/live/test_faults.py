@@ -17,8 +17,8 @@ from shared.messages.live import LiveReport, Taken, WorkerOrder
 from tests.processes import process
 from tests.services.cluster import Cluster
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.live.burst import NUM_TOKENS, PROMPTS, Burst, live_cluster
+from tests.wait_until import eventually
 
 SLOW = MockTiming(layer_per_token_s=0.012 / NUM_TOKENS)
 slow_cluster = functools.partial(live_cluster, mock=SLOW)

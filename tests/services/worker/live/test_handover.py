@@ -13,9 +13,9 @@ from shared.errors import BadRequest, BlitzError, DeadlineExceeded, NotFound, Ov
 from shared.messages.codec import Message
 from shared.messages.common import ErrorInfo
 from shared.messages.live import HandOver
-from tests.services.waiting import eventually
 from tests.services.worker.live.ends import Ends, SourceEnd, running_ends
 from tests.services.worker.live.members import expected, request
+from tests.wait_until import eventually
 
 NAMES = "abcd"
 

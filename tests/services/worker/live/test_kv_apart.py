@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import pytest
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.live import pulls
@@ -28,8 +28,8 @@ from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
 from tests.processes import process
 from tests.services.cluster import Cluster
-from tests.services.waiting import eventually
 from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, PROMPTS, Burst, live_cluster
+from tests.wait_until import eventually
 
 slow_cluster = functools.partial(live_cluster, mock=MockTiming(layer_per_token_s=0.012 / NUM_TOKENS))
 RPC_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.live.steppers import SourceBatch
 from shared.messages.generation import DecodePlace, StreamPart
 from tests.processes import INCARNATION
@@ -125,10 +125,10 @@ class Departing:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def ran_layers(self, sequence: Sequence, start: int, end: int, num_layers: int) -> None:
+    def ran_layers(self, sequence: ActiveSequence, start: int, end: int, num_layers: int) -> None:
         """Not of prefixes that are computed outside of steps."""
 
-    def computed(self, sequence: Sequence, token: Sampled) -> None:
+    def computed(self, sequence: ActiveSequence, token: Sampled) -> None:
         self.told.append(sequence.request_id)
 
 

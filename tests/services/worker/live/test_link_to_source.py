@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from services.worker.core.live.pair import PairLife
-from services.worker.live import links
+from services.worker.core.pairing.pair import PairLife
 from services.worker.live.links import LinkToSource
 from services.worker.live.tensors import Tensors
 from shared import subjects
@@ -17,10 +17,9 @@ from shared.errors import Internal
 from shared.messages.common import Ack
 from shared.messages.live import PairEnded, Taken
 from tests.processes import process
-from tests.services.waiting import eventually
 from tests.services.worker.live.members import assignment
 from tests.shared.bus.memory import MemoryBroker
-from tests.shared.transport.memory import MemoryFabric
+from tests.wait_until import eventually
 
 NEVER_S = 1e6
 
@@ -32,18 +31,14 @@ class Ends:
         self.broker = MemoryBroker()
         self.source = self.broker.bus("w0")
         self.target = self.broker.bus("w1")
-        self.fabric = MemoryFabric()
-        self.transports = [self.fabric.start(name="w0"), self.fabric.start(name="w1")]
+        self.tensors = SimpleNamespace(peer_is_lost=False)
         self.life = PairLife()
         self.heard: list[object] = []
         self.deaf = 0
         """So many of the next questions are answered with an error."""
 
-    async def line(self, silence_s: float = NEVER_S) -> LinkToSource:
-        source, target = self.transports
-        channel = await target.connect(source.address, same_host=False, lane=1)
-        tensors = Tensors(target, channel, 1, timeout_s=1.0)
-        return LinkToSource(assignment(), self.target, tensors, self.life, silence_s=silence_s)
+    def line(self, silence_s: float = NEVER_S) -> LinkToSource:
+        return LinkToSource(assignment(), self.target, cast(Tensors, self.tensors), self.life, silence_s=silence_s)
 
     async def respond(self) -> None:
         await self.source.respond(subjects.worker_live(process("w0"), "taken"), Taken, self._answer)
@@ -57,23 +52,19 @@ class Ends:
 
 
 @pytest.fixture
-async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
-    monkeypatch.setattr(links, "TELL_RETRY_S", 0.001)
-    found = Ends()
-    yield found
-    for transport in found.transports:
-        await transport.close()
+async def ends() -> Ends:
+    return Ends()
 
 
 async def test_what_is_taken_is_told_until_it_is_heard(ends: Ends) -> None:
     await ends.respond()
     ends.deaf = 2
-    await (await ends.line()).tell_taken("b1", "b2", loaded=True)
+    await ends.line().tell_taken("b1", "b2", loaded=True)
     assert ends.heard == [Taken(pair_id="pair", batch_ids=("b1", "b2"), loaded=True)] * 3
 
 
 async def test_nothing_is_told_of_a_pair_that_has_ended(ends: Ends) -> None:
-    telling = asyncio.create_task((await ends.line()).tell_taken("b1", loaded=False))
+    telling = asyncio.create_task(ends.line().tell_taken("b1", loaded=False))
     await asyncio.sleep(0.02)
     assert not telling.done(), "nobody has heard it"
     ends.life.fail()
@@ -81,7 +72,7 @@ async def test_nothing_is_told_of_a_pair_that_has_ended(ends: Ends) -> None:
 
 
 async def test_a_source_that_says_nothing_is_lost_until_it_says_something(ends: Ends) -> None:
-    line = await ends.line(silence_s=0.2)
+    line = ends.line(silence_s=0.2)
     assert line.why_lost() == ""
     await eventually(lambda: line.why_lost() == "the source was silent for 0.2 s")
     line.heard()
@@ -89,7 +80,7 @@ async def test_a_source_that_says_nothing_is_lost_until_it_says_something(ends: 
 
 
 async def test_an_outage_of_our_own_bus_is_not_the_sources_silence(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = await ends.line(silence_s=5.0)
+    line = ends.line(silence_s=5.0)
     began_s = time.monotonic()
     with monkeypatch.context() as clock:
         ends.target.go_down()
@@ -103,15 +94,15 @@ async def test_an_outage_of_our_own_bus_is_not_the_sources_silence(ends: Ends, m
 
 
 async def test_a_cut_connection_needs_no_silence(ends: Ends) -> None:
-    line = await ends.line()
+    line = ends.line()
     assert line.why_lost() == ""
-    ends.fabric.kill(ends.transports[0].address)
-    await eventually(lambda: line.why_lost() == "the connection to the source is lost")
+    ends.tensors.peer_is_lost = True
+    assert line.why_lost() == "the connection to the source is lost"
 
 
 async def test_the_end_is_told_if_it_can_be(ends: Ends) -> None:
     await ends.source.subscribe(subjects.worker_pair_ended(process("w0")), PairEnded, ends.heard.append)
-    line = await ends.line()
+    line = ends.line()
     await line.tell_ended("why", ("b1",))
     await eventually(lambda: ends.heard == [PairEnded(pair_id="pair", reason="why", finished=("b1",))])
     await ends.target.close()

@@ -7,6 +7,8 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -22,10 +24,9 @@ from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.messages.live import LiveOffer, PairEnded, Seal, Settle
 from tests.processes import process
-from tests.services.waiting import eventually
 from tests.services.worker.live.members import assignment
 from tests.shared.bus.memory import MemoryBroker
-from tests.shared.transport.memory import MemoryFabric
+from tests.wait_until import eventually
 
 SEAL = Seal(pair_id="pair", count=3)
 SHORT_S, NEVER_S = 0.05, 1e6
@@ -110,19 +111,14 @@ async def test_nobody_answers_to_the_targets_name_for_too_long(line: Line, quick
 
 
 async def test_a_cut_connection_and_nobody_there_needs_no_patience(line: Line) -> None:
-    fabric = MemoryFabric()
-    source, target = fabric.start(name="w0"), fabric.start(name="w1")
-    channel = await source.connect(target.address, same_host=False, lane=1)
-    pair = line.link()
-    pair.watch(Tensors(source, channel, 1, timeout_s=1.0))
+    pair, tensors = line.link(), SimpleNamespace(peer_is_lost=False)
+    pair.watch(cast(Tensors, tensors))
     asking = asyncio.create_task(pair.ask_pair("seal", SEAL, Ack))
     await asyncio.sleep(SHORT_S)
     assert not asking.done(), "its line is there: it may only be slow"
-    fabric.kill(target.address)
+    tensors.peer_is_lost = True
     with pytest.raises(LinkLost):
         await asyncio.wait_for(asking, 10)
-    for transport in (source, target):
-        await transport.close()
 
 
 async def test_a_target_that_is_there_and_says_nothing_is_given_up(line: Line) -> None:

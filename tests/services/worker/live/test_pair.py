@@ -10,8 +10,8 @@ from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.live import report
 from shared.messages.common import LivePolicy
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, PROMPTS, Burst, live_cluster
+from tests.wait_until import eventually
 
 MAX_CASES = 3
 """In which the burst waits until there is a pair once, also on a busy machine."""

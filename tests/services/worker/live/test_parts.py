@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.live.batch import PromptBatch
+from services.worker.core.pairing.batch import PromptBatch
 from shared.zigzag.batch import State
 from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
 from tests.services.worker.live.test_source_stepper import Source

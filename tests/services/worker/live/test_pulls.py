@@ -14,9 +14,9 @@ from shared.messages.codec import Message
 from shared.messages.live import HandOver, Pull, PullKv, Settle
 from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
-from tests.services.waiting import eventually
 from tests.services.worker.live.ends import Ends, SourceEnd, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
+from tests.wait_until import eventually
 
 NAMES = "ab"
 

@@ -18,8 +18,8 @@ from shared.messages.generation import SamplingParams, Submit
 from shared.messages.live import Dissolve, Dissolved, HandOver, LiveOffer, ZigzagAssignment
 from tests.checkpoints import VOCAB_SIZE
 from tests.processes import process
-from tests.services.waiting import eventually
 from tests.services.worker.live.burst import NUM_TOKENS, PROMPTS, Burst, live_cluster
+from tests.wait_until import eventually
 
 slow_cluster = functools.partial(live_cluster, mock=MockTiming(layer_per_token_s=0.012 / NUM_TOKENS))
 RPC_S = 5.0

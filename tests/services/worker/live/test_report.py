@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from services.worker.core.live.pair import PairState
+from services.worker.core.pairing.pair import PairState
 from services.worker.live.report import BUCKET_S, MAX_BUCKETS, PairRecord, Timeline
 from shared.messages.codec import decode, encode
 from shared.messages.live import LayerRuns, LiveReport

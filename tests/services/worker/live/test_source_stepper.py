@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.live.steppers import SourceBatch, SourceStepper, engine_batch
 from shared.errors import EngineBroken, PeerLost
@@ -28,7 +28,7 @@ from tests.services.worker.live.members import (
 class Source:
     """A loop that lends, and its work."""
 
-    def __init__(self, *waiting: Sequence, decode_interval_s: float = 1e9, **changes: int) -> None:
+    def __init__(self, *waiting: ActiveSequence, decode_interval_s: float = 1e9, **changes: int) -> None:
         self.clock = Clock()
         self.loop: EngineLoop = make_loop(self.clock, **changes)
         self.done: list[SourceBatch] = []

@@ -9,16 +9,16 @@ import pytest
 from services.worker.live.tensors import Kind
 from shared.errors import BadRequest, Conflict, DeadlineExceeded
 from shared.messages.live import PullKv, Settle
-from tests.services.waiting import TIMEOUT_S, eventually
 from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
+from tests.wait_until import WAIT_S, eventually
 
 ROUNDS = 3
 SOON_S = 0.2
 """Within it, or never."""
 
 
-async def _receives(ends: Ends, serial: int, num_tokens: int, *, within_s: float = TIMEOUT_S) -> bool:
+async def _receives(ends: Ends, serial: int, num_tokens: int, *, within_s: float = WAIT_S) -> bool:
     """Whether hidden states of this claim are on the wire."""
     num_bytes = num_tokens * ends.source.loop.engine.hidden_bytes_per_token
     receiving = asyncio.ensure_future(ends.source_tensors.receive(num_bytes, serial, Kind.PULLED_HIDDEN))
@@ -138,7 +138,7 @@ def _kv(batch_id: str = "a", first_layer: int = 0, last_layer: int = 2) -> PullK
     return PullKv(pair_id="pair", batch_id=batch_id, serial=0, first_layer=first_layer, last_layer=last_layer)
 
 
-async def _receives_kv(ends: Ends, first_layer: int, num_layers: int, *, within_s: float = TIMEOUT_S) -> bool:
+async def _receives_kv(ends: Ends, first_layer: int, num_layers: int, *, within_s: float = WAIT_S) -> bool:
     num_bytes = num_layers * 9 * ends.source.loop.engine.kv_bytes_per_token_layer
     receiving = asyncio.ensure_future(ends.source_tensors.receive_kv(num_bytes, 0, first_layer))
     done, _ = await asyncio.wait({receiving}, timeout=within_s)
@@ -207,7 +207,7 @@ async def test_shares_are_given_again_as_they_were_and_what_is_kept_is_finished_
         assert await ends.dissolve(source_busy_s=1000.0, first_serial=7) == shares
         assert ends.requests.announced == list(shares.kept)
         layer.let_go()
-        await asyncio.wait_for(ends.pair.ended.wait(), TIMEOUT_S)
+        await asyncio.wait_for(ends.pair.ended.wait(), WAIT_S)
         await ends.target.idle()
         assert ends.target.tokens() == {name: expected(request(name, 9)) for name in shares.kept}
         assert ends.requests.unhosted == [g.batch_id for g in shares.given], "no more than these"
@@ -230,7 +230,7 @@ async def test_a_source_that_leaves_early_gets_everything_and_what_was_begun_wai
             await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/a",)))
         assert ends.target.num_used == 2
         await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/b",)))
-        await asyncio.wait_for(ends.pair.ended.wait(), TIMEOUT_S)
+        await asyncio.wait_for(ends.pair.ended.wait(), WAIT_S)
         assert ends.requests.unhosted == ["a", "b"]
 
 
@@ -241,7 +241,7 @@ async def test_a_source_that_is_lost_after_parting_settles_nothing_and_all_is_fr
         await ends.ran(2)
         await ends.dissolve()
         assert ends.target.num_used == 3
-        await asyncio.wait_for(ends.pair.ended.wait(), TIMEOUT_S)
+        await asyncio.wait_for(ends.pair.ended.wait(), WAIT_S)
         assert ends.target.num_used == 0
 
 
@@ -281,7 +281,7 @@ async def test_batches_cancelled_after_parting_are_freed_wherever_they_are() -> 
             ends.pair.cancel(name, 1)
         await asyncio.sleep(0.02)
         layer.let_go()
-        await asyncio.wait_for(ends.pair.ended.wait(), TIMEOUT_S)
+        await asyncio.wait_for(ends.pair.ended.wait(), WAIT_S)
         await ends.target.idle()
         assert ends.target.tokens() == {}
         assert sorted(ends.requests.unhosted) == sorted(g.batch_id for g in shares.given)
@@ -296,7 +296,7 @@ async def test_kept_batches_that_the_engine_cannot_compute_together_are_computed
         bad = next(name for name in reversed("abcd") if name in shares.kept)
         ends.target.watched.fails_on = request(bad, 9).prompt[0]
         layer.let_go()
-        await asyncio.wait_for(ends.pair.ended.wait(), TIMEOUT_S)
+        await asyncio.wait_for(ends.pair.ended.wait(), WAIT_S)
         await ends.target.idle()
         reasons = {name: "error" if name == bad else "length" for name in shares.kept}
         assert ends.target.finish_reasons() == reasons

@@ -9,9 +9,9 @@ import pytest
 
 from shared.errors import BadRequest, Conflict, Overloaded
 from shared.messages.live import Seal, Taken
-from tests.services.waiting import eventually
 from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
+from tests.wait_until import eventually
 
 SEAL = Seal(pair_id="pair", count=1)
 
@@ -119,7 +119,7 @@ async def test_cancelled_while_it_waits_a_batch_is_free_at_once() -> None:
         await ends.hand_over("a", request("a", 9))
         await ends.hand_over("b", request("b", 5), serial=1)
         ends.pair.cancel("a", 1)
-        await eventually(lambda: ends.target.num_used == 2)
+        await eventually(lambda: ends.target.num_used == 2 and ends.requests.unhosted)
         assert ends.requests.unhosted == ["a"]
         assert (await ends.pull()).batch_id == "b"
 
@@ -134,6 +134,7 @@ async def test_cancelled_inside_a_layer_a_batch_is_free_at_its_end() -> None:
         assert ends.target.num_used == 3
         layer.let_go()
         await ends.target.idle()
+        await eventually(lambda: ends.requests.unhosted)
         assert ends.requests.unhosted == ["a"]
         assert (await ends.pull()).batch_id == ""
 

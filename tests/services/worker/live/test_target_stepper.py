@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.target_work import TargetWork
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.target_work import TargetWork
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.live.steppers import TargetBatch, TargetStepper, engine_batch
 from shared.messages.generation import StreamPart
 from shared.zigzag.batch import State
@@ -49,7 +49,7 @@ class Target:
     def _layer(self) -> None:
         self.num_layers_ended += 1
 
-    def take(self, batch_id: str, *sequences: Sequence) -> PromptBatch:
+    def take(self, batch_id: str, *sequences: ActiveSequence) -> PromptBatch:
         """A batch is handed over."""
         batch = batch_of(batch_id, *sequences)
         assert self.loop.scheduler.reservations.reserve(sequences)

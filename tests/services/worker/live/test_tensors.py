@@ -12,8 +12,8 @@ import pytest
 from services.worker.live.tensors import Kind, Tensors, live_tag
 from shared.errors import DeadlineExceeded, TransferAborted, TransportError
 from shared.transport.tags import tag_of
-from tests.services.waiting import eventually
 from tests.shared.transport.memory import MemoryFabric, MemoryTransport
+from tests.wait_until import eventually
 
 EPOCH = 5
 

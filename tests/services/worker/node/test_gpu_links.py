@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.node.links import GpuLinks, load_nvml, measure_copy_gbps, read_gpu
+from services.worker.node.gpu_links import GpuLinks, load_nvml, measure_copy_gbps, read_gpu
 from tests.services.worker.node.fake_nvml import FakeGpu, FakeNvml
 
 A, B, C, D = (f"00000000:{bus}:00.0" for bus in ("1A", "2B", "3C", "4D"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.node.nic import Nic, Roots, find_nic, named_nic, pci_address
+from services.worker.node.nic import LocalNic, Roots, find_nic, named_nic, pci_address
 from tests.services.worker.node.fake_machine import FakeMachine
 
 CARD = "0000:00/0000:00:03.0"
 
 
-def found(machine: FakeMachine, gpu_bus_id: str = "") -> Nic:
+def found(machine: FakeMachine, gpu_bus_id: str = "") -> LocalNic:
     nic = find_nic(machine.roots, gpu_bus_id=gpu_bus_id)
     assert nic is not None
     return nic
@@ -26,7 +26,7 @@ def test_traffic_leaves_by_the_default_route_of_the_lowest_metric(machine: FakeM
     machine.route("eth0", destination="0000000A", mask="000000FF")
     machine.route("eth1", metric=600)
     machine.route("eth2", metric=100)
-    assert found(machine) == Nic("eth2", "interface", speed_gbps=25.0)
+    assert found(machine) == LocalNic("eth2", "interface", speed_gbps=25.0)
 
 
 def test_a_host_without_ipv4_goes_by_its_ipv6_default_route(machine: FakeMachine) -> None:
@@ -53,7 +53,7 @@ def test_without_any_route_the_first_interface_that_is_up_is_used(machine: FakeM
 def test_a_namespace_without_its_own_sysfs_still_has_its_interface(machine: FakeMachine) -> None:
     machine.interface("eth0", pci=CARD, speed="1000")
     machine.lose_sysfs()
-    assert found(machine) == Nic("eth0", "interface", speed_gbps=None)
+    assert found(machine) == LocalNic("eth0", "interface", speed_gbps=None)
 
 
 @pytest.mark.parametrize("speed", ["-1", "0", "", "garbage"])
@@ -72,7 +72,7 @@ def test_a_vlan_is_as_fast_as_the_card_below_it(machine: FakeMachine) -> None:
     machine.interface("eth0.7", speed="40000")
     machine.put_on_top("eth0.7", "eth0")
     machine.route("eth0.7")
-    assert found(machine) == Nic("eth0.7", "interface", speed_gbps=40.0)
+    assert found(machine) == LocalNic("eth0.7", "interface", speed_gbps=40.0)
 
 
 def test_a_bond_is_as_fast_as_its_cards_together(machine: FakeMachine) -> None:
@@ -80,7 +80,7 @@ def test_a_bond_is_as_fast_as_its_cards_together(machine: FakeMachine) -> None:
     for name in ("eth0", "eth1"):
         machine.interface(name, pci=f"0000:00/{name}", speed="25000")
         machine.put_on_top("bond0", name)
-    assert found(machine) == Nic("bond0", "interface", speed_gbps=50.0)
+    assert found(machine) == LocalNic("bond0", "interface", speed_gbps=50.0)
 
 
 def test_a_bridge_is_as_fast_as_its_real_card(machine: FakeMachine) -> None:
@@ -89,7 +89,7 @@ def test_a_bridge_is_as_fast_as_its_real_card(machine: FakeMachine) -> None:
     machine.interface("veth7", speed="10000")
     machine.put_on_top("br0", "eth0")
     machine.put_on_top("br0", "veth7")
-    assert found(machine) == Nic("br0", "interface", speed_gbps=1.0)
+    assert found(machine) == LocalNic("br0", "interface", speed_gbps=1.0)
 
 
 def test_an_active_rdma_port_is_preferred(machine: FakeMachine) -> None:
@@ -97,7 +97,7 @@ def test_an_active_rdma_port_is_preferred(machine: FakeMachine) -> None:
     machine.route("eth0")
     machine.rdma("mlx5_0", state="1: DOWN")
     machine.rdma("mlx5_1", rate="200 Gb/sec (4X HDR)", pci="0000:00/0000:02:00.0")
-    assert found(machine) == Nic("mlx5_1", "rdma", speed_gbps=200.0)
+    assert found(machine) == LocalNic("mlx5_1", "rdma", speed_gbps=200.0)
 
 
 def test_an_rdma_device_that_the_container_was_not_given_is_not_used(machine: FakeMachine) -> None:
@@ -111,7 +111,7 @@ def test_the_second_port_of_an_rdma_device_has_a_name_of_its_own(machine: FakeMa
     machine.rdma("mlx5_0", port=1, state="1: DOWN")
     machine.rdma("mlx5_0", port=2, rate="2.5 Gb/sec (1X SDR)")
     nic = found(machine)
-    assert nic == Nic("mlx5_0:2", "rdma", 2, 2.5)
+    assert nic == LocalNic("mlx5_0:2", "rdma", 2, 2.5)
     assert nic.device == "mlx5_0"
 
 
@@ -135,8 +135,12 @@ def test_a_nic_can_be_named(machine: FakeMachine) -> None:
     machine.interface("eth0", pci=CARD, speed="10000")
     machine.interface("eth1", pci="0000:00/0000:00:04.0", speed="25000")
     machine.rdma("mlx5_0")
-    assert named_nic(machine.roots, "eth1") == Nic("eth1", "interface", speed_gbps=25.0)
-    assert named_nic(machine.roots, "mlx5_0") == named_nic(machine.roots, "mlx5_0:1") == Nic("mlx5_0", "rdma", 1, 100.0)
+    assert named_nic(machine.roots, "eth1") == LocalNic("eth1", "interface", speed_gbps=25.0)
+    assert (
+        named_nic(machine.roots, "mlx5_0")
+        == named_nic(machine.roots, "mlx5_0:1")
+        == LocalNic("mlx5_0", "rdma", 1, 100.0)
+    )
     assert named_nic(machine.roots, "eth9") is None
 
 

@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from services.worker.node.nic import Nic, Roots
+from services.worker.node.nic import LocalNic, Roots
 from services.worker.node.nic_meter import NicMeter
 from tests.services.worker.node.fake_machine import FakeMachine
 
 GIGABIT_BYTES = 125_000_000
-ETH0 = Nic("eth0", "interface")
+ETH0 = LocalNic("eth0", "interface")
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_interfaces_whose_names_begin_alike_are_told_apart(machine: FakeMachine,
 def test_infiniband_counts_words_of_four_bytes(machine: FakeMachine) -> None:
     port = machine.rdma("mlx5_0", port=2)
     machine.count_rdma(port, received=0, sent=0)
-    meter = NicMeter(Nic("mlx5_0:2", "rdma", 2), machine.roots)
+    meter = NicMeter(LocalNic("mlx5_0:2", "rdma", 2), machine.roots)
     meter.rates(1.0)
     machine.count_rdma(port, received=GIGABIT_BYTES // 4, sent=GIGABIT_BYTES)
     assert meter.rates(2.0) == pytest.approx((4.0, 1.0))
@@ -74,7 +74,7 @@ def test_infiniband_counts_words_of_four_bytes(machine: FakeMachine) -> None:
 def test_rdma_cards_without_infiniband_counters_count_bytes(machine: FakeMachine) -> None:
     port = machine.rdma("rdmap0s6")
     machine.count_rdma(port, received=0, sent=0, words=False)
-    meter = NicMeter(Nic("rdmap0s6", "rdma"), machine.roots)
+    meter = NicMeter(LocalNic("rdmap0s6", "rdma"), machine.roots)
     meter.rates(1.0)
     machine.count_rdma(port, received=GIGABIT_BYTES, sent=2 * GIGABIT_BYTES, words=False)
     assert meter.rates(2.0) == pytest.approx((2.0, 1.0))
@@ -86,7 +86,7 @@ def test_a_worker_without_a_nic_has_no_traffic() -> None:
 
 
 def test_this_machines_counters_can_be_read() -> None:
-    meter = NicMeter(Nic("lo", "interface"), Roots())
+    meter = NicMeter(LocalNic("lo", "interface"), Roots())
     meter.rates(1.0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sends:
         sends.sendto(bytes(1000), ("127.0.0.1", 9))

@@ -6,7 +6,7 @@ from services.worker.node.traffic import TrafficReporter
 from shared.messages.registry import WorkerInfo
 from shared.messages.traffic import CarriedBytes, GetTraffic
 from shared.transport.tags import Carries, tag_of
-from shared.transport.traffic import Traffic
+from shared.transport.traffic import TrafficCounters
 from tests.records import worker_record
 
 
@@ -15,7 +15,7 @@ def worker() -> WorkerInfo:
 
 
 async def test_counters_are_answered_without_zeros_and_shown_as_metrics() -> None:
-    traffic, metrics = Traffic(), CollectorRegistry()
+    traffic, metrics = TrafficCounters(), CollectorRegistry()
     reporter = TrafficReporter(worker(), traffic, metrics=metrics)
     traffic.count("sent", tag_of(1, 0, Carries.KV_TO_DECODE), 5, same_host=False)
     traffic.count("sent", tag_of(1, 1, Carries.KV_TO_DECODE), 6, same_host=False)

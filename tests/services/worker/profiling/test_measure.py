@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.profiling import measure as measuring
 from services.worker.profiling.measure import Effort, measure

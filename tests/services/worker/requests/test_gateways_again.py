@@ -8,8 +8,8 @@ import pytest
 
 from shared.errors import NotFound
 from tests.services.fake_gateway import FakeGateway, expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
+from tests.wait_until import eventually
 
 LEASE_S = 60.0
 """Its silence would not be noticed in any of these tests."""

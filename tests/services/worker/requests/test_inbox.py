@@ -8,7 +8,7 @@ import time
 import pytest
 
 from services.worker.core.scheduling.gateways import Gone
-from services.worker.core.scheduling.sequence import Sequence, sequence_of
+from services.worker.core.scheduling.sequence import ActiveSequence, sequence_of
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.requests import inbox
 from services.worker.requests.inbox import Inbox
@@ -18,8 +18,8 @@ from shared.messages.common import Ack
 from shared.messages.generation import Cancel, Resend, SamplingParams, Submit
 from tests.processes import process
 from tests.services.fake_gateway import PROMPT, FakeGateway, expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
+from tests.wait_until import eventually
 
 LEASE_S = 1.0
 
@@ -388,11 +388,11 @@ def a_submit(request_id: str = "r", *, attempt: int = 1, output: tuple[int, ...]
     )
 
 
-def guest(submit: Submit) -> Sequence:
+def guest(submit: Submit) -> ActiveSequence:
     return sequence_of(submit, ())
 
 
-async def give_away(alone: LoneWorker, *request_ids: str) -> list[Sequence]:
+async def give_away(alone: LoneWorker, *request_ids: str) -> list[ActiveSequence]:
     """Requests that wait here become w9's."""
     instance_id = await alone.serve()
     await alone.pause()

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from services.worker.engine.base import Activation, Batch
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.base import Activation, ForwardBatch
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.requests.inbox import Inbox
 from tests.services.fake_gateway import PROMPT, expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker
+from tests.wait_until import eventually
 
 
 def engine_of(alone: LoneWorker) -> MockEngine:
@@ -55,7 +55,7 @@ async def test_the_word_is_out_before_the_engine_begins(alone: LoneWorker, monke
     engine, known = engine_of(alone), []
     embed = engine.embed
 
-    def watched(batch: Batch) -> Activation:
+    def watched(batch: ForwardBatch) -> Activation:
         # Read on the engine's thread: what has arrived at the gateway by now.
         known.append(story(alone, "x"))
         return embed(batch)
@@ -67,7 +67,7 @@ async def test_the_word_is_out_before_the_engine_begins(alone: LoneWorker, monke
     assert known == [[True], [True, first, False, True], [True, first, False, True, second, False]]
 
 
-async def test_while_the_bus_is_away_it_is_computed_without_a_witness(alone: LoneWorker) -> None:
+async def test_while_the_bus_is_away_it_is_computed_without_an_announcement(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
     await alone.pause()
     await alone.submit(instance_id, "x", alone_tokens=8)
@@ -84,7 +84,7 @@ async def test_while_the_bus_is_away_it_is_computed_without_a_witness(alone: Lon
 async def test_a_word_that_cannot_be_sent_holds_the_engine_for_a_moment_only(
     alone: LoneWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.requests.witness.SAY_S", 0.05)
+    monkeypatch.setattr("services.worker.requests.step_announcer.SAY_S", 0.05)
 
     async def never(self: object) -> None:
         await asyncio.sleep(3600)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from services.worker.weights.outcome import ends_soon
+from services.worker.weights.flow_completion import ends_soon
 from shared.aio import in_thread
 
 
@@ -44,7 +44,7 @@ async def test_what_work_in_a_thread_gives_and_raises_is_the_callers() -> None:
 async def test_whether_transfers_have_ended_is_known_however_often_the_caller_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, quiet: bool
 ) -> None:
-    monkeypatch.setattr("services.worker.weights.outcome.SETTLE_S", 20.0 if quiet else 0.2)
+    monkeypatch.setattr("services.worker.weights.flow_completion.SETTLE_S", 20.0 if quiet else 0.2)
     is_quiet = False
     waiting = asyncio.create_task(ends_soon(lambda: is_quiet))
     await asyncio.sleep(0.01)

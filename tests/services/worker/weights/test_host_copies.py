@@ -23,9 +23,9 @@ from shared.messages.registry import HeartbeatAck, HostCopy
 from tests.processes import INCARNATION, process
 from tests.records import digests_of_zeros
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker, model_record
 from tests.services.workers import MIB
+from tests.wait_until import eventually
 
 FROM_HOST = Stripe(source="w0", source_kind="host", target="w0")
 
@@ -39,7 +39,7 @@ async def holder() -> AsyncIterator[LoneWorker]:
 
 async def hold(alone: LoneWorker, *sources: CopySource, epoch: int = 1000) -> None:
     request = HoldCopy(model=alone.model, epoch=epoch, sources=sources)
-    await alone.planner.request(subjects.worker_hold_copy(process("w0")), request, Ack, timeout_s=5.0)
+    await alone.planner.request(subjects.worker_hold_copy(process("w0")), request, Ack, timeout_s=60)
 
 
 def inside(alone: LoneWorker) -> HostCopies:
@@ -48,7 +48,7 @@ def inside(alone: LoneWorker) -> HostCopies:
 
 async def drop(alone: LoneWorker) -> None:
     request = DropCopy(model_hash=alone.model.model_hash)
-    await alone.planner.request(subjects.worker_drop_copy(process("w0")), request, Ack, timeout_s=5.0)
+    await alone.planner.request(subjects.worker_drop_copy(process("w0")), request, Ack, timeout_s=60)
 
 
 def copies(alone: LoneWorker) -> tuple[HostCopy, ...]:
@@ -77,7 +77,7 @@ async def test_a_placed_copy_is_read_from_disk_and_gives_the_next_instance_its_w
 async def test_a_worker_says_whether_it_can_read_a_model_from_its_disk(holder: LoneWorker) -> None:
     async def ask(**changes: str) -> Ack:
         question = CanRead(model=msgspec.structs.replace(holder.model, **changes))
-        return await holder.planner.request(subjects.worker_can_read(process("w0")), question, Ack, timeout_s=5.0)
+        return await holder.planner.request(subjects.worker_can_read(process("w0")), question, Ack, timeout_s=60)
 
     assert await ask() == Ack()
     with pytest.raises(BadCheckpoint):

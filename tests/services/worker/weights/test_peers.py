@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from services.worker.weights import peers as peers_module
-from services.worker.weights.peers import TENSOR_LANE, WEIGHT_LANE, Peers, likely
+from services.worker.weights.peers import TENSOR_LANE, WEIGHT_LANE, PeerChannels, likely
 from shared.errors import PeerLost, Unavailable
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import WorkerRecord
 from shared.transport.base import Channel
 from tests.records import model, worker, worker_record
 from tests.services.fake_pool import FakePool
-from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
 from tests.shared.transport.memory import MemoryFabric, MemoryTransport
+from tests.wait_until import eventually
 
 
 class Recording:
@@ -60,7 +60,7 @@ class Cluster:
         self.transports = {f"w{i}": self.fabric.start(name=f"w{i}") for i in range(5)}
         self.recording = Recording(self.transports["w0"])
         self.me = worker("w0", incarnation="w0-1", transport_address=self.transports["w0"].address)
-        self.peers = Peers(self.broker.bus("w0"), self.recording, self.me, interval_s=0.02, gone_after_s=0.2)  # type: ignore[arg-type]
+        self.peers = PeerChannels(self.broker.bus("w0"), self.recording, self.me, interval_s=0.02, gone_after_s=0.2)  # type: ignore[arg-type]
 
     def record(
         self,
@@ -194,7 +194,7 @@ async def test_lanes_for_tensors_are_connected_ahead(cluster: Cluster) -> None:
 
 
 async def test_a_worker_whose_part_changes_looks_again_soon(cluster: Cluster) -> None:
-    lazy = Peers(cluster.broker.bus("w0"), cluster.recording, cluster.me, interval_s=3600.0)  # type: ignore[arg-type]
+    lazy = PeerChannels(cluster.broker.bus("w0"), cluster.recording, cluster.me, interval_s=3600.0)  # type: ignore[arg-type]
     running = asyncio.create_task(lazy.run())
     await asyncio.sleep(0)
     for _ in range(2):

@@ -21,11 +21,11 @@ from shared.layout import CHECK_BYTES
 from shared.messages.common import Ack
 from shared.messages.copies import CanRead, HoldCopy
 from tests.processes import process
-from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 from tests.services.worker.weights.changed_checkpoint import copy_of_tiny, flip_on_disk, overwrite, write_wide
 from tests.services.worker.weights.feeding_peers import DISK, empty_copy, peers, same_bytes
 from tests.services.workers import MIB
+from tests.wait_until import eventually
 
 UNITS = range(4)
 """Of ``wide``: two layers, embedding, norm."""
@@ -59,7 +59,7 @@ async def test_weights_that_were_overwritten_serve_nobody(alone: LoneWorker) -> 
 async def test_weights_that_were_overwritten_are_no_host_copy(alone: LoneWorker) -> None:
     overwrite(Path(alone.model.path))
     request = HoldCopy(model=alone.model, epoch=1000, sources=())
-    await alone.planner.request(subjects.worker_hold_copy(process("w0")), request, Ack, timeout_s=5.0)
+    await alone.planner.request(subjects.worker_hold_copy(process("w0")), request, Ack, timeout_s=60)
     await eventually(lambda: any(h.host_copies for h in alone.pool.heartbeats))
     await eventually(lambda: alone.pool.heartbeats[-1].host_copies == ())
     assert not [c for h in alone.pool.heartbeats for c in h.host_copies if c.state == "ready"]
@@ -75,7 +75,7 @@ async def test_a_changed_config_is_named_and_nothing_is_read(alone: LoneWorker) 
     assert "config.json has changed since the model was registered" in failed.detail
     with pytest.raises(CheckpointChanged, match=r"config\.json"):
         await alone.planner.request(
-            subjects.worker_can_read(process("w0")), CanRead(model=alone.model), Ack, timeout_s=5.0
+            subjects.worker_can_read(process("w0")), CanRead(model=alone.model), Ack, timeout_s=60.0
         )
 
 

@@ -23,7 +23,6 @@ def load(instance_id: str = "i0", **changes: object) -> LoadReport:
         model="m",
         state="serving",
         role="colocated",
-        published_at_s=0.0,
         queued_requests=0,
         queued_tokens=0,
         running_requests=0,
@@ -49,7 +48,7 @@ def queue(
         arrived_prompt_tokens_total=totals.get("arrived_tokens", 0),
         inflight_requests=0,
     )
-    return QueueReport(gateway_id=gateway_id, published_at_s=0.0, models=(held,))
+    return QueueReport(gateway_id=gateway_id, models=(held,))
 
 
 def candidates(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from services.planner.core.multicast.cluster import Clusters
@@ -32,6 +33,19 @@ def test_other_weights_and_other_layouts_are_no_copies() -> None:
     records = [worker_record(f"w{i}", other, "serving") for i, other in enumerate(others)]
     records += [record(f"w{2 + i}", host_copy="ready", copy_of=other) for i, other in enumerate(others)]
     assert Clusters(records).of(MODEL).copies == ()
+
+
+def test_copies_to_stay_apart_from_are_those_that_the_pool_placed_and_that_stay() -> None:
+    records = [
+        record("w0", "serving"),
+        record("w1", host_copy="ready"),
+        record("w2", host_copy="loading"),
+        record("w3", host_copy="ready", cached=True),
+        record("w4", host_copy="retired"),
+        record("w5", host_copy="ready", copy_of=model("m", layout_hash="other")),
+        msgspec.structs.replace(record("w6", host_copy="ready"), cordoned=True),
+    ]
+    assert [w.worker_id for w in Clusters(records).copies_at(MODEL)] == ["w1", "w2"]
 
 
 @pytest.mark.parametrize("state", ["loading", "live"])

@@ -7,7 +7,7 @@ import pytest
 
 from services.planner.core.multicast.targets import TargetGroup, Targets
 from services.planner.core.multicast.topology import Gpu, Nic, Topology, build_topology
-from services.planner.core.multicast.traffic import Load
+from services.planner.core.multicast.traffic import LinkLoad
 from shared.errors import BadTopology
 
 SEEDS = range(30)
@@ -24,9 +24,9 @@ def some_topology(rng: random.Random) -> Topology:
     return build_topology(gpus)
 
 
-def some_load(rng: random.Random, topology: Topology) -> Load:
+def some_load(rng: random.Random, topology: Topology) -> LinkLoad:
     busy = [nic for nic in topology.nics if rng.random() < 0.2]
-    return Load(dict.fromkeys(busy[::2], 1), dict.fromkeys(busy[1:], 1))
+    return LinkLoad(dict.fromkeys(busy[::2], 1), dict.fromkeys(busy[1:], 1))
 
 
 def sorted_at_once(
@@ -100,4 +100,4 @@ def test_unknown_and_repeated_targets_are_refused() -> None:
     topology = some_topology(random.Random(0))
     for ids in (["nobody"], ["h00-0", "h00-0"]):
         with pytest.raises(BadTopology):
-            Targets(topology, ids, Load({}, {}))
+            Targets(topology, ids, LinkLoad({}, {}))

@@ -5,7 +5,7 @@ import pytest
 
 from services.planner.core.operations.decision import decide
 from shared.messages.common import Role
-from shared.messages.registry import Floor
+from shared.messages.registry import Floor, WorkerRecord
 from tests.records import model, worker_record
 
 M = model("m", max_instances=4)
@@ -59,6 +59,30 @@ def test_the_newest_instances_are_drained() -> None:
     workers = [worker_record(f"w{i}", M, "serving", epoch=10 - i) for i in range(3)]
     decision = decide(M, workers, 1, None)
     assert [w.worker.worker_id for w in decision.drain] == ["w0", "w1"]
+
+
+def test_of_those_with_as_much_to_do_who_shares_a_worker_or_a_host_with_the_only_copy_goes_first() -> None:
+    hosts = {"w0": "x", "w1": "x", "w2": "y"}
+    workers = [worker_record(f"w{i}", M, "serving", epoch=i, host=hosts[f"w{i}"]) for i in range(3)]
+
+    def drained(desired: int, *holders: WorkerRecord, busy: str = "") -> list[str]:
+        copies_at = [holder.worker for holder in holders]
+        decision = decide(M, workers, desired, None, at_work=lambda i: i == f"i-{busy}", copies_at=copies_at)
+        return [w.worker.worker_id for w in decision.drain]
+
+    assert drained(1, workers[0]) == ["w0", "w1"]
+    assert drained(1, worker_record("c", host="x")) == ["w1", "w0"]
+    assert drained(2, workers[0], busy="w0") == ["w1"]
+    assert drained(2, workers[0], worker_record("c", host="z")) == ["w2"], "the other copy stays"
+    assert drained(2, workers[0], workers[1]) == ["w1"], "their host has both"
+    assert drained(1) == ["w2", "w1"]
+
+
+def test_of_those_that_drain_who_is_apart_from_the_only_copy_is_revived_first() -> None:
+    hosts = {"w0": "x", "w1": "x", "w2": "y"}
+    workers = [worker_record(f"w{i}", M, "draining", host=hosts[f"w{i}"]) for i in range(3)]
+    revived = decide(M, workers, 2, None, copies_at=[workers[0].worker]).revive
+    assert [w.worker.worker_id for w in revived] == ["w2", "w1"]
 
 
 def test_members_of_a_pair_are_drained_only_when_nothing_else_is_left() -> None:

@@ -6,6 +6,7 @@ from services.planner.core.multicast.traffic import SETTLING_S
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from shared.messages.progress import ScaleProgress
+from tests.records import targets
 
 
 class Watched(Operation):
@@ -27,7 +28,7 @@ def operation(plan_id: str) -> Watched:
         desired=1,
         reason="load",
         triggered_s=100.0,
-        targets=((f"w-{plan_id}", f"i-{plan_id}"),),
+        targets=targets((f"w-{plan_id}", f"i-{plan_id}")),
         links=(("source", f"w-{plan_id}"),),
         predicted_s={f"w-{plan_id}": 1.0},
     )

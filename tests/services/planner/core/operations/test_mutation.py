@@ -9,7 +9,7 @@ import pytest
 from services.planner.core.operations.mutation import (
     KEPT_LOADS,
     KEPT_S,
-    Offer,
+    RoleSurplus,
     from_surplus,
     kept_s,
     made_up_for,
@@ -27,15 +27,15 @@ def records(role: Role, *worker_ids: str) -> tuple[WorkerRecord, ...]:
     return tuple(worker_record(w, M, "serving", role=role, epoch=i + 1) for i, w in enumerate(worker_ids))
 
 
-def offer(role: Role, *worker_ids: str, surplus: int = 1) -> Offer:
-    return Offer(role, surplus, "why", records(role, *worker_ids))
+def offer(role: Role, *worker_ids: str, surplus: int = 1) -> RoleSurplus:
+    return RoleSurplus(role, surplus, "why", records(role, *worker_ids))
 
 
 def idle(_: str) -> bool:
     return False
 
 
-def chosen(*offers: Offer, role: Role = "decode", missing: int = 1, takers: int = 9, **more: object) -> list[str]:
+def chosen(*offers: RoleSurplus, role: Role = "decode", missing: int = 1, takers: int = 9, **more: object) -> list[str]:
     at_work = more.pop("at_work", idle)
     changes = from_surplus(role, missing, offers, at_work, takers, **more)  # type: ignore[arg-type]
     return [change.record.worker.worker_id for change in changes]

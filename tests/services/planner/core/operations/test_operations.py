@@ -20,7 +20,7 @@ from shared.messages.plans import DrainPlan, DrainTarget
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import WorkerRecord
 from tests.processes import INCARNATION
-from tests.records import model, worker_record
+from tests.records import model, targets, worker_record
 from tests.services.planner.core.live.some_pairs import assignment, report
 
 
@@ -32,7 +32,7 @@ def operation(direction: Direction = "out", plan_id: str = "p") -> Operation:
         desired=3,
         reason="load",
         triggered_s=100.0,
-        targets=(("w1", "i1"), ("w2", "i2")),
+        targets=targets(("w1", "i1"), ("w2", "i2")),
     )
 
 
@@ -175,13 +175,28 @@ def test_a_target_that_died_and_was_back_before_it_was_missed_has_failed() -> No
     record = worker_record("w1", model("m"), "loading")
     assert record.instance is not None
     own = msgspec.structs.replace(record.instance, instance_id="i1")
-    spare = worker_record("w1")
+    spare = worker_record("w1", incarnation="2")
     op.apply(*event("w1", "accepted", 100.5))
     for known in (worker_record("w1", lease_plan_id="p"), msgspec.structs.replace(record, instance=own)):
         op.check({"w1": known}, 101.0)
         assert op.record().targets[0].failure == ""
     op.check({"w1": spare}, 101.5)
     assert op.record().targets[0].failure == "the worker died and started again"
+
+
+def test_a_target_that_was_started_anew_before_it_took_the_plan_has_failed_at_once() -> None:
+    """What is told to the process before never reaches it."""
+    op = loads(accept_by_s=110.0, deadline_s=120.0)
+    anew = worker_record("w1", lease_plan_id="p", incarnation="2")
+    op.check({"w1": anew, "w2": worker_record("w2", lease_plan_id="p")}, 101.0)
+    assert [t.failure for t in op.record().targets] == ["the worker was started anew before it accepted the plan", ""]
+
+
+def test_a_target_that_has_given_its_instance_up_and_was_not_heard_has_failed() -> None:
+    op = loads(accept_by_s=110.0, deadline_s=120.0)
+    op.apply(*event("w1", "accepted", 100.5))
+    op.check({"w1": worker_record("w1")}, 101.5)
+    assert op.record().targets[0].failure == "its instance is gone"
 
 
 def test_targets_that_died_or_never_took_the_plan_fail() -> None:
@@ -192,7 +207,7 @@ def test_targets_that_died_or_never_took_the_plan_fail() -> None:
         desired=3,
         reason="load",
         triggered_s=100.0,
-        targets=(("w1", "i-w1"), ("w2", "i-w2"), ("w3", "i-w3")),
+        targets=targets(("w1", "i-w1"), ("w2", "i-w2"), ("w3", "i-w3")),
         accept_by_s=110.0,
         deadline_s=120.0,
     )
@@ -221,7 +236,7 @@ def loads(plan_id: str = "p", **fields: object) -> Operation:
         desired=3,
         reason="load",
         triggered_s=100.0,
-        targets=(("w1", "i1"), ("w2", "i2")),
+        targets=targets(("w1", "i1"), ("w2", "i2")),
         links=(("w0", "w1"), ("w1", "w2")),
         predicted_s={"w1": 2.0, "w2": 5.0},
         **fields,  # type: ignore[arg-type]
@@ -261,6 +276,11 @@ def test_the_time_that_a_target_still_needs_is_what_was_predicted_for_it() -> No
     op.apply(*event("w1", "loaded", 103.0))
     assert operations.remaining_s(103.0) == {("w2", "i2"): 3.0}
     assert operations.remaining_s(200.0) == {("w2", "i2"): 0.0}
+
+
+def test_who_loads_from_a_target_does_not_wait_for_what_both_take_beside_their_bytes() -> None:
+    op = loads(overhead_s={"w1": 0.5})
+    assert op.remaining_s(102.0) == {("w1", "i1"): 0.5, ("w2", "i2"): 4.0}
 
 
 def registered(op: Operation, state: InstanceState, *worker_ids: str) -> dict[str, WorkerRecord]:
@@ -348,8 +368,8 @@ def test_the_death_of_a_worker_in_the_middle_of_a_plan_fails_its_target_alone() 
 # --- pairs that scale live ---------------------------------------------------------------------------
 
 
-def with_pairs(*targets: str) -> Operation:
-    """w0's instance scales live with the first of ``targets``, w8's with the second."""
+def with_pairs(*live: str) -> Operation:
+    """w0's instance scales live with the first of ``live``, w8's with the second."""
     sources = ("w0", "w8")
     return Operation(
         plan_id="plan-p",
@@ -358,8 +378,8 @@ def with_pairs(*targets: str) -> Operation:
         desired=3,
         reason="load",
         triggered_s=1000.0,
-        targets=(("w1", "i1"), ("w2", "i2")),
-        assignments=[assignment(source, target) for source, target in zip(sources, targets, strict=False)],
+        targets=targets(("w1", "i1"), ("w2", "i2")),
+        assignments=[assignment(source, target) for source, target in zip(sources, live, strict=False)],
     )
 
 
@@ -467,6 +487,14 @@ def test_a_plan_that_was_not_published_has_no_pairs_left() -> None:
     op.fail("the plan could not be published")
     assert op.finished
     assert op.record().live[0].outcome == "failed"
+
+
+def test_what_was_carried_out_does_not_fail_because_the_streams_word_on_it_was_lost() -> None:
+    op = operation()
+    for name in ("w1", "w2"):
+        op.apply(*event(name, "serving", 100.3))
+    op.fail("the plan could not be published")
+    assert (op.record().status, op.record().reason) == ("done", "load")
 
 
 def test_reports_on_strange_pairs_are_ignored() -> None:

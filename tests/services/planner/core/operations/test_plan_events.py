@@ -6,19 +6,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.planner.core.fleet.migration import MAX_DESTINATIONS
 from services.planner.core.multicast.baselines import Strategy, plan_by
 from services.planner.core.multicast.chains import links_of, predicted_s_of
 from services.planner.core.multicast.cluster import Cluster
 from services.planner.core.operations.history import plans_from
 from services.planner.core.operations.plan_events import (
+    as_of,
     own_plans,
     parts_of,
     scale_plan,
     target_parts,
-    targets_of,
 )
+from services.planner.core.placement.migration import MAX_DESTINATIONS
 from services.worker.core.upstreams import part_of
+from shared.errors import DeadlineExceeded
 from shared.messages.codec import decode, encode
 from shared.messages.common import Role
 from shared.messages.destinations import Destination
@@ -45,6 +46,10 @@ def event(found: Cluster, n: int, strategy: Strategy = "chain", role: Role = "co
         role=role,
         term=1,
     )
+
+
+def targets_of(plan: ScalePlan) -> list[tuple[str, str]]:
+    return [(m.worker_id, m.instance_id) for m in plan.targets]
 
 
 EVERYTHING = cluster(
@@ -116,7 +121,7 @@ def test_a_plan_of_a_thousand_targets_goes_out_in_bounded_parts_with_ids_of_thei
     parts = parts_of(plan)
     assert max(len(encode(part)) for part in parts) < 256 * 1024
     assert [part.plan_id for part in parts] == [f"plan-p.{i}" for i in range(len(parts))]
-    assert [t for part in parts for t in targets_of(part)] == list(targets_of(plan))
+    assert [t for part in parts for t in targets_of(part)] == targets_of(plan)
     for part in parts:
         for member in part.targets:
             assert part_of(part, member.worker_id) is not None
@@ -218,3 +223,16 @@ def test_a_plan_that_no_planner_can_have_made_is_left_out_of_what_is_read_back(c
     sound = chain_of(3)
     odd = msgspec.structs.replace(sound, **({"plan_id": "odd"} | changes))
     assert list(plans_from([odd, sound])) == [sound.plan_id]
+
+
+def test_a_plan_says_what_is_left_of_its_time_and_is_nothing_once_that_is_over() -> None:
+    plan = event(EVERYTHING, 1)
+    now = as_of(plan, 1.5)
+    assert (now.valid_s, now.give_up_s) == (0.5, 7.5)
+    assert msgspec.structs.replace(now, valid_s=2.0, give_up_s=9.0) == plan
+    assert as_of(msgspec.structs.replace(plan, give_up_s=0.0), 1.5).give_up_s == 0.0, "never"
+    assert as_of(msgspec.structs.replace(plan, give_up_s=1.0), 1.5).give_up_s > 0.0
+    with pytest.raises(DeadlineExceeded, match=r"plan-p was valid for 2\.0 s, and is 2\.5 s old by now"):
+        as_of(plan, 2.5)
+    drain = DrainPlan(plan_id="d", model="m", targets=(), term=1)
+    assert as_of(drain, 1e6) == drain, "instances drain however late they hear of it"

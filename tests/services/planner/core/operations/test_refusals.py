@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from services.planner.core.operations.refusals import AVOID_MAX_S, AVOID_S, FORGET_S, MAX_REFUSALS, Refusals
+from services.planner.core.operations.refusals import AVOID_MAX_S, AVOID_S, FORGET_S, MAX_REFUSALS, WorkerRefusals
 
 
 def test_a_worker_that_failed_is_avoided_for_longer_each_time() -> None:
-    refusals = Refusals()
+    refusals = WorkerRefusals()
     now_s, pauses = 0.0, []
     for _ in range(10):
         refusals.failed("w0", "m", "no room", now_s)
@@ -16,7 +16,7 @@ def test_a_worker_that_failed_is_avoided_for_longer_each_time() -> None:
 
 
 def test_one_that_never_stops_failing_is_avoided_for_the_longest_time_and_no_figure_overflows() -> None:
-    refusals = Refusals()
+    refusals = WorkerRefusals()
     for _ in range(1100):
         refusals.failed("w0", "m", "no room", 0.0)
     (refusal,) = refusals.newest(0.0, 1)
@@ -24,7 +24,7 @@ def test_one_that_never_stops_failing_is_avoided_for_the_longest_time_and_no_fig
 
 
 def test_it_is_avoided_for_that_model_alone_and_says_why() -> None:
-    refusals = Refusals()
+    refusals = WorkerRefusals()
     refusals.failed("w0", "m", "no room", 0.0)
     assert refusals.avoided("m", 0.5) == {"w0": "no room"}
     assert refusals.avoided("n", 0.5) == {}
@@ -32,14 +32,14 @@ def test_it_is_avoided_for_that_model_alone_and_says_why() -> None:
 
 
 def test_those_of_some_models_are_found_among_many() -> None:
-    refusals = Refusals()
+    refusals = WorkerRefusals()
     for index in range(5):
         refusals.failed("w0", f"m{index}", "no room", 0.0)
     assert [r.model for r in refusals.newest(0.0, 2, ("m1", "m0", "x"))] == ["m1", "m0"]
 
 
 def test_who_served_starts_afresh_and_what_is_long_over_is_forgotten() -> None:
-    refusals = Refusals()
+    refusals = WorkerRefusals()
     for _ in range(3):
         refusals.failed("w0", "m", "no room", 0.0)
     refusals.served("w0", "m")
@@ -51,7 +51,7 @@ def test_who_served_starts_afresh_and_what_is_long_over_is_forgotten() -> None:
 
 
 def test_refusals_are_bounded() -> None:
-    refusals = Refusals()
+    refusals = WorkerRefusals()
     for index in range(MAX_REFUSALS + 5):
         refusals.failed(f"w{index}", "m", "no room", 0.0)
     assert len(refusals.avoided("m", 0.0)) == MAX_REFUSALS
@@ -59,7 +59,7 @@ def test_refusals_are_bounded() -> None:
 
 
 def test_a_model_whose_refusals_made_room_for_others_has_none() -> None:
-    refusals = Refusals()
+    refusals = WorkerRefusals()
     refusals.failed("w0", "old", "no room", 0.0)
     for index in range(MAX_REFUSALS):
         refusals.failed(f"w{index}", "m", "no room", 0.0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.operations.decision import ScaleRequest, Standing
+from services.planner.core.operations.decision import ModelStanding, ScaleRequest
 from services.planner.core.operations.shares import Lack, shares
 from shared.messages.common import Role
 
@@ -16,7 +16,7 @@ def lack(
 ) -> Lack:
     has = there > 0 or role == "decode"
     request = ScaleRequest(name, there + missing, 0.0, "load", role=role, deficit=missing / max(there, 1))
-    return Lack(request, Standing(has, there < least, weight=weight), there, least, missing)
+    return Lack(request, ModelStanding(has, there < least, weight=weight), there, least, missing)
 
 
 @pytest.mark.parametrize(

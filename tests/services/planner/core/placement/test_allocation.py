@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.fleet.allocation import IDLE_S, MAX_FAILED, Holding, Room, Taking, Want, allocate
+from services.planner.core.placement.allocation import IDLE_S, MAX_FAILED, Holding, Room, Taking, Want, allocate
 
 NOW_S = 1000.0
 

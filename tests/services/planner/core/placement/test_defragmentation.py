@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.fleet.defragmentation import LACKS_S, RESERVE_SHARE, REST_S, Relief, Serves, relief
-from services.planner.core.fleet.migration import MAX_DESTINATIONS
+from services.planner.core.placement.defragmentation import LACKS_S, RESERVE_SHARE, REST_S, Relief, Serves, relief
+from services.planner.core.placement.migration import MAX_DESTINATIONS
 from shared.messages.common import Role
 from tests.processes import process
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from services.planner.core.fleet.evacuation import evacuations
+from services.planner.core.placement.evacuation import evacuations
 from shared.messages.common import Role
 from shared.messages.registry import Floor, ModelRecord, WorkerRecord
 from shared.registry_view import RegistryView

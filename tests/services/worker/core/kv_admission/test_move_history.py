@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.kv_transfer.move_history import AGAIN_S, ASSUMED_BYTES_PER_S, MoveHistory
+from services.worker.core.kv_admission.move_history import AGAIN_S, ASSUMED_BYTES_PER_S, MoveHistory
 
 R = ("r", 1)
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from services.worker.core.kv_transfer import room
+from services.worker.core.kv_admission import room
 from shared.errors import BadRequest
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.live.batch import PromptBatch, packed
+from services.worker.core.pairing.batch import PromptBatch, packed
 from services.worker.core.scheduling.sequence import sequence_of
 from shared.messages.codec import decode, encode
 from shared.messages.generation import SamplingParams, Submit

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.source_queue import SourceQueue
+from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.pairing.source_queue import SourceQueue
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
 from shared.messages.common import ErrorInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.live.source_work import AfterPull, Kv, PullTime, SourceRun, SourceWork, after_pull
+from services.worker.core.pairing.source_work import AfterPull, Kv, PullTime, SourceRun, SourceWork, after_pull
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
 from tests.services.worker.live.members import batch_of, request

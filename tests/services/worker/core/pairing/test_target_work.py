@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.live.target_work import LayerEnd, TargetRun, TargetWork
+from services.worker.core.pairing.target_work import LayerEnd, TargetRun, TargetWork
 from shared.messages.live import Gate
 from shared.zigzag.queue import Claim
 from tests.services.worker.live.members import assignment, batch_of, request

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from services.worker.core.scheduling.schedule import Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.mock.tokens import next_token
 from shared.errors import Internal, Overloaded
 from shared.messages.common import ErrorInfo
@@ -30,13 +30,13 @@ def request(
     *,
     gateway: str = "g",
     output: tuple[int, ...] = (),
-) -> Sequence:
+) -> ActiveSequence:
     prompt = [(sum(map(ord, name)) * 7 + i) % 90 for i in range(prompt_tokens)]
     params = SamplingParams(max_tokens=max_tokens, seed=1)
-    return Sequence(request_id=name, attempt=0, gateway_id=gateway, prompt=prompt, params=params, output=output)
+    return ActiveSequence(request_id=name, attempt=0, gateway_id=gateway, prompt=prompt, params=params, output=output)
 
 
-def lending(*sequences: Sequence, **changes: int) -> Scheduler:
+def lending(*sequences: ActiveSequence, **changes: int) -> Scheduler:
     """A scheduler that has these requests, and lends."""
     scheduler = Scheduler(config(**changes))
     for number, sequence in enumerate(sequences):
@@ -45,7 +45,7 @@ def lending(*sequences: Sequence, **changes: int) -> Scheduler:
     return scheduler
 
 
-def sampled(sequence: Sequence) -> Sampled:
+def sampled(sequence: ActiveSequence) -> Sampled:
     return Sampled(next_token(sequence.tokens))
 
 
@@ -61,7 +61,7 @@ def fail(scheduler: Scheduler, batch: ScheduledBatch, error: ErrorInfo) -> list[
     return scheduler.complete(batch, (), dict.fromkeys(range(len(batch.slices)), error))
 
 
-def names(sequences: Iterable[Sequence]) -> list[str]:
+def names(sequences: Iterable[ActiveSequence]) -> list[str]:
     return [s.request_id for s in sequences]
 
 
@@ -73,14 +73,14 @@ def in_batch(scheduler: Scheduler) -> list[str]:
     return [p.sequence.request_id for p in batch.slices]
 
 
-def departing(name: str, prompt_tokens: int = 5, max_tokens: int = 4, *, gateway: str = "g") -> Sequence:
+def departing(name: str, prompt_tokens: int = 5, max_tokens: int = 4, *, gateway: str = "g") -> ActiveSequence:
     """A request that is to be decoded elsewhere."""
     sequence = request(name, prompt_tokens, max_tokens, gateway=gateway)
     sequence.decode_at = PLACE
     return sequence
 
 
-def held(*sequences: Sequence, **changes: int) -> Scheduler:
+def held(*sequences: ActiveSequence, **changes: int) -> Scheduler:
     """A scheduler that has computed these requests' prompts; who waits for them has been told."""
     scheduler = Scheduler(config(**changes))
     for sequence in sequences:
@@ -92,7 +92,7 @@ def held(*sequences: Sequence, **changes: int) -> Scheduler:
     return scheduler
 
 
-def expected(sequence: Sequence, count: int) -> list[int]:
+def expected(sequence: ActiveSequence, count: int) -> list[int]:
     tokens = list(sequence.prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -114,7 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_queued_requests=5,
             )
         )
-        self.all: dict[str, Sequence] = {}
+        self.all: dict[str, ActiveSequence] = {}
         self.accepted: set[str] = set()
         self.left: set[str] = set()
         """They are another instance's now."""
@@ -122,13 +122,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tokens: dict[str, list[int]] = {}
         self.endings: dict[str, str] = {}
 
-    def make(self, prompt_tokens: int, max_tokens: int, *, gateway: str = "g") -> Sequence:
+    def make(self, prompt_tokens: int, max_tokens: int, *, gateway: str = "g") -> ActiveSequence:
         name = f"r{len(self.all)}"
         sequence = self.all[name] = request(name, prompt_tokens, max_tokens, gateway=gateway)
         self.tokens[name] = []
         return sequence
 
-    def offer(self, sequence: Sequence) -> None:
+    def offer(self, sequence: ActiveSequence) -> None:
         """Add it, if there is room in the queue."""
         try:
             self.scheduler.add(sequence)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.worker.core.scheduling.schedule import Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence, sequence_of
+from services.worker.core.scheduling.sequence import ActiveSequence, sequence_of
 from services.worker.engine.mock.tokens import next_token
 from shared.errors import RequestFailed
 from shared.messages.common import ErrorInfo
@@ -21,13 +21,13 @@ def scheduler_of(**changes: int) -> Scheduler:
     return Scheduler(SchedulerConfig(**{"num_blocks": 64, "block_size": 4, **changes}))
 
 
-def request(name: str, num_tokens: int = 5, *, max_tokens: int = 6, alone: int = 0) -> Sequence:
+def request(name: str, num_tokens: int = 5, *, max_tokens: int = 6, alone: int = 0) -> ActiveSequence:
     prompt = [(sum(map(ord, name)) * 7 + i) % 90 for i in range(num_tokens)]
     params = SamplingParams(max_tokens=max_tokens, seed=1)
-    return Sequence(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=params, alone_tokens=alone)
+    return ActiveSequence(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=params, alone_tokens=alone)
 
 
-def said(sequence: Sequence) -> list[int]:
+def said(sequence: ActiveSequence) -> list[int]:
     tokens = list(sequence.prompt)
     for _ in range(sequence.params.max_tokens):
         tokens.append(next_token(tokens))

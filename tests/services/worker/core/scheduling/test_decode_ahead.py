@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import SpeedEstimator
 from tests.services.worker.core.scheduling.harness import PLACE, config, names, request
 
@@ -35,7 +35,7 @@ def one_step(scheduler: Scheduler) -> bool:
     return True
 
 
-def of(sequence: Sequence) -> tuple[Any, ...]:
+def of(sequence: ActiveSequence) -> tuple[Any, ...]:
     return sequence.key, sequence.tokens, sequence.output, sequence.num_computed, sequence.num_emitted
 
 

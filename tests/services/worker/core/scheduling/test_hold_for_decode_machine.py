@@ -10,7 +10,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.generation import StreamPart
 from tests.services.worker.core.scheduling.harness import ERROR, PLACE, SchedulerMachine, expected, sampled
 
@@ -20,11 +20,11 @@ class HoldForDecode(SchedulerMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.leaving: dict[str, Sequence] = {}
+        self.leaving: dict[str, ActiveSequence] = {}
         """Held, and its KV on its way."""
         self.told: set[str] = set()
         """By ``take_prefilled``."""
-        self.guests: dict[str, Sequence] = {}
+        self.guests: dict[str, ActiveSequence] = {}
 
     def record(self, outputs: Iterable[StreamPart | None]) -> None:
         outputs = list(outputs)
@@ -32,7 +32,7 @@ class HoldForDecode(SchedulerMachine):
             assert out is None or out.request_id not in self.leaving or not out.token_ids, "a held request was decoded"
         super().record(outputs)
 
-    def make_one(self, prompt_tokens: int, max_tokens: int, leaves: bool) -> Sequence:
+    def make_one(self, prompt_tokens: int, max_tokens: int, leaves: bool) -> ActiveSequence:
         sequence = self.make(prompt_tokens, max_tokens, gateway=f"g{len(self.all) % 2}")
         sequence.decode_at = PLACE if leaves else None
         return sequence
@@ -61,7 +61,7 @@ class HoldForDecode(SchedulerMachine):
             self.tell(sequence, token)
         assert {n for n, s in self.all.items() if s.reserved} == set(self.leaving) | set(self.guests)
 
-    def tell(self, sequence: Sequence, token: Sampled) -> None:
+    def tell(self, sequence: ActiveSequence, token: Sampled) -> None:
         name = sequence.request_id
         assert name not in self.told, "it leaves once"
         assert sequence.output == [token.token_id]

@@ -17,7 +17,7 @@ from services.worker.core.scheduling.leaving import (
     to_send_back,
 )
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import Speed
 from shared.errors import SentBack
 from shared.messages.common import ErrorInfo
@@ -29,12 +29,12 @@ QUICK = KvPath(bytes_per_token=1000, bytes_per_s=1e9)
 SPEED = Speed(prefill_tokens_per_s=1000.0, decode_base_s=0.01, decode_request_s=0.001)
 
 
-def running(*sequences: Sequence, **changes: int) -> Scheduler:
+def running(*sequences: ActiveSequence, **changes: int) -> Scheduler:
     """Their prompts are computed."""
     return _added(sequences, **changes)
 
 
-def _added(sequences: Iterable[Sequence], **changes: int) -> Scheduler:
+def _added(sequences: Iterable[ActiveSequence], **changes: int) -> Scheduler:
     scheduler = Scheduler(config(**changes))
     for sequence in sequences:
         scheduler.add(sequence)

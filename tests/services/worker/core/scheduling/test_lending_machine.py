@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from tests.services.worker.core.scheduling.harness import ERROR, SchedulerMachine, sampled
 
 
@@ -15,9 +15,9 @@ class Lending(SchedulerMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lent: dict[str, Sequence] = {}
+        self.lent: dict[str, ActiveSequence] = {}
         """Out of the queue, and accepted here."""
-        self.guests: dict[str, Sequence] = {}
+        self.guests: dict[str, ActiveSequence] = {}
         """Another instance's, with blocks here."""
 
     @rule(prompt_tokens=st.integers(1, 9), max_tokens=st.integers(1, 6))
@@ -59,7 +59,7 @@ class Lending(SchedulerMachine):
         if self.reserve_all(guests):
             self.guests |= {s.request_id: s for s in guests}
 
-    def reserve_all(self, sequences: list[Sequence]) -> bool:
+    def reserve_all(self, sequences: list[ActiveSequence]) -> bool:
         used = self.scheduler.pool.num_used
         done = self.scheduler.reservations.reserve(sequences)
         for sequence in sequences:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.mock.tokens import next_token
 from shared.errors import Conflict, ContextLengthExceeded, Internal, Overloaded
 from shared.messages.common import ErrorInfo
@@ -24,7 +24,7 @@ def config(**changes):
 def request(name, prompt_tokens=5, max_tokens=4, *, gateway="g", output=(), attempt=0):
     prompt = [(ord(name[0]) * 7 + i) % 90 for i in range(prompt_tokens)]
     params = SamplingParams(max_tokens=max_tokens, seed=1)
-    return Sequence(
+    return ActiveSequence(
         request_id=name, attempt=attempt, gateway_id=gateway, prompt=prompt, params=params, output=output
     )  # fmt: skip
 
@@ -230,7 +230,7 @@ cases = st.builds(
 @settings(max_examples=200, deadline=None)
 def test_whatever_happens_blocks_budget_order_endings_and_tokens_are_right(case):
     scheduler = Scheduler(case.config)
-    accepted: dict[str, Sequence] = {}
+    accepted: dict[str, ActiveSequence] = {}
     started: list[int] = []
     tokens: dict[str, list[int]] = {}
     endings: dict[str, list[str]] = {}

@@ -2,12 +2,12 @@
 
 import pytest
 
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.generation import SamplingParams
 
 
 def sequence(output=(), *, prompt=(1, 2, 3), eos=(0,), **params):
-    return Sequence(
+    return ActiveSequence(
         request_id="r", attempt=0, gateway_id="g", prompt=prompt, output=output, eos_token_ids=eos,
         params=SamplingParams(**{"max_tokens": 10, "seed": 1, **params}),
     )  # fmt: skip

@@ -6,11 +6,11 @@ import pytest
 
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.sequence import ActiveSequence
 from tests.services.worker.core.scheduling.harness import departing, lending, names, sampled, step
 
 
-def split(*sequences: Sequence) -> Scheduler:
+def split(*sequences: ActiveSequence) -> Scheduler:
     """They have their first tokens; KV of the first layers is not here."""
     scheduler = lending(*sequences)
     scheduler.lend()

@@ -2,12 +2,12 @@
 
 import pytest
 
-from services.worker.core.scheduling.sequence import Sequence as Request
-from services.worker.engine.base import Batch, Slice
-from services.worker.engine.mock import engine as engine_module
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.base import ForwardBatch, Slice
+from services.worker.engine.mock import mock_engine as engine_module
 from services.worker.engine.mock import sleep as sleeping
-from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.kv import hash_tokens
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.mock.tokens import next_token
@@ -17,13 +17,13 @@ from tests.records import profile
 
 def sampling(output=(), eos=(256,), **params):
     sampling_params = SamplingParams(**{"max_tokens": 9, "seed": 1, **params})
-    return Request(
+    return ActiveSequence(
         request_id="r", attempt=1, gateway_id="g", prompt=(1,), output=output, params=sampling_params, eos_token_ids=eos
     )
 
 
 def run(engine, *slices, rows=None):
-    activation = engine.embed(Batch(slices))
+    activation = engine.embed(ForwardBatch(slices))
     engine.run_layers(activation, 0, engine.num_layers)
     return engine.sample(engine.head(activation), rows or [sampling() for s in slices if s.sample])
 
@@ -58,7 +58,7 @@ def test_kv_overwritten_by_another_sequence_is_caught_when_verifying():
 
 def test_layers_must_run_in_order_and_to_the_end():
     engine = MockEngine(num_layers=4)
-    activation = engine.embed(Batch((Slice(0, [1], 0, [0], True),)))
+    activation = engine.embed(ForwardBatch((Slice(0, [1], 0, [0], True),)))
     engine.run_layers(activation, 0, 2)
     with pytest.raises(ValueError, match="2 are done"):
         engine.run_layers(activation, 3, 4)
@@ -104,7 +104,7 @@ def test_logprobs_are_well_formed(count):
 
 
 class LateClock:
-    """Stands in for ``time``: every sleep ends ``late_s`` late, reading the time takes a microsecond."""
+    """Stands in for ``time`` and ``select``: every wait ends ``late_s`` late, reading the time takes a microsecond."""
 
     def __init__(self, late_s):
         self.late_s = late_s
@@ -114,7 +114,7 @@ class LateClock:
         self.now += 1e-6
         return self.now
 
-    def sleep(self, seconds):
+    def select(self, _reading, _writing, _failing, seconds):
         self.now += seconds + self.late_s
 
 
@@ -122,6 +122,7 @@ class LateClock:
 def test_many_short_sleeps_take_as_long_as_one_of_their_sum(late_s, monkeypatch):
     clock = LateClock(late_s)
     monkeypatch.setattr(sleeping, "time", clock)
+    monkeypatch.setattr(sleeping, "select", clock)
     sleep = PreciseSleep()
     for _ in range(50):
         sleep(1e-3)
@@ -131,6 +132,7 @@ def test_many_short_sleeps_take_as_long_as_one_of_their_sum(late_s, monkeypatch)
 def test_a_stall_of_the_machine_is_not_made_up_for(monkeypatch):
     clock = LateClock(2.0)
     monkeypatch.setattr(sleeping, "time", clock)
+    monkeypatch.setattr(sleeping, "select", clock)
     sleep = PreciseSleep()
     sleep(1.0)
     clock.late_s = 0.0
@@ -142,9 +144,10 @@ def test_a_stall_of_the_machine_is_not_made_up_for(monkeypatch):
 def test_layers_of_a_batch_wait_for_no_host_that_is_a_little_late(lag_s, makes_up, monkeypatch):
     clock = LateClock(0.0)
     monkeypatch.setattr(sleeping, "time", clock)
+    monkeypatch.setattr(sleeping, "select", clock)
     monkeypatch.setattr(engine_module, "time", clock)
     engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=10e-3))
-    activation = engine.embed(Batch((Slice(0, [1, 2, 3], 0, [0, 1], True),)))
+    activation = engine.embed(ForwardBatch((Slice(0, [1, 2, 3], 0, [0, 1], True),)))
     for layer in range(4):
         engine.run_layers(activation, layer, layer + 1)
         clock.now += lag_s
@@ -155,10 +158,11 @@ def test_layers_of_a_batch_wait_for_no_host_that_is_a_little_late(lag_s, makes_u
 def test_parts_of_two_batches_in_turns_take_as_long_as_both(monkeypatch):
     clock = LateClock(0.0)
     monkeypatch.setattr(sleeping, "time", clock)
+    monkeypatch.setattr(sleeping, "select", clock)
     monkeypatch.setattr(engine_module, "time", clock)
     engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=3e-3))
     slices = [Slice(n, [1, 2, 3], 0, [2 * n, 2 * n + 1], True) for n in range(2)]
-    activations = [engine.embed(Batch((piece,))) for piece in slices]
+    activations = [engine.embed(ForwardBatch((piece,))) for piece in slices]
     for layer in range(4):
         for activation in activations:
             engine.run_part(activation, layer, 0, 3)
@@ -168,9 +172,10 @@ def test_parts_of_two_batches_in_turns_take_as_long_as_both(monkeypatch):
 def test_a_part_that_waited_for_its_weights_takes_its_whole_time(monkeypatch):
     clock = LateClock(0.0)
     monkeypatch.setattr(sleeping, "time", clock)
+    monkeypatch.setattr(sleeping, "select", clock)
     monkeypatch.setattr(engine_module, "time", clock)
     engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=3e-3))
-    activation = engine.embed(Batch((Slice(0, [1, 2, 3], 0, [0, 1], True),)))
+    activation = engine.embed(ForwardBatch((Slice(0, [1, 2, 3], 0, [0, 1], True),)))
     for layer in range(4):
         clock.now += 4e-3
         engine.run_part(activation, layer, 0, 3)

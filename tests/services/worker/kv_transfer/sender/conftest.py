@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.worker.core.kv_transfer import room
+from services.worker.core.kv_admission import room
 from services.worker.kv_transfer import decode_client
 from tests.services.worker.kv_transfer.fakes import FakeDecode, clean
 from tests.services.worker.kv_transfer.sender.steps import SILENCE_S

@@ -6,12 +6,12 @@ import asyncio
 import threading
 
 from services.worker.engine.base import Activation
-from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from shared.messages.common import Ack
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, clean, outcomes
 from tests.services.worker.lone_worker import LoneWorker
+from tests.wait_until import eventually
 
 SILENCE_S = 1.5
 """Longer than a busy machine keeps a process from running, with which nobody is silent."""

@@ -14,10 +14,10 @@ from services.worker.kv_transfer.shipment import covered
 from shared.errors import Conflict
 from shared.messages.disaggregated import DecodeRoom, RenewDecode
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import FakeDecode, FakePrefill, clean
 from tests.services.worker.kv_transfer.sender.steps import Gate, ended, kept, submit
 from tests.services.worker.lone_worker import LoneWorker
+from tests.wait_until import eventually
 
 LONG = tuple(32 + (7 * j) % 90 for j in range(150))
 """Three chunks of 64 tokens at most."""

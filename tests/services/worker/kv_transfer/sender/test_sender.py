@@ -14,10 +14,10 @@ from shared.errors import BlitzError, Conflict, Internal, Overloaded, Unavailabl
 from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode, DecodeReserved, DecodeRoom, RenewDecode, ReserveDecode
 from tests.services.fake_gateway import expected_tokens
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, FakePrefill, clean
 from tests.services.worker.kv_transfer.sender.steps import SILENCE_S, Gate, ended, forever, given_up, kept, submit
 from tests.services.worker.lone_worker import LoneWorker
+from tests.wait_until import eventually
 
 # --- the good way --------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from services.worker.service import WorkerService
 from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode, DecodeReserved, ReserveDecode
 from shared.messages.generation import Cancel, GatewayHeartbeat
-from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, FakePrefill, clean, outcomes
 from tests.services.worker.kv_transfer.sender.steps import (
     Gate,
@@ -25,6 +24,7 @@ from tests.services.worker.kv_transfer.sender.steps import (
     used_blocks,
 )
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
+from tests.wait_until import eventually
 
 
 @pytest.mark.parametrize("how", ["cancel", "gateway", "instance"])
@@ -69,9 +69,11 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
     else:
         alone.worker.serving.fail()
         leaving = asyncio.create_task(_go(service))
-    await asyncio.sleep(0.02)
     if gate is not None:
+        await asyncio.sleep(0.02)
         gate.open()
+    else:
+        await eventually(lambda: outcomes(alone))
     go.set()
     await eventually(lambda: outcomes(alone))
     assert set(outcomes(alone)) == {"ended"}

@@ -1,0 +1,43 @@
+"""Variables of the environment that no service reads: those of the commands and of docker-compose."""
+
+from __future__ import annotations
+
+from compose.config import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, DEFAULT_URL, URL_VARIABLE
+from shared.settings import Setting
+
+OF_COMMANDS = (
+    Setting(
+        URL_VARIABLE,
+        "Gateway for `status`, `pool`, `workers`, `scale`, `models`, `profile` and `replay`; `--url` wins.",
+        f"`{DEFAULT_URL}`",
+    ),
+    Setting(
+        ADMIN_KEY_VARIABLE,
+        "Key that these send to `/admin`. `blitzscale up` gives it to the gateway where `BLITZ_ADMIN_KEYS` is unset.",
+    ),
+    Setting(API_KEY_VARIABLE, "Key that `replay` sends to `/v1`; or `OPENAI_API_KEY`."),
+)
+OF_CONTAINERS = (
+    Setting(
+        "BLITZ_MODELS",
+        "Folder of checkpoint directories, mounted read-only at the same path in all containers that read it.",
+        "required",
+    ),
+    Setting(ADMIN_KEY_VARIABLE, "Key for `/admin`.", "required"),
+    Setting("BLITZ_CREDENTIALS", "Folder that `blitzscale credentials` wrote.", "required"),
+    Setting("BLITZ_PROFILES", "Folder of profiles, mounted read-only in monitor, planner and workers."),
+    Setting(
+        "BLITZ_WORKERS",
+        "Worker containers, and `BLITZ_WORKERS_PER_HOST` in each; `--scale worker=N` would change the first alone.",
+        "`2` (GPU file: `1`)",
+    ),
+    Setting("BLITZ_BIND", "Address at which the gateway is published.", "`127.0.0.1`"),
+    Setting("BLITZ_PORT", "Its port; a range (`8000-8001`) for several gateways.", "`8000`"),
+    Setting("BLITZ_SHM_SIZE", "`/dev/shm` that the workers share.", "`8gb`"),
+    Setting("BLITZ_GPU", "Device of the GPU file's worker.", "`0`"),
+    Setting("PYTHON_IMAGE", "Build: base image.", "`python:3.11-slim`"),
+    Setting("PIP_INDEX_URL", "Build: where Python packages come from.", "pip's"),
+    Setting("PIP_EXTRA_INDEX_URL", "Build: the same, in addition.", "pip's"),
+    Setting("PIP_TRUSTED_HOST", "Build: host that needs no valid certificate.", "pip's"),
+    Setting("TORCH_INDEX", "Build: where torch comes from.", "PyTorch's CPU index (GPU file: CUDA 12)"),
+)
