@@ -206,6 +206,16 @@ class LabStack(RunningStack):
         """Scale and wait for the end. Raises ``LabFailed`` unless every target serves within ``timeout_s``."""
         return await self.unless_given_up(self._scale(instances, time.monotonic() + timeout_s, timeout_s))
 
+    async def scale_in_to(self, host: int, *, timeout_s: float) -> None:
+        """Back to one instance, the one of ``host``: by itself the planner keeps one that is apart from the host copy,
+        and the copy's worker would be the next target. Raises ``LabFailed``."""
+        others = [w.worker.worker_id for w in await self.workers() if self.host_of(w.worker.worker_id) != host]
+        for worker_id in others:
+            await self.admin.drain_worker(worker_id)
+        await self.scale(1, timeout_s=timeout_s)
+        for worker_id in others:
+            await self.admin.undrain_worker(worker_id)
+
     async def begin_scale(self, instances: int, *, live: LiveChoice = "auto") -> ScaleRecord:
         """Scale, without waiting: the record as the operation begins. Raises what ``AdminClient.scale`` raises."""
         return await self.admin.scale(self.model, instances, hold_s=HOLD_S, live=live)

@@ -21,6 +21,8 @@ from bench.scaleout.rows import CHAIN, HOST_CACHE, HOST_CACHE_MISS, ROWS, STRATE
 from shared.checkpoint import Checkpoint, inspect_checkpoint
 
 _SLACK_S = 30.0
+_FIRST_HOST = 0
+"""Where the first instance and the pool's copy are: a target with a copy of its own would need no network."""
 
 
 async def measure(
@@ -50,9 +52,8 @@ async def measure(
         runs: list[Run] = []
         rows = [row for row in ROWS if row.name in strategies]
         stacks = (
-            # The pool's copy lies beside the first instance: a target with a copy of its own would need no network.
-            ("state", [row for row in rows if row is not HOST_CACHE], (0,)),
-            ("host-cache", [row for row in rows if row is HOST_CACHE], None),
+            ("state", [row for row in rows if not row.cached_on_hosts], (_FIRST_HOST,)),
+            ("host-cache", [row for row in rows if row.cached_on_hosts], None),
         )
         for state, chosen, copies_on in stacks:
             if not chosen:
@@ -148,7 +149,10 @@ class _Bench:
             self._network.require_received(received, dict.fromkeys(hosts.values(), self._model_bytes))
         now, now_sent = self._network.received_bytes(), self._network.sent_bytes()
         row.require_read(await asyncio.to_thread(self._read_share))
-        await self._stack.scale(1, timeout_s=timeout_s)
+        if row.cached_on_hosts:
+            await self._stack.scale(1, timeout_s=timeout_s)
+        else:
+            await self._stack.scale_in_to(_FIRST_HOST, timeout_s=timeout_s)
         copies = [copy for copies in (await self._stack.host_copies()).values() for copy in copies]
         return Run.of(
             row,

@@ -32,6 +32,11 @@ class Row:
         """In the JSON's keys."""
         return self.name.replace("-", "_")
 
+    @property
+    def cached_on_hosts(self) -> bool:
+        """Every host that had an instance keeps a copy."""
+        return self.planner == "host-cache"
+
     def require_read(self, share: float) -> None:
         """``share`` of the checkpoint is in the page cache afterwards: where it was empty, so much was read.
 
