@@ -64,7 +64,9 @@ class Stage:
         await give(ask, model("m"))
         for index in range(NUM_WORKERS):
             report = heartbeat(f"w{index}", model("m"), "serving")
-            self._tasks.append(asyncio.create_task(_registration(self.bus, report).run(_ignore, _ignore, _ignore)))
+            self._tasks.append(
+                asyncio.create_task(_registration(self.bus, report).run(_ignore, lambda _: None, lambda *_: None))
+            )
 
         async def all_known() -> bool:
             page = await self.snapshot()

@@ -94,5 +94,5 @@ def test_what_left_from_the_middle_is_not_kept() -> None:
     for index in range(1, 1000):
         assert queue.remove(str(index))
     gc.collect()
-    assert sum(isinstance(held, QueuedRequest) for held in gc.get_objects()) < 100
+    assert sum(type(held) is QueuedRequest for held in gc.get_objects()) < 100
     assert taken(queue) == "0"
