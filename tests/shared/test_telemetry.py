@@ -61,7 +61,7 @@ def test_the_trace_goes_on_through_a_process_that_records_nothing() -> None:
 def test_an_unreachable_collector_does_not_hold_up_the_end() -> None:
     started_s = time.monotonic()
     run(OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{free_port()}")
-    assert time.monotonic() - started_s < 20.0  # 5 s of them for the flush
+    assert time.monotonic() - started_s < 50.0  # 5 s of them for the flush
 
 
 OUTAGES = """

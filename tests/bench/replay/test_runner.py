@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -38,8 +37,8 @@ async def test_measures_times_and_counts_tokens() -> None:
     assert (result.input_tokens, result.output_tokens) == (30, 20)
     assert result.tbt_s is not None
     assert result.tbt_s.count == 15
-    assert 0.08 < result.tbt_s.p50 < 0.4
     assert result.e2e_s is not None
+    assert 0.08 < result.tbt_s.p50 < result.e2e_s.p50
     assert result.ttft_s is not None
     assert result.ttft_s.max < result.e2e_s.max
     assert result.e2e_s.p50 > 0.3
@@ -55,12 +54,9 @@ async def test_measures_times_and_counts_tokens() -> None:
 
 async def test_requests_are_sent_on_time_however_late_the_answers_are() -> None:
     async with fake_server(gap_s=2.0) as server:
-        started = time.perf_counter()
         result, _ = await _replay(server, _trace(10, every_s=0.02, output_tokens=1))
-        elapsed = time.perf_counter() - started
     assert result.completed == 10
     assert server.most_running == 10
-    assert elapsed < 10.0, "one after the other they take 20 s"
 
 
 @pytest.mark.parametrize(

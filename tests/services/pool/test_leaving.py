@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoints import tiny_checkpoint
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.workers import MIB
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 
 async def holders(cluster: Cluster) -> list[str]:
@@ -48,21 +48,21 @@ async def test_a_stopped_worker_hands_its_models_last_copy_over(redis_url: str, 
 
 
 async def test_workers_with_the_last_copies_stop_together_in_little_time(redis_url: str) -> None:
-    async with running_cluster(redis_url, 3, monitor=False, host_cache_bytes=8 * MIB, drain_timeout_s=30.0) as cluster:
+    async with running_cluster(redis_url, 3, monitor=False, host_cache_bytes=8 * MIB, drain_timeout_s=600.0) as cluster:
         for name in ("a", "b"):
             await cluster.add_model(name)
         await holder(cluster)
         await cluster.scale(1, "a")
         started_s = asyncio.get_running_loop().time()
         await asyncio.gather(*(worker.stop() for worker in cluster.workers.values()))
-        assert asyncio.get_running_loop().time() - started_s < 5.0
+        assert asyncio.get_running_loop().time() - started_s < WAIT_S
 
 
 async def test_a_worker_alone_stops_in_little_time(redis_url: str) -> None:
-    async with running_cluster(redis_url, 1, monitor=False, host_cache_bytes=8 * MIB, drain_timeout_s=30.0) as cluster:
+    async with running_cluster(redis_url, 1, monitor=False, host_cache_bytes=8 * MIB, drain_timeout_s=600.0) as cluster:
         await cluster.add_model()
         await holder(cluster)
         await cluster.scale(1)
         started_s = asyncio.get_running_loop().time()
         await cluster.workers["w0"].stop()
-        assert asyncio.get_running_loop().time() - started_s < 5.0
+        assert asyncio.get_running_loop().time() - started_s < WAIT_S

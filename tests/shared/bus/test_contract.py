@@ -29,7 +29,7 @@ from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from tests.shared.bus.conftest import Place
 from tests.traceparents import current_traceparent
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 GARBAGE = (b"", b"\xc1", b"not msgpack", b"\x81\xa4kind\xa6ack.v1", b"\xff" * 100, b"\x91" * 5000)
 
@@ -197,10 +197,10 @@ async def test_responders_answer_concurrently_and_to_their_own_caller(place: Pla
 
 
 async def test_a_request_that_nobody_hears_fails_at_once(place: Place) -> None:
-    bus, started_s = await place.bus("a"), time.monotonic()
+    bus = await place.bus("a")
     with pytest.raises(NoResponder):
-        await bus.request(subject(), cancel(), Ack, timeout_s=60)
-    assert time.monotonic() - started_s < 5.0
+        async with asyncio.timeout(WAIT_S):
+            await bus.request(subject(), cancel(), Ack, timeout_s=10 * WAIT_S)
 
 
 async def test_a_slow_responder_ends_in_a_deadline_and_stays_usable(place: Place) -> None:

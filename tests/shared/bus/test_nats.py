@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 import uuid
 
 import nats
@@ -19,18 +18,18 @@ from shared.errors import Overloaded, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from tests.shared.bus.conftest import NatsPlace
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 CANCEL = Cancel(request_id="r", attempt=0)
 
 
 async def test_an_unreachable_server_is_named_without_its_password() -> None:
-    url, started_s = f"nats://me:secret@127.0.0.1:{free_port()}", time.monotonic()
+    url = f"nats://me:secret@127.0.0.1:{free_port()}"
     with pytest.raises(Unavailable) as caught:
-        await NatsBus.connect(url, name="a", connect_timeout_s=0.5)
+        async with asyncio.timeout(WAIT_S):
+            await NatsBus.connect(url, name="a", connect_timeout_s=0.5)
     assert url.replace("me:secret@", "") in caught.value.message
     assert "secret" not in caught.value.message
-    assert time.monotonic() - started_s < 5.0
 
 
 async def test_a_server_that_accepts_and_says_nothing_is_unreachable() -> None:

@@ -92,7 +92,7 @@ async def test_services_reach_each_other_through_what_they_may(buses: Buses) -> 
 
 async def test_what_is_refused_is_a_typed_error_and_nobody_waits_for_it(buses: Buses) -> None:
     gateway, worker = await buses.connect("gateway"), await buses.connect("worker")
-    long_s = 60.0
+    long_s = 600.0
     started_s = time.monotonic()
     with pytest.raises(NotPermitted, match=r"user 'gateway' to ask on blitz.v1.pool.release"):
         await gateway.request(subjects.pool("release"), CANCEL, Ack, timeout_s=long_s)
@@ -132,8 +132,8 @@ async def test_a_refused_message_is_one_line_in_the_log(buses: Buses, caplog: py
 async def test_wrong_credentials_end_the_start_at_once(server: Server, access: NatsAccess, said: str) -> None:
     started_s = time.monotonic()
     with pytest.raises(NotPermitted, match=said) as caught:
-        await NatsBus.connect(server.url, name="pool", access=access, connect_timeout_s=60)
-    assert time.monotonic() - started_s < 30
+        await NatsBus.connect(server.url, name="pool", access=access, connect_timeout_s=600)
+    assert time.monotonic() - started_s < 300
     assert "wrong" not in caught.value.message
     assert str(server.port) in caught.value.message
 
