@@ -378,9 +378,9 @@ async def test_a_lost_notice_only_costs_a_look_at_the_feed() -> None:
 
 
 async def test_a_sender_that_starves_is_waited_for_beyond_the_stall_time() -> None:
-    async with peers(3, random_copy(), stall_s=0.4) as (_, (source, first, second)):
+    async with peers(3, random_copy(), stall_s=3.0) as (_, (source, first, second)):
         receiving = second.receive([[first.upstream()]])
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(6.0)
         assert not receiving.done(), "its upstream lives and has nothing yet"
         await first.receive([[source.upstream()]])
         await receiving
@@ -388,7 +388,7 @@ async def test_a_sender_that_starves_is_waited_for_beyond_the_stall_time() -> No
 
 
 async def test_a_living_sender_whose_link_is_stuck_is_given_up() -> None:
-    async with peers(3, random_copy(), stall_s=0.5) as (fabric, (stuck, other, target)):
+    async with peers(3, random_copy(), stall_s=5.0) as (fabric, (stuck, other, target)):
         other.copy = random_copy()
         other.offer("gpu", other.copy)
         fabric.kill(stuck.transport.address)  # answers RPCs, moves no byte
@@ -427,7 +427,7 @@ class BufferingChannel:
 async def test_what_was_sent_is_waited_for_until_the_link_counts_as_stuck(
     monkeypatch: pytest.MonkeyPatch, delay_s: float, asked: list[str]
 ) -> None:
-    async with peers(3, random_copy(), stall_s=2.0) as (_, (source, other, target)):
+    async with peers(3, random_copy(), stall_s=8.0) as (_, (source, other, target)):
         other.copy = random_copy()
         other.offer("gpu", other.copy)
         connect = source.transport.connect
