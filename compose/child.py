@@ -204,8 +204,8 @@ class Child:
             )
             how = describe_exit(returncode)
             if delay_s is None:
-                before = f"{self.name} keeps dying ({how} after {lived_s:.1f} s) before it is ready"
-                self._give_up(f"{before}; see {self.log.path}")
+                see = f"; see {self.log.path}" if self.log.path is not None else ""
+                self._give_up(f"{self.name} keeps dying ({how} after {lived_s:.1f} s) before it is ready{see}")
                 return
             self.state = "waiting"
             self._say(f"{self.name} died ({how} after {lived_s:.1f} s); starting it again in {delay_s:g} s")

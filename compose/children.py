@@ -231,9 +231,14 @@ def worker_spec(
 def worker_forks(config: StackConfig, state: StateDir) -> ForkServer:
     """What all workers import, once: it is most of the work of their start, and most of their memory."""
     env = inherited_environment() | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(config.worker_threads)}
-    engine = ("torch", "services.worker.engine.warm_up") if config.engine == "torch" else ()
-    modules = (*engine, "services.worker.service", "services.worker.node.facts", *_SHARED_MODULES)
+    modules = worker_modules(config.engine)
     return ForkServer(modules, env | dict(config.env), state.path, state.logs / "fork-server.log")
+
+
+def worker_modules(engine: str) -> tuple[str, ...]:
+    """What a worker imports, the longest first."""
+    own = ("torch", "services.worker.engine.warm_up") if engine == "torch" else ()
+    return (*own, "services.worker.service", "services.worker.node.facts", *_SHARED_MODULES)
 
 
 def service_forks(config: StackConfig, state: StateDir) -> ForkServer:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from compose.errors import StackRefused
+from shared.cgroup import num_cores
 from shared.messages.admin import MAX_KEEP_ALIVE_S
 from shared.messages.common import Serving
 
@@ -145,11 +146,6 @@ class StackConfig:
     def worker_threads(self) -> int:
         """Compute threads per worker: the machine's cores shared evenly, at least one."""
         return max(1, num_cores() // self.workers)
-
-
-def num_cores() -> int:
-    """Cores that this process may use (respects affinity and cpusets)."""
-    return len(os.sched_getaffinity(0))
 
 
 def default_workers() -> int:

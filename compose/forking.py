@@ -69,7 +69,8 @@ class ForkedProcess:
 class ForkServer:
     """One process that has imported ``modules`` under ``env``. Belongs to one event loop."""
 
-    def __init__(self, modules: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path) -> None:
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path | None) -> None:
+        """``log``: the file that takes what it prints; None: this process's stderr."""
         self._modules = tuple(modules)
         self._env = dict(env)
         self._cwd = cwd
@@ -82,7 +83,7 @@ class ForkServer:
     async def start(self) -> None:
         """Returns at once; its imports take a while. Raises ``OSError``."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its, self._log.open("wb") as log:
+        with its, self._log.open("wb") if self._log is not None else contextlib.nullcontext(2) as log:
             mine.setblocking(False)
             # numpy's library would start its threads when it is imported; they would not survive a fork.
             env = self._env | {"OPENBLAS_NUM_THREADS": "1"}

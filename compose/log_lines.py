@@ -68,34 +68,39 @@ class LineSplitter:
 
 
 class ProcessLog:
-    """One process's lines: a file of its own (the former run's becomes ``NAME.log.1``) and the last few in memory."""
+    """One process's lines: the last few in memory and, where there is a folder, a file of its own (the former run's
+    becomes ``NAME.log.1``)."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"{name}.log"
+    def __init__(self, name: str, folder: Path | None) -> None:
+        self.path = folder / f"{name}.log" if folder is not None else None
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._file = self._fresh_file()
+        self._file = _fresh_file(self.path) if self.path is not None else None
         self._num_bytes = 0
-
-    def _fresh_file(self) -> BinaryIO:
-        if self.path.exists():
-            self.path.replace(self.path.with_suffix(".log.1"))
-        return self.path.open("wb", buffering=0)
 
     def write(self, line: bytes) -> str:
         """Keep one line; gives it as text."""
+        text = line.decode(errors="replace")
+        self.last_lines.append(text)
+        if self.path is None or self._file is None:
+            return text
         if self._num_bytes > _MAX_FILE_BYTES:
             self._file.close()
-            self._file = self._fresh_file()
+            self._file = _fresh_file(self.path)
             self._num_bytes = 0
         self._file.write(line + b"\n")
         self._num_bytes += len(line) + 1
-        text = line.decode(errors="replace")
-        self.last_lines.append(text)
         return text
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def _fresh_file(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.replace(path.with_suffix(".log.1"))
+    return path.open("wb", buffering=0)
 
 
 class ConsoleSink:

@@ -27,14 +27,16 @@ class Supervisor:
 
     def __init__(
         self,
-        logs: Path,
+        logs: Path | None,
         *,
         sink: LineSink = ignore_line,
         say: Callable[[str], None] | None = None,
         policy: RestartPolicy | None = None,
         serves_on: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """``serves_on(name)``: whether the others can serve without this process, once it is given up."""
+        """``logs``: the folder of the children's logs; None: their lines go to the sink only.
+
+        ``serves_on(name)``: whether the others can serve without this process, once it is given up."""
         self._logs = logs
         self._sink = sink
         self._say = say if say is not None else (lambda text: sink("blitzscale", text))

@@ -28,8 +28,10 @@ OF_CONTAINERS = (
     Setting("BLITZ_PROFILES", "Folder of profiles, mounted read-only in monitor, planner and workers."),
     Setting(
         "BLITZ_WORKERS",
-        "Worker containers, and `BLITZ_WORKERS_PER_HOST` in each; `--scale worker=N` would change the first alone.",
-        "`2` (GPU file: `1`)",
+        "Workers in the worker container (`python -m compose.workers`). Their ids are `BLITZ_WORKER_HOST` and a "
+        "number, their health ports follow `BLITZ_HEALTH_PORT`, and their arenas, KV caches and host copies must fit "
+        "into its memory limit.",
+        "`1` (compose file: `2`)",
     ),
     Setting("BLITZ_BIND", "Address at which the gateway is published.", "`127.0.0.1`"),
     Setting("BLITZ_PORT", "Its port; a range (`8000-8001`) for several gateways.", "`8000`"),

@@ -48,7 +48,7 @@ class Settings:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
+        self.environ = environ
         self.asked: dict[str, Setting] = {}
         """What was asked for, by key."""
 
@@ -188,7 +188,7 @@ class Settings:
         self.asked[key] = Setting(key, meaning, _written(default) if shown is None else shown, values)
 
     def _value(self, key: str) -> str | None:
-        return self._environ.get(key, "").strip() or None
+        return self.environ.get(key, "").strip() or None
 
     def _read(self, key: str, default: D | None, convert: Callable[[str], D]) -> D:
         value = self._value(key)

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from compose.admin import AdminClient, GatewayUnreachable
 from compose.cli.options import URL_DEFAULT, Url, ask
-from compose.config import num_cores
 from compose.errors import StackError
+from shared.cgroup import num_cores
 from shared.errors import BadProfile, ModelNotFound
 from shared.messages.admin import ModelStatus, Status
 from shared.profile import Profile, write_profile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal, Self, cast
 
 from services.worker.engine.mock.settings import MockFaults, MockTiming
+from shared.cgroup import num_cores
 from shared.messages.common import Device
 from shared.service import ServiceConfig, health_settings, process_settings, profiles_path
 from shared.settings import Settings, SettingsError
@@ -85,8 +85,8 @@ class WorkerConfig(ServiceConfig):
             worker_id=_worker_id(env),
             host=env.text(
                 "BLITZ_WORKER_HOST",
-                "Workers with the same value share memory (UCX without error handling). Set it equal in containers "
-                "that share `/dev/shm` and PIDs, and nowhere else.",
+                "Workers with the same value share memory (UCX without error handling): those of one container or "
+                "machine, and no others.",
                 default=socket.gethostname(),
                 shown="host name",
             ),
@@ -110,8 +110,8 @@ class WorkerConfig(ServiceConfig):
             ),
             num_threads=env.integer(
                 "BLITZ_WORKER_THREADS",
-                "Compute threads of PyTorch. By default the cores that the process may use (affinity mask), divided, "
-                "rounded down, and at least one.",
+                "Compute threads of PyTorch. By default the cores that the process may use (affinity mask, and quota "
+                "of its control group), divided, rounded down, and at least one.",
                 default=_share_of_cores(env),
                 minimum=1,
                 maximum=1024,
@@ -295,7 +295,7 @@ def _share_of_cores(env: Settings) -> int:
         default=1,
         minimum=1,
     )
-    return max(1, len(os.sched_getaffinity(0)) // sharers)
+    return max(1, num_cores() // sharers)
 
 
 def _bandwidth(env: Settings, key: str, meaning: str, *, shown: str) -> float | None:

@@ -22,7 +22,8 @@ def compose_file(name: str = "docker-compose.yml") -> dict[str, Any]:
 
 def known_variables(service: str) -> set[str]:
     shared = ROOT / "shared"
-    files = (ROOT / "services" / service / "config.py", shared / "service.py", shared / "bus" / "access.py")
+    files = [ROOT / "services" / service / "config.py", shared / "service.py", shared / "bus" / "access.py"]
+    files += [ROOT / "compose" / "workers.py"] if service == "worker" else []
     names = {name for file in files for name in re.findall(r'"(BLITZ_[A-Z0-9_]+)"', file.read_text())}
     return names | {f"{name}_FILE" for name in names if name.endswith("_PASSWORD")}
 
@@ -77,7 +78,8 @@ def test_every_service_is_built_from_a_target_of_its_own(service: str) -> None:
     assert build["target"] == service
     targets = re.findall(r"^FROM \S+ AS (\S+)$", dockerfile(), re.MULTILINE)
     assert targets.count(service) == 1
-    assert f'ENTRYPOINT ["python", "-m", "services.{service}"]' in dockerfile()
+    module = "compose.workers" if service == "worker" else f"services.{service}"
+    assert f'ENTRYPOINT ["python", "-m", "{module}"]' in dockerfile()
 
 
 def test_stages_build_on_stages_that_exist_and_run_without_root() -> None:
@@ -115,9 +117,12 @@ def test_everything_has_a_health_check_a_restart_policy_and_healthy_dependencies
 
 
 @pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
-def test_workers_share_their_machine_by_as_many_as_there_are(name: str) -> None:
+def test_one_container_runs_all_workers_of_the_machine(name: str) -> None:
     worker = compose_file(name)["services"]["worker"]
-    assert worker["environment"]["BLITZ_WORKERS_PER_HOST"] == worker["deploy"]["replicas"]
+    assert "BLITZ_WORKERS" in worker["environment"]
+    assert "replicas" not in worker.get("deploy", {})
+    assert "ipc" not in worker
+    assert "pid" not in worker
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/operations.md", "compose/docker-compose.yml"])
@@ -144,12 +149,10 @@ def test_checkpoints_are_read_only_and_at_one_path_where_they_are_read() -> None
 
 
 def test_workers_share_one_shared_memory_of_a_set_size() -> None:
-    services = compose_file()["services"]
-    assert services["worker"]["ipc"] == services["worker"]["pid"] == "service:shm"
-    assert services["shm"]["ipc"] == "shareable"
-    assert "gb" in services["shm"]["shm_size"]
-    assert "BLITZ_WORKER_ID" not in services["worker"]["environment"]
-    assert "ports" not in services["worker"]
+    worker = compose_file()["services"]["worker"]
+    assert "gb" in worker["shm_size"]
+    assert "BLITZ_WORKER_ID" not in worker["environment"]
+    assert "ports" not in worker
 
 
 def test_workers_may_copy_from_each_others_memory() -> None:
@@ -157,13 +160,6 @@ def test_workers_may_copy_from_each_others_memory() -> None:
     worker = compose_file()["services"]["worker"]
     assert worker["cap_add"] == ["SYS_PTRACE"]
     assert "user" not in worker
-
-
-def test_workers_find_messages_of_peers_that_cannot_wake_them() -> None:
-    # UCX wakes peers through abstract sockets, which belong to one network namespace. Each container has its own.
-    worker = compose_file()["services"]["worker"]
-    assert worker["networks"] == ["backend"]
-    assert worker["environment"]["UCX_ADAPTIVE_PROGRESS"] == "n"
 
 
 def test_the_build_needs_no_registry_but_that_of_the_base_image() -> None:
