@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import Literal
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, TypeVar
 
 import uvloop
 from prometheus_client import Histogram
@@ -23,6 +23,7 @@ from shared.errors import BlitzError, Unavailable
 from shared.health import HealthServer
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_ERROR = 1
@@ -40,6 +41,10 @@ _LAG = Histogram(
 )
 CLEAN_UP_S = 5.0
 """What a service may take to end once its bus is gone: nothing that it would wait for can come."""
+
+
+class Stopped(Exception):
+    """The process is to stop before it has begun its work: it ends with code 0."""
 
 
 class ProcessState:
@@ -84,6 +89,19 @@ class ProcessState:
     async def wait_stopping(self) -> None:
         """Return when the process must stop."""
         await self.stopping.wait()
+
+    async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``; raises ``Stopped`` as soon as the process must stop before that."""
+        task, stopping = asyncio.create_task(work), asyncio.create_task(self.wait_stopping())
+        try:
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Stopped
+            return task.result()
+        finally:
+            for each in (task, stopping):
+                each.cancel()
+            await asyncio.gather(task, stopping, return_exceptions=True)
 
 
 Main = Callable[[ProcessState], Awaitable[None]]
@@ -152,6 +170,8 @@ async def _outcome(name: str, main: Main, process: ProcessState) -> int:
     """Run ``main`` and say why it ended, if it should not have; gives the exit code."""
     try:
         await _run_while_connected(name, main, process)
+    except Stopped:
+        return 0
     except BlitzError as error:
         _say(name, error)
         return _EXIT_ERROR

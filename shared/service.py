@@ -58,7 +58,7 @@ def process_settings(env: Settings) -> dict[str, Any]:
     return {
         "nats_url": env.text(
             "BLITZ_NATS_URL",
-            "NATS servers, separated by commas. A service that reaches none of them within 10 s ends.",
+            "NATS servers, separated by commas. A service that reaches none of them waits, and is not ready meanwhile.",
             default="nats://127.0.0.1:4222",
         ),
         "nats": NatsAccess.from_env(env),
@@ -164,12 +164,23 @@ async def connected(
     id: str = "",  # noqa: A002 - as everywhere else
     incarnation: str = "",
 ) -> AsyncIterator[Connection]:
-    """Telemetry and the bus, on which the process depends from now on. Raises ``Unavailable``.
+    """Telemetry and the bus, on which the process depends from now on. A server that is not there yet is waited for.
+
+    Raises ``NotPermitted``, ``Unavailable`` for a URL that is none, and ``Stopped``.
 
     ``id``, ``incarnation``: what the bus knows this process by, if others are to hear when it is gone.
     """
     flush = setup_telemetry(kind, id)
-    bus = await NatsBus.connect(config.nats_url, name=kind, id=id, incarnation=incarnation, access=config.nats)
+    bus = await process.unless_stopping(
+        NatsBus.connect(
+            config.nats_url,
+            name=kind,
+            id=id,
+            incarnation=incarnation,
+            access=config.nats,
+            connect_timeout_s=None,
+        )
+    )
     process.depend_on(bus)
     connection = Connection(bus)
     connection.close_with("telemetry", lambda: asyncio.to_thread(flush))

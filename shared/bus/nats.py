@@ -70,9 +70,10 @@ class NatsBus(Bus):
         id: str = "",  # noqa: A002 - as everywhere else
         incarnation: str = "",
         access: NatsAccess = ANYBODY,
-        connect_timeout_s: float = 10.0,
+        connect_timeout_s: float | None = 10.0,
     ) -> NatsBus:
-        """Connect as the process ``id`` of the kind ``name`` to ``url`` (several: separated by commas).
+        """Connect as the process ``id`` of the kind ``name`` to ``url`` (several: separated by commas). With
+        ``connect_timeout_s`` None it waits for as long as it takes.
 
         Raises ``NotPermitted`` when the server refuses the credentials, ``Unavailable``, naming the URL, when none can
         be reached in time.

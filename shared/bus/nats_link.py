@@ -72,9 +72,10 @@ class NatsLink:
         *,
         down: Callable[[], None],
         up_again: Callable[[], None],
-        timeout_s: float,
+        timeout_s: float | None,
     ) -> None:
-        """``down`` and ``up_again`` are called when the connection is lost and when it is back.
+        """``down`` and ``up_again`` are called when the connection is lost and when it is back. ``timeout_s`` None: a
+        server that cannot be reached yet is waited for, and the log says so.
 
         Raises ``NotPermitted`` when the server refuses the credentials, ``Unavailable``, naming the URL, when none
         can be reached in time."""
@@ -119,7 +120,8 @@ class NatsLink:
             if self._unknown_since_s is not None:
                 raise NotPermitted(f"NATS at {places} {self._unknown()}") from error
             detail = f" ({reason})" if str(reason) else ""
-            raise Unavailable(f"cannot reach NATS at {places} within {timeout_s:g} s{detail}") from error
+            within = f" within {timeout_s:g} s" if timeout_s is not None else ""
+            raise Unavailable(f"cannot reach NATS at {places}{within}{detail}") from error
         finally:
             self._connecting = None
         if not self.client._server_info.get("auth_required", False):
@@ -184,7 +186,8 @@ class NatsLink:
             self._unknown_since_s = None
         # The client reports every failed attempt; one line per outage and reason is enough.
         if str(error) != str(self._last_error):
-            _log.warning("NATS: %s", error or type(error).__name__)
+            told = "waiting for NATS" if self._connecting is not None else "NATS"
+            _log.warning("%s: %s", told, error or type(error).__name__)
         self._last_error = error
 
     def _on_unknown(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from compose.ports import free_port
 from tests.servers import Server, nats_server, redis_server
+from tests.wait_until import eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx]
 
@@ -129,9 +131,12 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     redis.stop()
 
 
-async def test_readiness_drops_with_the_bus_and_comes_back_with_it(nats: Server, processes: Processes) -> None:
+async def test_a_service_waits_for_its_bus_is_ready_with_it_and_not_without(nats: Server, processes: Processes) -> None:
+    nats.stop()
     processes.start(nats.url)
-    await processes.become(True, 60.0)
+    await eventually(lambda: all("waiting for NATS" in processes.said(name) for name in SERVICES))
+    nats.start()
+    await processes.become(True, 120.0)
     nats.stop()
     await processes.become(False, 10.0)
     nats.start()
@@ -141,6 +146,18 @@ async def test_readiness_drops_with_the_bus_and_comes_back_with_it(nats: Server,
     await processes.become(False, 10.0)
     nats.resume()
     await processes.become(True, 30.0)
+
+
+async def test_a_service_that_waits_for_its_bus_ends_when_it_is_told_to(nats: Server, processes: Processes) -> None:
+    nats.stop()
+    processes.start(nats.url)
+    await eventually(lambda: all("waiting for NATS" in processes.said(name) for name in SERVICES))
+    for process in processes.running.values():
+        process.terminate()
+    for name, process in processes.running.items():
+        await asyncio.to_thread(process.wait, 60.0)
+        # The code is 0 unless the machine is so busy that the interpreter does not end within its two seconds.
+        assert re.search(r"stopped$", processes.said(name), re.MULTILINE), processes.said(name)
 
 
 async def test_a_service_whose_bus_is_gone_for_good_ends_and_says_so(nats: Server, processes: Processes) -> None:
