@@ -181,6 +181,8 @@ class Unplanned(msgspec.Struct, frozen=True, kw_only=True):
     coming: bool = False
     """An instance is on its way all the same: one gets its weights or its role, or others go to make room, now
     or when it is their turn."""
+    undecided: bool = False
+    """The registry, the lease or the plan stream failed: that says nothing of room."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,11 +31,11 @@ def no_room_timeout_s(model: ModelRoutes | None, default_s: float) -> float:
 def is_hopeless(name: str, known: Known, timeout_s: float) -> bool:
     """Whether the planner has said for so long that no instance that takes the model's requests can be started, and
     none is on its way. ``known``: of a model without such an instance. Without any worker nothing is known: the first
-    one may be about to come."""
+    one may be about to come. Nor is it where the planner could not decide: it soon may."""
     if known.planned is None or not known.has_workers:
         return False
     return any(
-        u.model == name and u.role in TAKES_PROMPTS and not u.coming and u.for_s >= timeout_s
+        u.model == name and u.role in TAKES_PROMPTS and not (u.coming or u.undecided) and u.for_s >= timeout_s
         for u in known.planned.unplanned
     )
 

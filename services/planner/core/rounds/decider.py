@@ -185,4 +185,4 @@ class Decider:
         now.wants.setdefault((request.model, request.role), self._fleet.want(request, missing, now.at))
 
     def _refuse(self, one: Waiting, error: BlitzError, now: _Deciding) -> None:
-        now.round.refused.append(self._unplanned.refuse(one, error, now.at.moment.monotonic_s))
+        now.round.refused.append(self._unplanned.refuse(one, error, now.at.moment.monotonic_s, decided=True))

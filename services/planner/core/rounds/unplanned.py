@@ -39,6 +39,7 @@ class _Refusal:
     why: str
     since_s: float
     said_s: float
+    decided: bool
 
 
 class UnplannedDemands:
@@ -47,8 +48,9 @@ class UnplannedDemands:
     def __init__(self) -> None:
         self._last: dict[About, _Refusal] = {}
 
-    def refuse(self, one: Waiting, error: BlitzError, now_s: float) -> Refused:
-        """Who asked by hand is told; the monitor repeats itself while the number is wrong, so nothing is lost."""
+    def refuse(self, one: Waiting, error: BlitzError, now_s: float, *, decided: bool = False) -> Refused:
+        """Who asked by hand is told; the monitor repeats itself while the number is wrong, so nothing is lost.
+        ``decided``: by what the cluster has, and not because the round failed or could not be carried out."""
         if one.by_hand:
             return Refused(one, error)
         about, before = one.about, self._last.get(one.about)
@@ -56,7 +58,7 @@ class UnplannedDemands:
             fresh = before is None or now_s - before.said_s > UNPLANNED_S
             since_s = now_s if fresh or before is None else before.since_s
             why = error.message[:MAX_WHY_CHARS]
-            self._last[about] = _Refusal(error.code, one.request.desired, why, since_s, now_s)
+            self._last[about] = _Refusal(error.code, one.request.desired, why, since_s, now_s, decided)
         return Refused(one, error, before is not None and before.code == error.code)
 
     def met(self, about: About) -> None:
@@ -79,6 +81,7 @@ class UnplannedDemands:
                 why=r.why,
                 for_s=round(now_s - since_s, 3),
                 coming=(model, role) in coming,
+                undecided=not r.decided,
             )
             for since_s, (model, role), r in heapq.nsmallest(MAX_UNPLANNED_LISTED, current, key=lambda row: row[:2])
         )

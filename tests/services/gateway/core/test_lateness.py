@@ -18,6 +18,10 @@ NOTHING = ScaleRecords(records=())
 SHORT = Unplanned(model="m", role="colocated", wanted=3, why="no worker is spare", for_s=1.0)
 
 
+def said(**changes: bool) -> ScaleRecords:
+    return ScaleRecords(records=(), unplanned=(msgspec.structs.replace(SHORT, **changes),))
+
+
 @pytest.mark.parametrize(
     ("known", "why"),
     [
@@ -56,5 +60,5 @@ def test_without_patience_what_the_planner_says_first_is_enough() -> None:
     known = Known(NONE, True, ScaleRecords(records=(), unplanned=(refused,)))
     assert is_hopeless("m", known, 0.0)
     assert not is_hopeless("m", known, 0.1)
-    for harmless in (NOTHING, None, ScaleRecords(records=(), unplanned=(msgspec.structs.replace(SHORT, coming=True),))):
+    for harmless in (NOTHING, None, said(coming=True), said(undecided=True)):
         assert not is_hopeless("m", Known(NONE, True, harmless), 0.0)

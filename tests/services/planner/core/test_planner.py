@@ -77,6 +77,33 @@ def test_who_finds_no_worker_is_refused_and_tried_again_when_one_may_be_spare_fo
     assert made.due_in_s == INF, "the monitor has said it again by then, or it is met"
 
 
+def test_a_round_or_lease_that_failed_says_nothing_of_room() -> None:
+    made = Driven([model("m", min_instances=0)], [])
+
+    def undecided() -> bool:
+        (shown,) = made.planner.rounds.unplanned(made.moment)
+        return shown.undecided
+
+    made.demand("m", 1)
+    made.round()
+    assert not undecided()
+    made.workers = tuple(spare(1))
+    for error in (Unavailable("the registry recovers"), NoCapacity("the worker is gone")):
+        made.demand("m", 1)
+        begun = made.planner.rounds.begin(made.moment)
+        made.planner.rounds.fail(begun, error, made.moment)
+        assert undecided()
+        made.workers = ()
+        made.demand("m", 1)
+        made.round()
+        assert not undecided()
+        made.workers = tuple(spare(1))
+        made.errors = [error]
+        made.demand("m", 1)
+        made.round()
+        assert undecided()
+
+
 def test_who_asked_by_hand_waits_for_room_that_others_make_and_not_for_ever() -> None:
     busy, waits = model("busy", min_instances=0), model("waits", min_instances=0)
     made = Driven([busy, waits], [worker_record("w0", busy, "serving")])
