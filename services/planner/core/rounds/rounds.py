@@ -13,7 +13,7 @@ from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operations import Operations
 from services.planner.core.rounds.advice import Adviser
 from services.planner.core.rounds.decider import Decider
-from services.planner.core.rounds.fleet import Fleet
+from services.planner.core.rounds.fleet import About, Fleet
 from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.mutations import Mutations
 from services.planner.core.rounds.round import Granted, Round
@@ -43,6 +43,8 @@ class Rounds:
         self._room = WaitingRoom()
         self._unplanned = UnplannedDemands()
         self._decider = Decider(self._room, self._unplanned, scaler, fleet, adviser)
+        self._leasing: frozenset[About] = frozenset()
+        """Of what the round brings instances that has its leases asked for."""
 
     # --- what waits --------------------------------------------------------------------------
 
@@ -89,11 +91,13 @@ class Rounds:
         with self._operations.at_rest():
             at = self._scaler.situation(self._mutations.seen(view, moment), moment)
             self._decider.decide(begun, at, spent_s)
+        self._leasing = frozenset([one.about for one, step in begun.steps if not step.decision.drain])
 
     def granted(
         self, decided: Round, verdicts: Iterable[LeaseVerdict], moment: Moment
     ) -> tuple[list[Granted], list[Refused]]:
         """What is to be carried out now, in this order. What got no lease is planned again, or refused."""
+        self._leasing = frozenset()
         by_plan = {verdict.plan_id: verdict for verdict in verdicts}
         granted: list[Granted] = []
         refused: list[Refused] = []
@@ -113,12 +117,14 @@ class Rounds:
 
     def fail(self, round_: Round, error: BlitzError, moment: Moment) -> list[Refused]:
         """Nothing comes of a round, nor of what has been asked since."""
+        self._leasing = frozenset()
         now_s = moment.monotonic_s
         waiting = (*round_.waiting, *self._room.take_by_hand(now_s), *self._room.take_demands())
         return [self._unplanned.refuse(one, error, now_s) for one in waiting]
 
     def close(self, error: BlitzError, moment: Moment) -> list[Refused]:
         """Nothing waits any more."""
+        self._leasing = frozenset()
         return [self._unplanned.refuse(one, error, moment.monotonic_s) for one in self._room.clear()]
 
     # --- what came of it ---------------------------------------------------------------------
@@ -134,4 +140,4 @@ class Rounds:
     def unplanned(self, moment: Moment, models: Collection[str] = ()) -> tuple[Unplanned, ...]:
         """What is asked for and cannot be planned, those that wait the longest first. ``models``: of these only."""
         begun = {(o.model, o.role) for o in self._operations.running() if o.direction != "in"}
-        return self._unplanned.current(moment.monotonic_s, begun | self._fleet.has_room_coming, models)
+        return self._unplanned.current(moment.monotonic_s, begun | self._leasing | self._fleet.has_room_coming, models)

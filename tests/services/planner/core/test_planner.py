@@ -104,6 +104,22 @@ def test_a_round_or_lease_that_failed_says_nothing_of_room() -> None:
         assert undecided()
 
 
+def test_an_instance_whose_lease_is_asked_for_is_on_its_way() -> None:
+    made = Driven([model("m", min_instances=0)], [])
+    made.demand("m", 1)
+    made.round()
+    made.workers = tuple(spare(1))
+    made.demand("m", 1)
+    rounds = made.planner.rounds
+    begun = rounds.begin(made.moment)
+    rounds.decide(begun, made.view, made.moment)
+    (shown,) = rounds.unplanned(made.moment)
+    assert shown.coming
+    rounds.fail(begun, Unavailable("no answer"), made.moment)
+    (shown,) = rounds.unplanned(made.moment)
+    assert not shown.coming
+
+
 def test_who_asked_by_hand_waits_for_room_that_others_make_and_not_for_ever() -> None:
     busy, waits = model("busy", min_instances=0), model("waits", min_instances=0)
     made = Driven([busy, waits], [worker_record("w0", busy, "serving")])
