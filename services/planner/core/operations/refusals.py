@@ -44,7 +44,17 @@ class WorkerRefusals:
         known = self._remove(model, worker_id)
         failures = known.failures + 1 if known is not None else 1
         until_s = now_s + min(AVOID_MAX_S, AVOID_S * 2.0 ** min(failures - 1, 30))
-        refusal = Refusal(worker_id, model, why, until_s, failures)
+        self._put(Refusal(worker_id, model, why, until_s, failures))
+
+    def excused(self, worker_id: str, model: str, why: str, now_s: float) -> None:
+        """Once that was not the worker's fault. The next time it failed, too: it may be the model that it dies of."""
+        if (model, worker_id) in self._by_key:
+            self.failed(worker_id, model, why, now_s)
+        else:
+            self._put(Refusal(worker_id, model, why, now_s, 0))
+
+    def _put(self, refusal: Refusal) -> None:
+        model, worker_id = refusal.model, refusal.worker_id
         self._by_key[model, worker_id] = self._by_model.setdefault(model, {})[worker_id] = refusal
         while len(self._by_key) > MAX_REFUSALS:
             self._remove(*next(iter(self._by_key)))

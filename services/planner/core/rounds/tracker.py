@@ -12,7 +12,7 @@ from shared.messages.live import LiveReport
 from shared.messages.progress import ScaleProgress
 from shared.registry_view import RegistryView
 
-BLAMELESS = ("superseded by", "the model was removed", STARTED_ANEW)
+BLAMELESS = ("superseded by", "the model was removed")
 """How the reason begins where a load was given up through no fault of its worker."""
 
 
@@ -66,8 +66,10 @@ class Tracker:
     def _failed(self, operation: Operation, worker_id: str, why: str, moment: Moment) -> None:
         if operation.direction == "mutate":
             self._mutations.failed(operation, worker_id, why, moment)
-        if operation.direction == "out" and not operation.recalled and not why.startswith(BLAMELESS):
-            self._refusals.failed(worker_id, operation.model, why, moment.monotonic_s)
+        if operation.direction != "out" or operation.recalled or why.startswith(BLAMELESS):
+            return
+        refuse = self._refusals.excused if why == STARTED_ANEW else self._refusals.failed
+        refuse(worker_id, operation.model, why, moment.monotonic_s)
 
 
 def frees_its_lease(event: ScaleProgress, operation: Operation) -> bool:

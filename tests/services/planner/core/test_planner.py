@@ -235,6 +235,22 @@ def test_a_worker_that_was_started_anew_since_it_was_leased_is_planned_with_agai
     assert [t.worker for t in plan.targets] == [Process("w0", "2")]
 
 
+def test_a_worker_that_dies_of_each_plan_before_it_can_say_anything_does_not_keep_the_model_from_another() -> None:
+    made = Driven([model("m", min_instances=0)], spare(2))
+    told: list[str] = []
+    for number in range(3):
+        made.demand("m", 1)
+        made.round()
+        plan = made.plans[-1]
+        assert isinstance(plan, ScalePlan)
+        (target,) = plan.targets
+        told.append(target.worker_id)
+        made.workers = (worker_record("w0", incarnation=f"again-{number}"), worker_record("w1"))
+        made.now_s += 0.5
+        made.planner.tracker.check(made.view, made.moment)
+    assert told == ["w0", "w0", "w1"]
+
+
 def test_a_worker_that_died_of_what_it_accepted_is_left_alone_for_a_while() -> None:
     made = Driven([model("m", min_instances=0)], spare(1))
     made.demand("m", 1)

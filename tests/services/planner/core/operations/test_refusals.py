@@ -50,6 +50,19 @@ def test_who_served_starts_afresh_and_what_is_long_over_is_forgotten() -> None:
     assert refusals.newest(0.0, 10)[0].failures == 1
 
 
+def test_what_is_excused_once_is_a_failure_when_it_comes_again_unless_it_served_or_that_is_long_after() -> None:
+    refusals = WorkerRefusals()
+    refusals.excused("w0", "m", "started anew", 0.0)
+    refusals.served("w0", "m")
+    refusals.excused("w0", "m", "started anew", 0.0)
+    refusals.forget(FORGET_S)
+    refusals.excused("w0", "m", "started anew", 0.0)
+    assert (refusals.avoided("m", 0.0), refusals.newest(0.0, 1)) == ({}, ())
+    refusals.excused("w0", "m", "started anew", 0.0)
+    (refusal,) = refusals.newest(0.0, 1)
+    assert (refusal.failures, refusal.for_s) == (1, AVOID_S)
+
+
 def test_refusals_are_bounded() -> None:
     refusals = WorkerRefusals()
     for index in range(MAX_REFUSALS + 5):
