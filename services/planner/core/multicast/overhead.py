@@ -4,9 +4,10 @@
 
 The planner knows the rates of links. What the rest takes is learned from loads that ended, since for a small model it
 is nearly everything: per model and kind of source, the last few operations, and of these the median, so that one that
-met a stall says nothing, and what has changed shows after three. What is assumed counts as one of them until there are
-enough. A model that has not been loaded is expected to start like the others; how long its verification takes is not
-known beforehand, and a rate that it does not reach shows here too.
+met a stall says nothing, and what has changed shows after three. Operations at the same time may have met the same
+stall: they count as one, with the lowest that they say. What is assumed counts as one of them until there are enough.
+A model that has not been loaded is expected to start like the others; how long its verification takes is not known
+beforehand, and a rate that it does not reach shows here too.
 
 Pure: seconds come in.
 """
@@ -14,6 +15,7 @@ Pure: seconds come in.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -84,8 +86,8 @@ class Overheads:
         """Of all models: they do not depend on the size."""
         self._known: OrderedDict[tuple[str, SourceKind], _Known] = OrderedDict()
 
-    def learn(self, model_hash: str, loads: Collection[Loaded]) -> None:
-        """An operation ended: these are its targets."""
+    def learn(self, model_hash: str, loads: Collection[Loaded], began_s: float, ended_s: float) -> None:
+        """An operation ended: these are its targets. The moments are of any one clock."""
         for kind in dict.fromkeys(load.way.kind for load in loads):
             alike = [load for load in loads if load.way.kind == kind]
             first = [load for load in alike if not load.way.hops]
@@ -94,12 +96,12 @@ class Overheads:
             start_s, whole_s = median([load.start_s for load in first]), median([load.overhead_s for load in first])
             known = self._known.setdefault((model_hash, kind), _Known())
             self._known.move_to_end((model_hash, kind))
-            self._starts.add(start_s)
-            known.starts.add(start_s)
-            known.wholes.add(whole_s)
+            self._starts.add(start_s, began_s, ended_s)
+            known.starts.add(start_s, began_s, ended_s)
+            known.wholes.add(whole_s, began_s, ended_s)
             later = [(load.overhead_s - whole_s) / load.way.hops for load in alike if load.way.hops]
             if later:
-                known.hops.add(median(later))
+                known.hops.add(median(later), began_s, ended_s)
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
@@ -160,9 +162,17 @@ class _Recent:
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self._ended_s = -math.inf
+        """When the first operation ended of those that the newest one is of."""
 
-    def add(self, time_s: float) -> None:
-        self._times_s.append(min(max(time_s, -MAX_OVERHEAD_S), MAX_OVERHEAD_S))
+    def add(self, time_s: float, began_s: float, ended_s: float) -> None:
+        """What an operation took between these moments, in the order in which operations ended."""
+        time_s = min(max(time_s, -MAX_OVERHEAD_S), MAX_OVERHEAD_S)
+        if began_s < self._ended_s:
+            self._times_s[-1] = min(self._times_s[-1], time_s)
+        else:
+            self._times_s.append(time_s)
+            self._ended_s = ended_s
 
     def median(self, assumed_s: float) -> float:
         """The lower one of two. Not below 0, though a link may be faster than is known."""

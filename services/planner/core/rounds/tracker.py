@@ -36,7 +36,7 @@ class Tracker:
         operation.apply(event, moment.monotonic_s)
         # When an earlier planner's plan was made is known by about a message's time only.
         if not knew and operation.all_loaded and not operation.recalled:
-            self._overheads.learn(operation.model_hash, operation.loads)
+            self._overheads.learn(operation.model_hash, operation.loads, operation.made_s, moment.monotonic_s)
         if event.event == "serving" and operation.direction == "mutate":
             self._mutations.done(operation, event.worker_id, moment)
         elif event.event == "serving":

@@ -24,6 +24,18 @@ def load(overhead_s: float, kind: SourceKind = "gpu", hops: int = 0) -> Loaded:
     return Loaded(Way(kind, hops), overhead_s / 2, overhead_s)
 
 
+class Taught(Overheads):
+    """One operation a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def teach(self, model_hash: str, loads: list[Loaded]) -> None:
+        self.now_s += 1.0
+        self.learn(model_hash, loads, self.now_s, self.now_s + 0.5)
+
+
 def test_hops_count_from_the_copy_that_a_chain_starts_at_through_branches_too() -> None:
     found = ways_of([
         chain(hop("a b", ("w", "gpu")), hop("c", ("a", "gpu"), ("b", "gpu")), hop("d", ("c", "gpu"))),
@@ -46,10 +58,10 @@ def test_hops_count_from_the_copy_that_a_chain_starts_at_through_branches_too() 
 
 
 def test_kinds_of_sources_and_models_are_apart_and_of_an_operations_targets_the_median_counts() -> None:
-    known = Overheads()
+    known = Taught()
     for _ in range(5):
-        known.learn("m", [load(0.1), load(0.2), load(9.0), load(0.5, "disk"), load(0.7, "disk", hops=2)])
-        known.learn("n", [load(1.0)])
+        known.teach("m", [load(0.1), load(0.2), load(9.0), load(0.5, "disk"), load(0.7, "disk", hops=2)])
+        known.teach("n", [load(1.0)])
     assert known.of("m", "gpu").after(0) == 0.2
     assert known.of("m", "disk").after(0) == 0.5
     assert round(known.of("m", "disk").after(1), 6) == 0.6
@@ -58,19 +70,38 @@ def test_kinds_of_sources_and_models_are_apart_and_of_an_operations_targets_the_
 
 
 def test_what_only_later_hops_told_is_not_taken_for_the_first_ones() -> None:
-    known = Overheads()
+    known = Taught()
     before = known.of("m", "gpu")
-    known.learn("m", [load(5.0, hops=3)])
-    known.learn("m", [])
+    known.teach("m", [load(5.0, hops=3)])
+    known.teach("m", [])
     assert known.of("m", "gpu") == before
 
 
 def test_the_models_that_were_not_loaded_for_longest_are_forgotten_beyond_a_number() -> None:
-    known = Overheads()
+    known = Taught()
     for number in range(MAX_KNOWN):
         for _ in range(5):
-            known.learn(f"m{number}", [load(1.0)])
-    known.learn("m0", [load(1.0)])
-    known.learn("new", [load(1.0)])
+            known.teach(f"m{number}", [load(1.0)])
+    known.teach("m0", [load(1.0)])
+    known.teach("new", [load(1.0)])
     assert known.of("m0", "gpu").after(0) == known.of("m2", "gpu").after(0) == 1.0
     assert known.of("m1", "gpu").after(0) == 0.5, "as one that was never loaded"
+
+
+def test_however_many_operations_met_a_stall_at_the_same_time_it_says_nothing() -> None:
+    known = Taught()
+    for _ in range(5):
+        known.teach("m", [load(0.1)])
+    before = known.of("m", "gpu"), known.of("never loaded", "gpu")
+    for number in range(4):
+        known.learn("m", [load(8.0 - number)], known.now_s + number, known.now_s + 8.0)
+        known.learn(f"m{number}", [load(8.0 - number)], known.now_s + number, known.now_s + 8.0)
+    assert (known.of("m", "gpu"), known.of("never loaded", "gpu")) == before
+
+
+def test_operations_at_the_same_time_teach_what_the_fastest_of_them_took() -> None:
+    known = Overheads()
+    for began_s in range(0, 40, 4):
+        for after_s, overhead_s in ((2.0, 0.3), (1.0, 0.1), (0.0, 0.2)):
+            known.learn("m", [load(overhead_s)], began_s + after_s, began_s + 2.5)
+    assert known.of("m", "gpu").after(0) == 0.1
