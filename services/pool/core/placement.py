@@ -24,7 +24,8 @@ Rules:
 
 7. A copy is apart: no host has it together with all of the model's instances that serve, or at least no worker has, so
    that one failure does not take them all. One that has not been for a while (``EXPOSED_S``) moves to where it would
-   be, or would be more so, if there is room without a drop: a second copy, then rule 2.
+   be, or would be more so, if there is room without a drop, and if it has not moved so lately (``MOVE_EVERY_S``): a
+   second copy, then rule 2.
 
 No other drop takes a model's last complete copy; should the reports be outdated, the registry refuses it (``retire``).
 Copies of workers that leave do not count as placed, and neither do copies that take too long to load.

@@ -2,6 +2,9 @@
 
 Scaling moves nothing about: a copy waits for ``EXPOSED_S`` first, and what is searched in vain is searched again when
 a copy or worker has changed. It is no matter of urgency: what one look does not get to is next at the following one.
+
+A model that wakes does so where its copy is, which costs least. So that not each time it wakes its copy goes through a
+NIC, a copy that has moved stays for ``MOVE_EVERY_S``.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from services.pool.core.cluster import ClusterView
-from services.pool.core.copies import ModelCopies
+from services.pool.core.copies import Key, ModelCopies
 from services.pool.core.places import MODEL_VISITS, Places
 from services.pool.core.steps import Steps
 from shared.failure_domains import FailureDomain
@@ -18,6 +21,8 @@ from shared.messages.registry import ModelRecord
 EXPOSED_S = 10.0
 """How long a copy is with all instances before it moves: as long as one that serves may soon have company elsewhere, or
 be gone."""
+MOVE_EVERY_S = 600.0
+"""Least time between two moves of a model's copy."""
 
 
 class Separator:
@@ -31,6 +36,8 @@ class Separator:
         """Hashes of the models that are still to be looked at."""
         self._version = -1
         """Of the cluster's memory, as the round began."""
+        self._moved: dict[str, tuple[float, Key]] = {}
+        """When each model's copy was last told to move, and the one that it was; the earliest first."""
 
     def look(self, now_s: float, visits: int) -> None:
         """The next steps; no more once ``visits`` are used up."""
@@ -41,17 +48,24 @@ class Separator:
             self._round.extend(cluster.exposed.due)
         else:
             self._round.extend(fresh)
+        while self._moved and now_s - next(iter(self._moved.values()))[0] >= MOVE_EVERY_S:
+            model_hash = next(iter(self._moved))
+            del self._moved[model_hash]
+            self._round.append(model_hash)
         while self._round and not cluster.loads.is_full and self._places.visits < visits:
             self._places.visits += MODEL_VISITS
             copies = cluster.copies.by_hash.get(self._round.popleft())
             if copies is not None and copies.record is not None and copies.model_hash in cluster.exposed.due:
-                self._separate(copies, copies.record)
+                self._separate(copies, copies.record, now_s)
 
-    def _separate(self, copies: ModelCopies, record: ModelRecord) -> None:
+    def _separate(self, copies: ModelCopies, record: ModelRecord, now_s: float) -> None:
         """Where sources or the target's host load as many as they may, the end of a load is a change."""
         held, memory = self._cluster.only_copy(copies), self._cluster.memory
+        _, moved_from = self._moved.get(copies.model_hash, (0.0, None))
+        if held is None or moved_from not in (None, held.key):
+            return
         worker_id = self._places.fitting(copies, record, in_turn=False)
-        if held is None or worker_id is None:
+        if worker_id is None:
             return
         worker, domain = memory.workers[worker_id], copies.domain_of(held.worker)
         if copies.domain_of(worker) >= domain or self._cluster.loads.host_is_full(worker.host):
@@ -61,3 +75,5 @@ class Separator:
             on_worker = domain is FailureDomain.WORKER
             where = f"worker {held.worker.worker_id}" if on_worker else f"host {held.worker.host}"
             self._steps.hold(record, worker_id, sources, f"{where} has the only copy and all instances")
+            self._moved.pop(copies.model_hash, None)
+            self._moved[copies.model_hash] = now_s, held.key

@@ -8,7 +8,7 @@ from services.pool.core.cluster import ClusterView
 from services.pool.core.loads import LoadLimits
 from services.pool.core.placement import MODEL_VISITS, Placer
 from services.pool.core.rebalance import HELD_BACK_S
-from services.pool.core.separation import EXPOSED_S
+from services.pool.core.separation import EXPOSED_S, MOVE_EVERY_S
 from services.pool.core.steps import Drop, Hold, PlacementDecision
 from shared.messages.registry import WorkerHeartbeat
 from tests.records import model
@@ -55,6 +55,26 @@ def test_a_copy_on_the_worker_of_the_only_instance_moves_to_another_host_after_a
     cluster.put_report(holding("w0", serves=A, host="x", sequence=2), DUE_S + 62.0)
     assert placer.look(DUE_S + 62.0).steps == ()
     assert placer.look(DUE_S + 1000.0).steps == ()
+
+
+def test_the_copy_of_a_model_that_wakes_beside_it_again_and_again_moves_once_in_a_while() -> None:
+    cluster, placer = placer_of(holding("w0", [copy_of(A)], serves=A), holding("w1"))
+    assert steps(placer.look(DUE_S)) == [("hold", "w1", "a")]
+    cluster.put_report(holding("w1", [copy_of(A)], sequence=2), DUE_S + 1.0)
+    assert steps(placer.look(DUE_S + 1.0)) == [("drop", "w0", "a")]
+    cluster.put_report(holding("w0", sequence=3), DUE_S + 2.0)
+    cluster.put_report(holding("w1", [copy_of(A)], serves=A, sequence=3), DUE_S + 2.0)
+    for after_s in (2.0, 2.0 + EXPOSED_S, MOVE_EVERY_S - 0.1):
+        assert placer.look(DUE_S + after_s).steps == ()
+    assert steps(placer.look(DUE_S + MOVE_EVERY_S)) == [("hold", "w0", "a")]
+
+
+def test_a_move_that_failed_is_none() -> None:
+    cluster, placer = placer_of(holding("w0", [copy_of(A)], serves=A), holding("w1"), holding("w2"))
+    assert steps(placer.look(DUE_S)) == [("hold", "w1", "a")]
+    cluster.outstanding.hold_failed(("w1", A.model_hash), DUE_S + 1.0)
+    assert placer.look(DUE_S + 1.0).steps == ()
+    assert steps(placer.look(DUE_S + 1.0 + EXPOSED_S)) == [("hold", "w2", "a")]
 
 
 def test_another_worker_of_the_host_is_better_than_none() -> None:

@@ -13,7 +13,7 @@ from services.pool.core.copies import ModelCopies
 from services.pool.core.loads import LoadLimits
 from services.pool.core.placement import Placer
 from services.pool.core.rebalance import HELD_BACK_S
-from services.pool.core.separation import EXPOSED_S
+from services.pool.core.separation import EXPOSED_S, MOVE_EVERY_S
 from services.pool.core.steps import Drop, Hold, PlacementDecision
 from shared.failure_domains import FailureDomain
 from shared.messages.registry import HostCopy, ModelRecord
@@ -91,10 +91,10 @@ class World:
         quiet = 0
         for _ in range(400):
             # The last of these is when all may be looked at again for the time alone.
-            waits_s = (LOOK_S, EXPOSED_S, HELD_BACK_S, HELD_BACK_S)[quiet]
+            waits_s = (LOOK_S, EXPOSED_S, HELD_BACK_S, HELD_BACK_S, MOVE_EVERY_S)[quiet]
             decided = self.pass_by(waits_s)
             quiet = 0 if decided.steps or decided.unfinished else quiet + 1
-            if quiet == 4:
+            if quiet == 5:
                 return
         raise AssertionError("it does not come to rest")
 
