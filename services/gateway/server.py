@@ -5,6 +5,9 @@ Rules of a connection
 - A request's headers must arrive within the read time-out and within ``MAX_HEAD_BYTES``. The time-out also bounds how
   long a new connection may send nothing; bytes that trickle in do not extend it. While a request is in progress, the
   headers of the next one have time. Empty lines before a request are ignored (RFC 9112, 2.2).
+- What has come is read in steps, and no further while a request that was read waits for the answer before it. So nobody
+  holds up the event loop, or fills memory, with requests sent ahead.
+- Trailers behind a body are ignored. Beside the body no more than ``MAX_HEAD_BYTES`` may come in a row.
 - What a client sends after an answer that did not wait for its body is read and dropped for ``LINGER_S``, so that it
   can read the answer.
 - A client that reads nothing of what waits for it within the send time-out is cut off.
@@ -26,7 +29,9 @@ from typing import Any, Literal
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from shared.errors import Unavailable
 
@@ -40,6 +45,10 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request: its first line and headers. What comes in one read with its end may be more."""
+STEP_BYTES = 4096
+"""What is parsed at once: some 200 of the shortest requests."""
+MAX_UNPARSED_BYTES = 64 * 1024
+"""Of requests sent ahead. With more of them the connection is not read, and so its end is not noticed."""
 LINGER_S = 5.0
 KEEP_ALIVE_S = 75
 """How long a connection without a request is kept. Clients give theirs up sooner (httpx after 5 s, aiohttp after 15):
@@ -64,8 +73,20 @@ class ConnectionLimits:
     """Connections without a request, the longest idle first."""
 
 
+class _HeldFlow(FlowControl):
+    """A connection that is not read while it holds more than may wait, whoever asks for more."""
+
+    holds_much = False
+
+    def resume_reading(self) -> None:
+        if not self.holds_much:
+            super().resume_reading()
+
+
 class ClientConnection(HttpToolsProtocol):
     """See the rules above."""
+
+    flow: _HeldFlow
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -73,6 +94,12 @@ class ClientConnection(HttpToolsProtocol):
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._bytes_beside_body = 0
+        """Of a body's framing and trailers, since the last piece of it."""
+        self._unparsed = b""
+        self._offered_upgrade = False
+        self._answered: RequestResponseCycle | None = None
+        """The request that is being answered, or was last: others may have been read behind it."""
         self._begun = False
         """Some of a request has come, and not all of it."""
         self._in_head = True
@@ -83,6 +110,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _HeldFlow(transport)
         transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         limits = self._limits
         limits.idle[self] = None
@@ -95,17 +123,46 @@ class ClientConnection(HttpToolsProtocol):
         self._limits.idle.pop(self, None)
         self._stop_reading_timer()
         self._stop_writing_timer()
+        self._unparsed = b""
         super().connection_lost(exc)
+        answered = self._answered
+        if answered is not None and not answered.response_complete:
+            # uvicorn tells the one that was read last.
+            answered.disconnected = True
+            answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        self._unparsed += data
+        self._parse()
+
+    def _parse(self) -> None:
+        data, end = self._unparsed, 0
+        while end < len(data) and not self.pipeline and not self.transport.is_closing():
+            self._offered_upgrade = False
+            self._parse_step(data[end : end + STEP_BYTES])
+            end = len(data) if self._offered_upgrade else end + STEP_BYTES
+        self._unparsed = b"" if self.transport.is_closing() else data[end:]
+        self.flow.holds_much = len(self._unparsed) > MAX_UNPARSED_BYTES
+        if self.flow.holds_much:
+            self.flow.pause_reading()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request stays one of HTTP/1.1. To the parser, what came with it is of the other protocol."""
+        self._offered_upgrade = True
+
+    def _parse_step(self, data: bytes) -> None:
         if not self._begun:
             data = data.lstrip(b"\r\n")
             if not data:
                 return
         if self._in_head:
             self._head_bytes += len(data)
+        else:
+            self._bytes_beside_body += len(data)
         super().data_received(data)
-        if self._begun and self._in_head:
+        if self._begun and not self._in_head and self._bytes_beside_body > MAX_HEAD_BYTES:
+            self._cut("head_too_large")
+        elif self._begun and self._in_head:
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._cut("head_too_large")
             else:
@@ -120,11 +177,24 @@ class ClientConnection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: self.abort}  # type: ignore[dict-item]  # not data
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._bytes_beside_body = 0
         self._stop_reading_timer()
         self._limits.idle.pop(self, None)
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes_beside_body = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -137,7 +207,9 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._in_head:
+        if self._unparsed:
+            self.loop.call_soon(self._parse)
+        if not self._in_head and not self._answering:
             # The answer came before the request's end.
             self._stop_reading_timer()
             self._reading = self.loop.call_later(LINGER_S, self.transport.close)

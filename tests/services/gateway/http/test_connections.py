@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from services.gateway.server import connection_capacity
+from services.gateway.server import ClientConnection, connection_capacity
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_refusals import TEXT, check
 from tests.wait_until import WAIT_S
@@ -173,6 +173,74 @@ async def test_empty_lines_between_requests_are_ignored(make_stack: StackFactory
         await reader.readuntil(b'{"status":"ok"}')
         writer.write(b"\r\n\r\n")
         await read_timeouts(stack)
+    writer.close()
+
+
+async def test_requests_sent_ahead_hold_up_nothing_and_are_answered_in_turn(stack: Stack) -> None:
+    count = 20_000
+    reader, writer = await connect(stack, b"GET /live HTTP/1.1\r\n\r\n" * count)
+    [connection] = stack.server.server_state.connections
+    assert isinstance(connection, ClientConnection)
+    for _ in range(300):
+        await reader.readuntil(b'{"status":"ok"}')
+        assert len(connection.pipeline) < 1000
+        assert len(connection._unparsed) < 1024 * 1024
+    assert (await stack.http.get("/live")).status_code == 200
+    writer.close()
+
+
+async def test_trailers_are_ignored_and_bounded(make_stack: StackFactory) -> None:
+    stack = await make_stack(read_timeout_s=WAIT_S)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{{\r\n0\r\n".encode()
+    reader, writer = await connect(stack, head)
+    await stack.until(lambda: any(c.cycle is not None for c in stack.server.server_state.connections))
+    [connection] = stack.server.server_state.connections
+    assert isinstance(connection, ClientConnection)
+    writer.write(b"a: b\r\n" * 5000)
+    await asyncio.sleep(0.1)
+    assert len(connection.headers) == 2
+    writer.write(b"a: b\r\n" * 20_000)
+    assert await closed((reader, writer)) == b""
+    assert stack.gateway.metrics.cuts == {"head_too_large": 1}
+    assert stack.gateway.request_memory.used_bytes == 0
+
+
+async def test_a_long_body_sent_ahead_comes_in_whole(make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.server.LINGER_S", 0.1)
+    stack = await make_stack()
+    worker = stack.workers[0]
+    worker.pause_after = 1
+    body = b'{"model": "tiny", "prompt": "a", "stream": true}' + b" " * 300_000
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    reader, writer = await connect(stack, 2 * (head + body))
+    await stack.until(lambda: worker.submits)
+    await asyncio.sleep(0.3)
+    worker.resume.set()
+    await reader.readuntil(b"[DONE]")
+    await stack.until(lambda: len(worker.submits) == 2)
+    await asyncio.sleep(0.3)
+    await reader.readuntil(b"[DONE]")
+    writer.close()
+
+
+async def test_a_client_that_sent_ahead_and_leaves_ends_what_is_answered(stack: Stack) -> None:
+    worker = stack.workers[0]
+    worker.pause_after = 1
+    body = b'{"model": "tiny", "prompt": "a", "stream": true}'
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    _, writer = await connect(stack, 2 * (head + body))
+    await stack.until(lambda: worker.submits)
+    writer.close()
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 0)
+    assert len(worker.submits) == 1
+
+
+async def test_what_follows_an_offered_upgrade_is_no_request(stack: Stack) -> None:
+    offer = b"GET /live HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    reader, writer = await connect(stack, offer + b"x" * 20_000)
+    await reader.readuntil(b'{"status":"ok"}')
+    writer.write(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n")
+    await reader.readuntil(b'{"status":"ok"}')
     writer.close()
 
 
