@@ -183,6 +183,9 @@ class LeadingPool:
         now_s = time.monotonic()
         if self._publisher is not None and self._publisher.done():
             self._publisher.result()
+        if self._store.has_strangers:
+            await self._store.set_aside()
+            self.redis.lost_data()
         if not await self.redis.is_whole():
             log.warning("Redis was started anew, or lost its data: writing the registry's")
             self.redis_is_away()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 from redis.asyncio import Redis
@@ -14,10 +14,13 @@ from redis.asyncio import Redis
 from services.pool.core.worker_entry import Lease
 from services.pool.scripts import PREFIX
 from shared.messages.codec import M, MalformedMessage, decode
-from shared.messages.common import Role
+from shared.messages.common import MAX_COUNT, Role
 from shared.messages.registry import Floor, ModelRecord, Unplaced, WorkerHeartbeat
 
 log = logging.getLogger(__name__)
+
+MAX_TIME_S = 1e11
+"""Of Unix times: 3,000 years."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +58,34 @@ async def recover(redis: Redis, now_s: float) -> RecoveredState:
             pipe.hgetall(f"{PREFIX}copies:{model_hash}")
         copies = await pipe.execute()
     reports = (_readable(r, WorkerHeartbeat, w) for w, r in zip(worker_ids, raw[::3], strict=True))
-    retired = [i.decode() for held in copies for i, serial in held.items() if serial.startswith(b"retired:")]
+    retired = [_text(i) for held in copies for i, serial in held.items() if serial.startswith(b"retired:")]
     removed = await cast(Any, redis.hgetall(f"{PREFIX}removed"))
     cordons = await cast(Any, redis.hgetall(f"{PREFIX}cordons"))
+    leases = (
+        _lease(w, fields, now_s + max(0, left_ms) / 1000)
+        for w, fields, left_ms in zip(worker_ids, raw[1::3], raw[2::3], strict=True)
+    )
     return RecoveredState(
         models=models,
-        removed={name.decode(): now_s - (redis_now_s - float(at_ms) / 1000) for name, at_ms in removed.items()},
+        removed=_times(removed, now_s - redis_now_s),
         floors=await _floors(redis, redis_now_s),
         unplaced=await _unplaced(redis),
         reports=tuple(report for report in reports if report is not None),
-        leases=tuple(
-            Lease(w, plan.decode(), model.decode(), _role(role), int(epoch), now_s + max(0, left_ms) / 1000)
-            for w, (plan, model, role, epoch), left_ms in zip(worker_ids, raw[1::3], raw[2::3], strict=True)
-            if plan is not None
-        ),
-        cordons={name.decode(): now_s - (redis_now_s - float(at_ms) / 1000) for name, at_ms in cordons.items()},
+        leases=tuple(lease for lease in leases if lease is not None),
+        cordons=_times(cordons, now_s - redis_now_s),
         retired=tuple((copy_id.partition("/")[0], copy_id) for copy_id in retired),
     )
 
 
 async def worker_ids_in(redis: Redis) -> tuple[str, ...]:
     """Of all workers that Redis holds, in order."""
-    return tuple(sorted(i.decode() for i in await cast(Any, redis.zrange(f"{PREFIX}workers", 0, -1))))
+    return tuple(sorted(map(_text, await cast(Any, redis.zrange(f"{PREFIX}workers", 0, -1)))))
 
 
 async def _models(redis: Redis) -> tuple[ModelRecord, ...]:
     """All models, in the order of names."""
     raw = await cast(Any, redis.hgetall(f"{PREFIX}models"))
-    records = (_readable(value, ModelRecord, name.decode()) for name, value in sorted(raw.items()))
+    records = (_readable(value, ModelRecord, _text(name)) for name, value in sorted(raw.items()))
     return tuple(record for record in records if record is not None)
 
 
@@ -100,7 +103,7 @@ async def _floors(redis: Redis, redis_now_s: float) -> tuple[Floor, ...]:
         ends_ms, _, encoded = value.partition(b":")
         with contextlib.suppress(msgspec.MsgspecError, ValueError):  # of another version: treated as missing
             floor = msgspec.msgpack.decode(encoded, type=Floor)
-            floors.append(msgspec.structs.replace(floor, left_s=int(ends_ms) / 1000 - redis_now_s))
+            floors.append(msgspec.structs.replace(floor, left_s=_seconds(ends_ms) - redis_now_s))
     return tuple(f for f in floors if f.left_s > 0)
 
 
@@ -111,8 +114,38 @@ async def _unplaced(redis: Redis) -> tuple[Unplaced, ...]:
     return ()
 
 
-def _role(raw: bytes | None) -> Role:
-    return cast(Role, (raw or b"colocated").decode())
+def _text(raw: bytes) -> str:
+    """A name; something that is none, but can be shown, for bytes that are no text."""
+    return raw.decode(errors="backslashreplace")
+
+
+def _seconds(raw_ms: bytes) -> float:
+    """Raises ``ValueError`` for what is no time."""
+    at_s = float(raw_ms) / 1000
+    if not 0 <= at_s <= MAX_TIME_S:
+        raise ValueError(f"{raw_ms[:40]!r} is no time")
+    return at_s
+
+
+def _times(raw: Mapping[bytes, bytes], since_redis_s: float) -> dict[str, float]:
+    """By name; without those that are no times. ``since_redis_s``: to be added to Redis's times."""
+    times = {}
+    for name, at_ms in raw.items():
+        with contextlib.suppress(ValueError):
+            times[_text(name)] = _seconds(at_ms) + since_redis_s
+    return times
+
+
+def _lease(worker_id: str, fields: Sequence[bytes | None], until_s: float) -> Lease | None:
+    """None for none, and for one that this version cannot read: whoever was leased it asks again."""
+    plan, model, role, epoch = (field.decode(errors="replace") if field is not None else None for field in fields)
+    if plan is None:
+        return None
+    role = role or "colocated"
+    if model is None or role not in get_args(Role) or not (epoch or "").isdecimal() or int(epoch or "") > MAX_COUNT:
+        log.error("the lease of worker %s in Redis is passed over", worker_id)
+        return None
+    return Lease(worker_id, plan, model, cast(Role, role), int(epoch or ""), until_s)
 
 
 def _readable(value: bytes | None, kind: type[M], name: str) -> M | None:

@@ -38,13 +38,22 @@ end
 NOW = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
+-- What somebody else wrote may be no number: it counts as 0.
+local function number(text)
+  local n = tonumber(text or '0')
+  return n and n > -2^53 and n < 2^53 and n or 0
+end
 """
 
 # The copies that a worker had reported do not count any more.
 FORGET_COPIES = """
 local function forget_copies(prefix, listed)
-  for _, copy in ipairs(cjson.decode(listed or '[]')) do
-    redis.call('HDEL', prefix .. 'copies:' .. copy[1], copy[2])
+  local is_json, copies = pcall(cjson.decode, listed or '[]')
+  if not is_json or type(copies) ~= 'table' then return end
+  for _, copy in ipairs(copies) do
+    if type(copy) == 'table' and type(copy[1]) == 'string' and type(copy[2]) == 'string' then
+      redis.call('HDEL', prefix .. 'copies:' .. copy[1], copy[2])
+    end
   end
 end
 """
@@ -52,7 +61,7 @@ end
 # Sets `epoch` to the last epoch that was given out. Epochs are unique and grow even if Redis is emptied: they start
 # at the milliseconds since 2025.
 LAST_EPOCH = """
-local epoch = tonumber(redis.call('GET', KEYS[2]) or '0')
+local epoch = number(redis.call('GET', KEYS[2]))
 local base = now - 1735689600000
 if epoch < base then epoch = base end
 """
@@ -65,7 +74,7 @@ HEARTBEAT = (
     + FORGET_COPIES
     + """
 local known = redis.call('HMGET', KEYS[2], 'incarnation', 'sequence', 'copies')
-if known[1] == ARGV[2] and tonumber(known[2]) >= tonumber(ARGV[3]) then return 0 end
+if known[1] == ARGV[2] and number(known[2]) >= tonumber(ARGV[3]) then return 0 end
 -- A new incarnation knows nothing of a plan that its predecessor was leased for.
 if known[1] and known[1] ~= ARGV[2] then redis.call('DEL', KEYS[3]) end
 -- A copy that was retired stays so, although reports from before still name it; unless it is another one by now, or
@@ -90,7 +99,7 @@ redis.call('HSET', KEYS[2], 'incarnation', ARGV[2], 'sequence', ARGV[3], 'state'
 redis.call('ZADD', KEYS[1], now + tonumber(ARGV[6]), ARGV[1])
 -- The worker reports on the lease itself once it works under it: the lease is used up.
 local leased = redis.call('HGET', KEYS[3], 'epoch')
-if leased and ARGV[4] ~= 'spare' and tonumber(ARGV[7]) >= tonumber(leased) then redis.call('DEL', KEYS[3]) end
+if leased and ARGV[4] ~= 'spare' and tonumber(ARGV[7]) >= number(leased) then redis.call('DEL', KEYS[3]) end
 return 1
 """
 )
@@ -147,7 +156,7 @@ for i = 6, #ARGV, 2 do
   if known[1] ~= ARGV[i + 1] then return {'no', id, 'another process by now'} end
   if known[2] ~= 'spare' then return {'no', id, 'busy'} end
   local lease = redis.call('HMGET', ARGV[1] .. 'lease:' .. id, 'plan', 'expires')
-  if lease[1] and lease[1] ~= ARGV[2] and tonumber(lease[2]) > now then return {'no', id, 'leased'} end
+  if lease[1] and lease[1] ~= ARGV[2] and number(lease[2]) > now then return {'no', id, 'leased'} end
 end
 local expires = now + tonumber(ARGV[5])
 local out = {'ok'}
@@ -216,25 +225,26 @@ return 1
 LEAD = (
     NOW
     + """
-local newest = math.max(tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0'), now - 1735689600000)
+local newest = math.max(number(redis.call('HGET', KEYS[2], ARGV[1])), now - 1735689600000)
 if tonumber(ARGV[5]) > newest + 86400000 then return {'ahead'} end
 local known = redis.call('HMGET', KEYS[1], 'owner', 'term', 'seat')
-local other = known[1] and known[1] ~= ARGV[2]
+local left_ms = redis.call('PTTL', KEYS[1])
+local other = known[1] and known[1] ~= ARGV[2] and number(known[2]) > 0 and left_ms >= 0
 if other and not (ARGV[4] ~= '' and known[3] == ARGV[4] and ARGV[5] == '0') then
   local same_seat = ARGV[4] ~= '' and known[3] == ARGV[4]
-  return {'0', known[2], known[1], tostring(math.max(0, redis.call('PTTL', KEYS[1]))), same_seat and '1' or '0'}
+  return {'0', string.format('%.0f', number(known[2])), known[1], tostring(left_ms), same_seat and '1' or '0'}
 end
 local last = redis.call('HGET', KEYS[2], ARGV[1])
 local term = last
 if other or last ~= ARGV[5] then
-  local base = math.max(tonumber(last or '0'), tonumber(ARGV[5]), now - 1735689600000)
+  local base = math.max(number(last), tonumber(ARGV[5]), now - 1735689600000)
   term = string.format('%.0f', base + 1)
 end
 redis.call('HSET', KEYS[2], ARGV[1], term)
 redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'term', term, 'seat', ARGV[4])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 if ARGV[6] ~= '' then
-  if other then redis.call('DEL', ARGV[6] .. known[1]) end
+  if known[1] and known[1] ~= ARGV[2] then redis.call('DEL', ARGV[6] .. known[1]) end
   redis.call('SET', ARGV[6] .. ARGV[2], term, 'PX', ARGV[3])
 end
 return {'1', term, ARGV[2], ARGV[3], last and '0' or '1'}
@@ -264,6 +274,26 @@ for i = 1, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], string.format('%.0f'
 return 1
 """
 )
+
+# ARGV: prefix, cursor   Returns the next cursor. What is of another type than this version writes, somebody else wrote: it
+# is kept under 'unreadable:' and its name, and is not in the way.
+SET_ASIDE = """
+local of = {workers = 'zset', epoch = 'string', unplaced = 'string'}
+for _, name in ipairs({'models', 'removed', 'floors', 'terms', 'cordons'}) do of[name] = 'hash' end
+local page = redis.call('SCAN', ARGV[2], 'MATCH', ARGV[1] .. '*', 'COUNT', 1000)
+local moved = {page[1]}
+for _, key in ipairs(page[2]) do
+  local name = string.sub(key, #ARGV[1] + 1)
+  local kind = string.match(name, '^(%l+):')
+  local wanted = of[name]
+  if kind == 'worker' or kind == 'lease' or kind == 'copies' or kind == 'leader' then wanted = 'hash' end
+  if wanted and redis.call('TYPE', key).ok ~= wanted then
+    redis.call('RENAME', key, ARGV[1] .. 'unreadable:' .. name)
+    moved[#moved + 1] = key
+  end
+end
+return moved
+"""
 
 # KEYS: (fence)   ARGV: one command
 CALL = "return redis.call(unpack(ARGV))"

@@ -80,9 +80,12 @@ class PoolService:
             with contextlib.suppress(RedisError):
                 await self._store.abdicate("pool", self._owner)
 
-    async def _ask_to_lead(self) -> LeaderStatus | None:
-        """None when Redis does not answer."""
+    async def _ask_to_lead(self, *, leads: bool = False) -> LeaderStatus | None:
+        """None when Redis does not answer. ``leads``: the registry's regular work puts aside what is in the way, and
+        writes anew what it was in the way of."""
         try:
+            if self._store.has_strangers and not leads:
+                await self._store.set_aside()
             status = await self._store.lead("pool", self._owner, self._lead_s, seat=self._seat, last_term=self._term)
         except RedisError as error:
             self._outage.failed("Redis does not answer (%s); leases stand still until it does", error)
@@ -129,7 +132,7 @@ class PoolService:
     async def _go_on(self, leading: LeadingPool) -> bool:
         """Renew the lease; False when another process leads. Without Redis none does."""
         term, asked_s = self._term, time.monotonic()
-        status = await self._ask_to_lead()
+        status = await self._ask_to_lead(leads=True)
         if status is None:
             leading.redis_is_away()
             return True

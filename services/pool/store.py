@@ -33,6 +33,10 @@ MAX_CONNECTIONS = 32
 CONNECTION_WAIT_S = 5.0
 """The wait for one of them when all are in use: all workers may register in the same moment."""
 CONNECT_TIMEOUT_S = 2.0
+MAX_DIGITS = 16
+"""Of a term."""
+WRONG_TYPE = "WRONGTYPE"
+"""In Redis's errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class Store:
         self._redis = redis
         self._fence = ""
         self._known: dict[str, AsyncScript] = {}
+        self.has_strangers = False
+        """A step met a key of another type than this version writes: ``set_aside`` clears the way."""
 
     async def _run(self, text: str, *, keys: Sequence[str] = (), args: Sequence[Any] = (), fenced: bool = True) -> Any:
         """A script; if it is ``fenced``, only while this process leads."""
@@ -68,6 +74,7 @@ class Store:
         except ResponseError as error:
             if scripts.NOT_LEADING in str(error):
                 raise Unavailable("this pool process does not lead any more", retry_after_s=0.5) from error
+            self.has_strangers = self.has_strangers or WRONG_TYPE in str(error)
             raise
 
     @classmethod
@@ -136,7 +143,11 @@ class Store:
 
     async def recover(self, now_s: float) -> RecoveredState:
         """Everything, as of now (monotonic)."""
-        return await recover(self._redis, now_s)
+        try:
+            return await recover(self._redis, now_s)
+        except ResponseError as error:
+            self.has_strangers = self.has_strangers or WRONG_TYPE in str(error)
+            raise
 
     async def lead(self, service: str, owner: str, ttl_s: float, *, seat: str = "", last_term: int = 0) -> LeaderStatus:
         """Lead a kind of service, or go on; for ``ttl_s`` from now.
@@ -148,7 +159,7 @@ class Store:
         keys = [f"{PREFIX}leader:{service}", f"{PREFIX}terms"]
         args = [service, owner, round(ttl_s * 1000), seat, str(last_term), fence]
         answer = await self._run(scripts.LEAD, keys=keys, args=args, fenced=False)
-        verdict, *rest = [part.decode() for part in answer]
+        verdict, *rest = [part.decode(errors="replace") for part in answer]
         if verdict == "ahead":
             raise BadRequest(f"no {service} can have led with term {last_term} yet", param="term")
         term, leader, left_ms, flag = rest
@@ -163,6 +174,19 @@ class Store:
             same_seat=not leads and flag == "1",
         )
 
+    async def set_aside(self) -> None:
+        """Rename keys of a type that this version never writes: they stop every step that needs them."""
+        cursor, moved = "0", list[str]()
+        while True:
+            found = await self._run(scripts.SET_ASIDE, args=[PREFIX, cursor], fenced=False)
+            cursor, *keys = [part.decode(errors="replace") for part in found]
+            moved += keys
+            if cursor == "0":
+                break
+        self.has_strangers = False
+        if moved:
+            log.error("Redis held %d keys that no pool wrote, renamed to %sunreadable:…: %.300s", len(moved), PREFIX, moved)
+
     async def abdicate(self, service: str, owner: str) -> None:
         """Lead no longer: the next that asks may."""
         fence = f"{PREFIX}leads:" if service == "pool" else ""
@@ -174,7 +198,8 @@ class Store:
 
     async def term(self, service: str) -> int:
         """The newest term of a service's leaders; 0 if it never had one."""
-        return int(await cast(Any, self._redis.hget(f"{PREFIX}terms", service)) or 0)
+        known = await cast(Any, self._redis.hget(f"{PREFIX}terms", service)) or b"0"
+        return int(known) if known.isdigit() and len(known) <= MAX_DIGITS else 0
 
     async def lease(
         self, plan_id: str, model: str, workers: Sequence[Process], ttl_s: float, role: Role = "colocated"
