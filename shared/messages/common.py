@@ -23,6 +23,7 @@ SignedCount = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 SignedFigure = Annotated[float, Meta(ge=-1e18, le=1e18)]
 LayerIndex = Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)]
 """-1: of no layer."""
+WaitSeconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 LeaseSeconds = Annotated[float, Meta(gt=0.0, le=3600.0)]
 
 Role = Literal["colocated", "prefill", "decode"]

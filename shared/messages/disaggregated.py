@@ -9,6 +9,7 @@ chunk: all layers of the first chunk, then all of the next. Where layers are cou
 from __future__ import annotations
 
 from shared.messages.codec import Message
+from shared.messages.common import Count
 from shared.messages.generation import Submit, TokenLogprobs
 
 
@@ -38,10 +39,10 @@ class ReserveDecode(Message, frozen=True, kw_only=True, tag="reserve_decode.v1")
 class DecodeReserved(Message, frozen=True, kw_only=True, tag="decode_reserved.v1"):
     """The reservation's number, unique among those of its worker's process, and where to send."""
 
-    ticket: int
+    ticket: Count
     host: str
     transport_address: bytes
-    window_layers: int
+    window_layers: Count
     """So many layers may be sent beyond those that have arrived: their receives are posted."""
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from shared.messages.codec import Message
+from shared.messages.common import Count
 from shared.subjects import Process
+
+MessageNumber = Annotated[int, Meta(ge=0, lt=1 << 24)]
+"""Of a message in its transfer (``shared.transport.tags``)."""
 
 
 class Feed(Message, frozen=True, kw_only=True, tag="feed.v1"):
@@ -89,11 +94,11 @@ class FetchRange(Message, frozen=True, kw_only=True, tag="fetch_range.v2"):
     """The receiver, with where to send to."""
     transport_address: bytes
     host: str
-    epoch: int
-    index: int
-    unit: int
-    offset: int
-    num_bytes: int
+    epoch: Count
+    index: MessageNumber
+    unit: Count
+    offset: Count
+    num_bytes: Count
 
 
 class GetChecksums(Message, frozen=True, kw_only=True, tag="get_checksums.v1"):

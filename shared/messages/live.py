@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import Count, Figure, LivePolicy
+from shared.messages.common import Count, Figure, LivePolicy, WaitSeconds
 from shared.messages.generation import Submit
 from shared.messages.plans import ChainMember, DrainPlan, MigratePlan, MutatePlan, ScalePlan
 
@@ -95,7 +95,7 @@ class HandOver(Message, frozen=True, kw_only=True, tag="hand_over.v1"):
 
     pair_id: str
     batch_id: str
-    serial: int
+    serial: Count
     """Counts the pair's batches from 0; handed over one after the other, so it is also their order."""
     layer_s: float
     requests: tuple[Submit, ...]
@@ -109,7 +109,7 @@ class Seal(Message, frozen=True, kw_only=True, tag="seal.v1"):
     """Source to target: ``count`` batches were waiting when the pair began. ``Conflict``: some are missing."""
 
     pair_id: str
-    count: int
+    count: Count
 
 
 class Pull(Message, frozen=True, kw_only=True, tag="pull.v1"):
@@ -117,9 +117,9 @@ class Pull(Message, frozen=True, kw_only=True, tag="pull.v1"):
 
     pair_id: str
     claim_id: str
-    serial: int
+    serial: Count
     """Counts the pair's claims from 0: the tags of the tensors carry it."""
-    wait_s: float
+    wait_s: WaitSeconds
     """How long the answer may wait for something to pull."""
 
 
@@ -147,7 +147,7 @@ class PullKv(Message, frozen=True, kw_only=True, tag="pull_kv.v1"):
 
     pair_id: str
     batch_id: str
-    serial: int
+    serial: Count
     """Of the claim."""
     first_layer: int
     last_layer: int
@@ -167,9 +167,9 @@ class Dissolve(Message, frozen=True, kw_only=True, tag="dissolve.v1"):
 
     pair_id: str
     claim_id: str
-    first_serial: int
+    first_serial: Count
     """Of the claims that the given batches are; one each."""
-    source_busy_s: float
+    source_busy_s: Figure
     """What the source still needs for what it has."""
     reason: str = ""
 

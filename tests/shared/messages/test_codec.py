@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 import shared.messages
 from shared.messages.codec import MalformedMessage, Message, decode, encode, prepare
 from shared.messages.common import Ack, ErrorInfo
+from shared.messages.disaggregated import DecodeReserved
+from shared.messages.feeds import FetchRange
 from shared.messages.generation import Cancel, SamplingParams, Submit
+from shared.messages.live import Dissolve, HandOver, Pull, PullKv, Seal
 from shared.messages.load import LoadReport
+from shared.transport.tags import MAX_NUMBER
 from tests.shared.messages.examples import example
 
 for module in pkgutil.iter_modules(shared.messages.__path__):
@@ -100,6 +104,28 @@ def test_a_report_of_what_nobody_can_have_counted_is_malformed(field: str, value
     body = msgspec.to_builtins(example(LoadReport)) | {field: value}
     with pytest.raises(MalformedMessage, match=field):
         decode(msgspec.msgpack.encode(body), LoadReport)
+
+
+WHICH = {
+    FetchRange: ("epoch", "index", "unit", "offset", "num_bytes"),
+    HandOver: ("serial",), Seal: ("count",), Pull: ("serial", "wait_s"), PullKv: ("serial",),
+    Dissolve: ("first_serial", "source_busy_s"), DecodeReserved: ("ticket", "window_layers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [-1, 2**62, math.nan, math.inf])
+@pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, fields in WHICH.items() for field in fields])
+def test_what_no_transfer_or_pair_can_count_is_malformed(kind: type[Message], field: str, value: float) -> None:
+    body = msgspec.to_builtins(example(kind), builtin_types=(bytes,)) | {field: value}
+    with pytest.raises(MalformedMessage, match=field):
+        decode(msgspec.msgpack.encode(body), kind)
+
+
+def test_a_message_of_a_transfer_has_as_many_numbers_as_tags_have() -> None:
+    body = msgspec.to_builtins(example(FetchRange), builtin_types=(bytes,))
+    decode(msgspec.msgpack.encode(body | {"index": MAX_NUMBER}), FetchRange)
+    with pytest.raises(MalformedMessage, match="index"):
+        decode(msgspec.msgpack.encode(body | {"index": MAX_NUMBER + 1}), FetchRange)
 
 
 def test_an_error_travels_inside_a_message_by_code() -> None:
