@@ -7,6 +7,7 @@ tensors' bytes without holes. Nothing of the data is read here.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -15,8 +16,12 @@ from typing import Any
 
 from shared.errors import BadCheckpoint
 
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+MAX_HEADER_BYTES = 8 * 1024 * 1024
+"""Below the format's own limit. Some 200 bytes describe a tensor, and a model that can be served has a few thousand;
+reading a hundred million would hold up all of this process's threads for seconds."""
+MAX_DIMENSIONS = 16
+MAX_SHOWN = 200
+"""Characters of what is wrong, in an error."""
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
@@ -42,7 +47,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = dict(pairs)
     if len(keys) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate tensor or key {next(n for n in names if names.count(n) > 1)!r}")
+        raise ValueError(f"duplicate tensor or key {Counter(names).most_common(1)[0][0]!r:.{MAX_SHOWN}}")
     return keys
 
 
@@ -75,20 +80,26 @@ def _read_json(file: Path) -> tuple[Mapping[str, Any], int, int]:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | dict) and len(value) > MAX_DIMENSIONS:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    return f"{value!r:.{MAX_SHOWN}}"
 
 
 def _entry(file: Path, name: str, described: object, data_begin: int, num_file_bytes: int) -> TensorEntry:
-    where = f"{file.name}: tensor {name}"
+    where = f"{file.name}: tensor {name:.{MAX_SHOWN}}"
     if not isinstance(described, dict):
-        raise BadCheckpoint(f"{where}: must be described by an object, not {described!r}")
+        raise BadCheckpoint(f"{where}: must be described by an object, not {_shown(described)}")
     dtype, shape, offsets = described.get("dtype"), described.get("shape"), described.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise BadCheckpoint(f"{where}: unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(_is_size(n) for n in shape):
-        raise BadCheckpoint(f"{where}: shape must be a list of sizes, not {shape!r}")
+        raise BadCheckpoint(f"{where}: unknown dtype {_shown(dtype)}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_size(n) for n in shape):
+        raise BadCheckpoint(f"{where}: shape must be a list of up to {MAX_DIMENSIONS} sizes, not {_shown(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
-        raise BadCheckpoint(f"{where}: data_offsets must be two offsets, not {offsets!r}")
+        raise BadCheckpoint(f"{where}: data_offsets must be two offsets, not {_shown(offsets)}")
     begin, end = data_begin + offsets[0], data_begin + offsets[1]
     if end < begin:
         raise BadCheckpoint(f"{where}: data ends at {offsets[1]}, before it begins at {offsets[0]}")
@@ -97,6 +108,12 @@ def _entry(file: Path, name: str, described: object, data_begin: int, num_file_b
     if prod(shape) * DTYPE_BITS[dtype] != (end - begin) * 8:
         raise BadCheckpoint(f"{where}: {end - begin} bytes cannot hold {dtype} {shape}")
     return TensorEntry(file, dtype, tuple(shape), begin, end)
+
+
+def header_bytes(file: Path) -> int:
+    """How long the header says that it is. Raises ``OSError``."""
+    with file.open("rb") as stream:
+        return int.from_bytes(stream.read(8), "little")
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

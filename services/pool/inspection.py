@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from shared.checkpoint import inspect_checkpoint
+from shared.checkpoint import IDENTITY_FILES, INDEX_FILE, inspect_checkpoint, is_file
 from shared.errors import BadCheckpoint, BlitzError, DeadlineExceeded, InProgress, Internal, Overloaded, Unavailable
 from shared.messages.common import ErrorInfo
 from shared.messages.registry import ModelRecord
+from shared.safetensors_header import header_bytes
 
 MAX_AT_ONCE = 2
 TIMEOUT_S = 900.0
@@ -26,6 +27,10 @@ MAX_WAITING = 64
 MAX_KEPT = 4096
 SMALL_BYTES = 64 * 1024 * 1024
 """Reading this much takes less time than starting a process."""
+SMALL_JSON_BYTES = 1024 * 1024
+"""The same of JSON, which holds up all threads of its process."""
+MAX_ERROR = 2000
+"""Characters of an error: what it quotes may be of any size."""
 MAX_ANSWER_BYTES = 1 << 20
 REFUSED = 3
 """Exit status of a process that found no checkpoint that can be served."""
@@ -72,7 +77,7 @@ class Inspections:
 
     async def _inspect(self, path: Path) -> ModelRecord:
         async with self._turns:
-            if await asyncio.to_thread(_num_bytes, path) <= SMALL_BYTES:
+            if await asyncio.to_thread(_is_small, path):
                 return await asyncio.to_thread(_inspect, path)
             return await self._inspect_apart(path)
 
@@ -109,15 +114,24 @@ class Inspections:
             raise Internal(f"reading {path} ended with status {process.returncode}") from error
 
 
-def _num_bytes(path: Path) -> int:
+def _is_small(path: Path) -> bool:
     try:
-        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        weights = [(file, file.stat().st_size) for file in path.glob("*.safetensors") if is_file(file)]
+        files = [path / name for name in (*IDENTITY_FILES, INDEX_FILE)]
+        json_bytes = sum(file.stat().st_size for file in files if is_file(file))
+        json_bytes += sum(min(num_bytes, header_bytes(file)) for file, num_bytes in weights)
     except OSError as error:
         raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from error
+    return sum(num_bytes for _, num_bytes in weights) <= SMALL_BYTES and json_bytes <= SMALL_JSON_BYTES
 
 
 def _inspect(path: Path) -> ModelRecord:
-    checkpoint = inspect_checkpoint(path)
+    try:
+        checkpoint = inspect_checkpoint(path)
+    except BadCheckpoint as error:
+        if len(error.message) <= MAX_ERROR:
+            raise
+        raise BadCheckpoint(f"{error.message[:MAX_ERROR]}…") from None
     return ModelRecord(
         name="",
         path=str(checkpoint.path),

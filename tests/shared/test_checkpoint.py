@@ -216,6 +216,16 @@ def test_a_bad_header_is_refused(tmp_path: Path, header: str | dict[str, Any], m
         read_header(file)
 
 
+@pytest.mark.parametrize("shape", [[0] * 17, [1 << 63], [10**4000] * 3, [0] * 100_000])
+def test_no_tensor_has_more_dimensions_or_rows_than_can_be(tmp_path: Path, shape: list[int]) -> None:
+    raw = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    with pytest.raises(BadCheckpoint, match="shape must be") as refused:
+        read_header(file)
+    assert len(refused.value.message) < 500
+
+
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 2**63])
 def test_a_header_length_over_the_limit_is_refused_before_reading(tmp_path: Path, length: int) -> None:
     file = tmp_path / "bad.safetensors"

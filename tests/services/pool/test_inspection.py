@@ -40,6 +40,23 @@ async def test_a_large_checkpoint_is_read_in_a_process_of_its_own(
         await inspections.inspect(tmp_path)
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+async def test_much_json_is_read_in_a_process_of_its_own_and_no_error_is_as_long(
+    inspections: Inspections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
+) -> None:
+    def never(path: Path) -> Checkpoint:
+        raise AssertionError(f"{path} is read in this process")
+
+    monkeypatch.setattr(inspection, "inspect_checkpoint", never)
+    long = b'{"architectures": "' + b"x" * 2_000_000 + b'"}'
+    (tmp_path / "config.json").write_bytes(b'{"architectures": 1}')
+    header = len(long).to_bytes(8, "little") if file == "model.safetensors" else b""
+    (tmp_path / file).write_bytes(header + long)
+    with pytest.raises(BadCheckpoint) as refused:
+        await inspections.inspect(tmp_path)
+    assert len(refused.value.message) < 3000
+
+
 async def test_who_asks_again_gets_what_goes_on(inspections: Inspections, monkeypatch: pytest.MonkeyPatch) -> None:
     read, begun = threading.Event(), list[Path]()
 
