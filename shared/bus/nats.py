@@ -20,7 +20,7 @@ from shared.bus.access import ANYBODY, NatsAccess
 from shared.bus.base import Bus, EventListener, EventMaker, Listener, M, R, Responder, Stored, Subscription
 from shared.bus.departures import DepartureListener, departure_of
 from shared.bus.nats_events import EventSubscription
-from shared.bus.nats_link import NatsLink, drain, drop_unsent, round_trip
+from shared.bus.nats_link import NatsLink, answer_to, drain, drop_unsent, round_trip
 from shared.bus.nats_service import RpcService
 from shared.bus.nats_stream import RECORD_LIMITS, EventStream, StreamLimits
 from shared.bus.wire import (
@@ -177,7 +177,7 @@ class NatsBus(Bus):
                     refused.ends(limit)
                     # Not buffered while down: a request delivered after its deadline would be acted upon, unheard.
                     await self._link.up.wait()
-                    answer = await self._client.request(subject, payload, timeout=timeout_s, headers=headers)
+                    answer = await answer_to(self._client, subject, payload, headers)
             except nats.errors.NoRespondersError as error:
                 raise NoResponder(f"nobody listens on {subject}") from error
             except TimeoutError as error:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from shared import subjects
@@ -226,8 +227,16 @@ async def round_trip(client: Client) -> None:
     # The client's own ``flush`` writes its PING ahead of commands that wait in its buffer, so it can return before the
     # server knows of a subscription just made. A request queues behind them.
     if client.is_connected:
-        with contextlib.suppress(nats.errors.Error):  # "no responders" is the answer expected
-            await client.request(subjects.nobody(), timeout=_ROUND_TRIP_S)
+        with contextlib.suppress(nats.errors.Error, TimeoutError):  # "no responders" is the answer expected
+            async with asyncio.timeout(_ROUND_TRIP_S):
+                await answer_to(client, subjects.nobody())
+
+
+async def answer_to(client: Client, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> Msg:
+    """Send a request and wait, without a limit, for the answer. Raises ``nats.errors.Error``."""
+    # Without the client's own timeout: it is a wait_for, which in Python 3.11 loses a cancellation that comes together
+    # with the answer. The task that was to end would go on.
+    return await client.request(subject, payload, timeout=None, headers=headers)  # type: ignore[arg-type]
 
 
 async def drain(client: Client, subscription: Subscription) -> None:

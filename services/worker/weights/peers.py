@@ -87,8 +87,10 @@ class PeerChannels:
             delay_s = max(delay_s, shortest_pause_s(self._num_workers))
             soon_s = min(max(_SOON_S, self._num_workers / OWN_LOOKS_PER_S), delay_s)
             await asyncio.sleep(soon_s)
+            # Not wait_for: in Python 3.11 that loses a cancellation which comes together with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._soon.wait(), max(0.0, delay_s - soon_s))
+                async with asyncio.timeout(max(0.0, delay_s - soon_s)):
+                    await self._soon.wait()
             delay_s = min(self._interval_s, _SOON_S if self._soon.is_set() else delay_s * 1.5)
             self._soon.clear()
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import uuid
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 
 from compose.ports import free_port
 from shared import subjects
 from shared.bus.base import Stored
 from shared.bus.nats import NatsBus
 from shared.errors import Overloaded, Unavailable
+from shared.messages.codec import encode
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from tests.shared.bus.conftest import NatsPlace
@@ -56,6 +59,48 @@ async def test_a_frozen_server_counts_as_disconnected_before_a_lease_has_passed(
     await eventually(lambda: bus.connected_since_s is not None)
     assert before_s is not None
     assert (bus.connected_since_s or 0.0) > before_s
+
+
+async def test_a_cancellation_that_comes_together_with_the_answer_ends_a_request(nats_place: NatsPlace) -> None:
+    bus, on, answer = await nats_place.bus("a"), f"{subjects.PREFIX}.test.{uuid.uuid4().hex}", encode(Ack())
+    answered, ends = threading.Event(), threading.Event()
+
+    async def answer_all() -> None:
+        async with await nats.connect(nats_place.server.url) as client:
+
+            async def respond(msg: Msg) -> None:
+                await msg.respond(answer)
+                await client.flush()
+                answered.set()
+
+            await client.subscribe(on, cb=respond)
+            await client.flush()
+            answered.set()
+            await asyncio.to_thread(ends.wait)
+
+    elsewhere = threading.Thread(target=asyncio.run, args=(answer_all(),))
+    elsewhere.start()
+    try:
+        await asyncio.to_thread(answered.wait, WAIT_S)
+        outcomes = []
+        for iterations in range(12):
+            answered.clear()
+            task = asyncio.create_task(bus.request(on, CANCEL, Ack, timeout_s=WAIT_S))
+            # The answer comes while this loop stands still, and takes several of its iterations to the task.
+            while not answered.is_set():
+                await asyncio.sleep(0)
+                answered.wait(0.02)
+            for _ in range(iterations):
+                await asyncio.sleep(0)
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+                assert task.cancelled(), f"{iterations} iterations after the answer the cancellation was lost"
+            outcomes.append(task.cancelled())
+        assert set(outcomes) == {True, False}
+    finally:
+        ends.set()
+        await asyncio.to_thread(elsewhere.join)
 
 
 async def test_services_answer_discovery_and_count_requests_and_errors(nats_place: NatsPlace) -> None:

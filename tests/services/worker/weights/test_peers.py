@@ -140,6 +140,23 @@ async def test_a_peer_that_fails_is_tried_again_and_holds_up_nobody(cluster: Clu
     assert cluster.connected().count("w1") == tried
 
 
+async def test_a_cancellation_that_comes_together_with_a_reason_to_look_ends_it(cluster: Cluster) -> None:
+    bus, me = cluster.broker.bus("w0-again"), cluster.me
+    looking = [PeerChannels(bus, cluster.recording, me, interval_s=60.0, gone_after_s=60.0) for _ in range(8)]  # type: ignore[arg-type]
+    tasks = [asyncio.create_task(peers.run()) for peers in looking]
+    await asyncio.sleep(1.0)  # between its third look and its fourth it waits for 0.3 s for a reason to look
+    for peers in looking:
+        peers.look_soon()
+    for task in tasks:
+        task.cancel()
+        await asyncio.sleep(0)
+    done, _ = await asyncio.wait(tasks, timeout=1.0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert len(done) == len(tasks)
+
+
 async def test_a_restarted_peer_is_connected_again(cluster: Cluster) -> None:
     cluster.pool.workers = (cluster.record("w1"),)
     await eventually(lambda: cluster.connected() == ["w1"])
