@@ -43,7 +43,7 @@ def ensure_demo_model(folder: Path) -> Path:
     """The demo checkpoint ``folder/demo``, made if it is not there. Deterministic; about 25 MB.
 
     Needs ``numpy``, ``safetensors`` and ``tokenizers``. Made aside and moved into place, so that a
-    directory that exists is whole.
+    directory that exists is whole. Raises ``OSError``.
     """
     target = folder / NAME
     if (target / "config.json").is_file():
@@ -78,7 +78,7 @@ def _write_tokenizer(folder: Path) -> list[int]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": _BOS,
@@ -127,7 +127,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _write_weights(folder: Path, config: Mapping[str, Any], printable: list[int]) -> None:
     import numpy as np
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     random = np.random.default_rng(_SEED)
     tensors = {}
@@ -143,4 +143,5 @@ def _write_weights(folder: Path, config: Mapping[str, Any], printable: list[int]
     tensors["lm_head.weight"] *= spread
     # Unit size, so that what comes next depends on the last tokens and does not settle on one letter.
     tensors["model.embed_tokens.weight"] *= np.float32(np.sqrt(_HIDDEN_SIZE))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # Written here, as safetensors and tokenizers have errors of their own for a full disk.
+    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 
 import jinja2
@@ -28,6 +30,20 @@ def test_it_is_reused_when_it_is_there(tmp_path: Path) -> None:
     first = demo_model_in(tmp_path)
     (first / "model.safetensors").write_bytes(b"mine")
     assert (demo_model_in(tmp_path) / "model.safetensors").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("limit_bytes", [1_000, 100_000])
+def test_a_disk_without_room_is_an_error_of_the_system(tmp_path: Path, limit_bytes: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            demo_model_in(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_half_made_one_is_made_again(tmp_path: Path) -> None:
