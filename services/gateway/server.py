@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -107,6 +106,11 @@ class ClientConnection(HttpToolsProtocol):
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Of requests sent ahead."""
+        return len(self._unparsed)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -188,7 +192,7 @@ class ClientConnection(HttpToolsProtocol):
         self._limits.idle.pop(self, None)
         super().on_headers_complete()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 

@@ -275,8 +275,8 @@ return 1
 """
 )
 
-# ARGV: prefix, cursor   Returns the next cursor. What is of another type than this version writes, somebody else wrote: it
-# is kept under 'unreadable:' and its name, and is not in the way.
+# ARGV: prefix, cursor   Returns the next cursor. What is of another type than this version writes, somebody else
+# wrote: it is kept under 'unreadable:' and its name, and is not in the way.
 SET_ASIDE = """
 local of = {workers = 'zset', epoch = 'string', unplaced = 'string'}
 for _, name in ipairs({'models', 'removed', 'floors', 'terms', 'cordons'}) do of[name] = 'hash' end

@@ -185,7 +185,8 @@ class Store:
                 break
         self.has_strangers = False
         if moved:
-            log.error("Redis held %d keys that no pool wrote, renamed to %sunreadable:…: %.300s", len(moved), PREFIX, moved)
+            to = f"{PREFIX}unreadable:"
+            log.error("Redis held %d keys that no pool wrote, renamed to %s…: %.300s", len(moved), to, moved)
 
     async def abdicate(self, service: str, owner: str) -> None:
         """Lead no longer: the next that asks may."""

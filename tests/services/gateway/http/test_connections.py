@@ -184,7 +184,7 @@ async def test_requests_sent_ahead_hold_up_nothing_and_are_answered_in_turn(stac
     for _ in range(300):
         await reader.readuntil(b'{"status":"ok"}')
         assert len(connection.pipeline) < 1000
-        assert len(connection._unparsed) < 1024 * 1024
+        assert connection.num_waiting_bytes < 1024 * 1024
     assert (await stack.http.get("/live")).status_code == 200
     writer.close()
 
