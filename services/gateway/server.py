@@ -192,7 +192,7 @@ class ClientConnection(HttpToolsProtocol):
         self._limits.idle.pop(self, None)
         super().on_headers_complete()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
