@@ -127,10 +127,11 @@ def left_out_of(cluster: Cluster, num_planned: int, num_targets: int) -> tuple[s
     if num_planned >= num_targets:
         return cluster.refused
     free = len(cluster.spare)
-    lines = [f"{num_targets - num_planned} of {num_targets} more instances have no worker: {spare_workers(free)}"]
-    if cluster.too_small:
-        lines.append(cluster.too_small)
-    return (*lines, *cluster.refused)
+    # Where the only spare workers are too small, this is the reason, and not that none is spare.
+    reasons = [spare_workers(free)] if free or not cluster.too_small else []
+    reasons += [cluster.too_small] if cluster.too_small else []
+    first = f"{num_targets - num_planned} of {num_targets} more instances have no worker: {reasons[0]}"
+    return (first, *reasons[1:], *cluster.refused)
 
 
 def fallbacks_of(cluster: Cluster, chains: Iterable[Chain]) -> tuple[Copy, ...]:

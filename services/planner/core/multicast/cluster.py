@@ -252,9 +252,7 @@ class Clusters:
                 *shortened([f"worker {w} is left out: {why}" for w, why in refused.items()], MAX_NAMES),
                 *shortened([f"worker {w} is avoided: {why}" for w, why in shunned.items()], MAX_NAMES),
             ),
-            too_small=(
-                f"{num_small} spare workers' arenas hold less than {model.weights_bytes} bytes" if num_small else ""
-            ),
+            too_small=_too_small(num_small, model.weights_bytes),
         )
 
     def _is_spare_for(self, worker_id: str, model: ModelRecord) -> bool:
@@ -270,6 +268,11 @@ class Clusters:
             workers = [w for w in large if w.worker_id in self._topology.gpus]
             known = self._large_enough[size] = SpareWorkers(workers, self._topology, self._traffic)
         return known
+
+
+def _too_small(num: int, num_bytes: int) -> str:
+    whose = "1 spare worker's arena holds" if num == 1 else f"the arenas of {num} spare workers hold"
+    return f"{whose} less than {num_bytes} bytes: raise BLITZ_WORKER_ARENA_MIB" if num else ""
 
 
 def _worker_id(record: WorkerRecord) -> str:

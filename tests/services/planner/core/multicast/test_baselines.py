@@ -111,7 +111,7 @@ def test_too_few_spare_workers_give_a_smaller_plan_that_says_so(strategy: Strate
     plan = plan_by(strategy, cluster(COPY, record("w4", arena_bytes=0), *SPARE), 5, MODEL_BYTES)
     assert len(plan.targets) == 3
     assert "2 of 5" in plan.left_out[0]
-    assert "arenas" in plan.left_out[1]
+    assert "1 spare worker's arena" in plan.left_out[1]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -307,6 +307,16 @@ def test_fallbacks_are_few() -> None:
 # --- less than was asked for -----------------------------------------------------------------------
 
 
+def test_workers_that_are_spare_and_too_small_are_not_said_to_be_none() -> None:
+    small = [record(name, arena_bytes=MODEL_BYTES - 1) for name in ("w1", "w2")]
+    plan = plan_worker_chains(cluster(record("w0", "serving"), *small), 1, MODEL_BYTES)
+    why = f"the arenas of 2 spare workers hold less than {MODEL_BYTES} bytes: raise BLITZ_WORKER_ARENA_MIB"
+    assert plan.left_out == (f"1 of 1 more instances have no worker: {why}",)
+    mixed = plan_worker_chains(cluster(record("w0", "serving"), small[0], record("w3")), 2, MODEL_BYTES)
+    assert mixed.left_out[0] == "1 of 2 more instances have no worker: 1 worker is spare"
+    assert mixed.left_out[1].startswith("1 spare worker's arena holds less than")
+
+
 def test_more_targets_than_workers_give_a_smaller_plan_that_says_what_it_left_out() -> None:
     plan = plan_worker_chains(cluster(record("w0", "serving"), record("w1")), 3, MODEL_BYTES)
     assert plan.targets == ("w1",)

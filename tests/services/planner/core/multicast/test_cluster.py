@@ -63,7 +63,7 @@ def test_spare_workers_are_free_and_large_enough() -> None:
         record("w4", "serving"),
     )
     assert [w.worker_id for w in found.spare] == ["w0", "w2"]
-    assert "1 spare workers' arenas" in found.too_small
+    assert "1 spare worker's arena" in found.too_small
 
 
 def test_what_a_plan_takes_is_spare_for_no_later_one_whatever_its_size() -> None:
@@ -78,7 +78,7 @@ def test_what_a_plan_takes_is_spare_for_no_later_one_whatever_its_size() -> None
     for found, spare in ((everywhere, ["w2", "w3"]), (clusters.of(MODEL), ["w2", "w3"]), (clusters.of(larger), ["w2"])):
         assert [w.worker_id for w in found.spare] == spare
         assert [w for w in arenas if w in found.spare.targets] == spare
-    assert "1 spare workers' arenas" in clusters.of(larger).too_small
+    assert "1 spare worker's arena" in clusters.of(larger).too_small
     assert "1 spare" not in clusters.of(MODEL).too_small
     shunning = clusters.of(MODEL, avoided={"w2": "it fails", "w1": "it is taken"})
     assert [w for w in arenas if w in shunning.spare.targets] == [w.worker_id for w in shunning.spare] == ["w3"]
