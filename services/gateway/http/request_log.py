@@ -22,6 +22,8 @@ REQUEST = "blitz.request"
 """In a scope: its ``RequestLog``."""
 QUIET = frozenset({"/health", "/ready", "/live", "/metrics"})
 """Routes that are asked every few seconds, whatever happens."""
+POLLED = "/admin/status"
+"""Asked over and over by whoever waits for something (``blitzscale up`` ten times a second): a line only if refused."""
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -57,7 +59,7 @@ class RequestLog:
 
     def say(self, scope: Scope, route: str, status: int) -> None:
         """It is over."""
-        if route in QUIET or not log.isEnabledFor(logging.INFO):
+        if route in QUIET or (route == POLLED and status < 400) or not log.isEnabledFor(logging.INFO):
             return
         fields = self._fields(scope, route, status)
         shown = (f"{name}={','.join(v) if isinstance(v, list) else v}" for name, v in fields.items())

@@ -105,6 +105,16 @@ async def test_probes_and_scrapes_are_no_lines(stack: Stack, lines: list[dict[st
     assert lines == []
 
 
+async def test_who_polls_the_status_leaves_no_line_unless_refused(
+    make_stack: StackFactory, lines: list[dict[str, Any]]
+) -> None:
+    stack = await make_stack(1, admin_keys=("a",))
+    assert (await stack.http.get("/admin/status", headers={"Authorization": "Bearer a"})).status_code == 200
+    assert lines == []
+    assert (await stack.http.get("/admin/status")).status_code == 401
+    assert [line["status"] for line in lines] == [401]
+
+
 async def test_a_client_that_left_before_its_answer_is_499(stack: Stack, lines: list[dict[str, Any]]) -> None:
     stack.workers[0].pause_after = 0
     leaving = asyncio.create_task(stack.http.post(TEXT, json=BODY))
