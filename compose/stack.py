@@ -88,6 +88,7 @@ class Stack(RunningStack):
         many = self.config.nats_servers > 1
         routes = tuple(f"127.0.0.1:{free_port()}" for _ in range(self.config.nats_servers)) if many else ()
         self.state_dir.acquire(routes)
+        self._say(f"starting; logs in {self.state_dir.logs}")
         # What is imported takes longest of all, so it comes first.
         if self.config.forks:
             await self._worker_forks.start()

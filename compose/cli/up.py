@@ -166,7 +166,6 @@ async def _serve(config: StackConfig, sink: ConsoleSink, quiet: bool, timeout_s:
 
 async def _until_cancelled(stack: Stack, sink: ConsoleSink, timeout_s: float) -> None:
     async with stack:
-        sink(_NAME, f"starting; logs in {stack.state_dir.logs}")
         if first := stack.config.first_health_port:
             last = first + stack.config.num_health_ports - 1
             sink(

@@ -55,7 +55,8 @@ async def test_everything_starts_serves_the_model_and_stops_in_order(
     tmp_path: Path, fake_env: dict[str, str], demo_model: Path
 ) -> None:
     said: list[str] = []
-    async with Stack(stack_config(tmp_path, fake_env, demo_model), say=said.append) as stack:
+    config = stack_config(tmp_path, fake_env, demo_model)
+    async with Stack(config, sink=lambda _name, line: said.append(line), say=said.append) as stack:
         status = await stack.wait_ready(60)
         assert set(stack.processes) == NAMES
         assert [model.name for model in status.models] == ["demo"]
@@ -68,6 +69,7 @@ async def test_everything_starts_serves_the_model_and_stops_in_order(
     assert set(stops[1:3]) == {"planner", "monitor"}
     assert set(stops[3:5]) == {"worker-0", "worker-1"}
     assert stops[5:] == ["pool"]
+    assert said[0].startswith("starting; logs in")
     assert any("registered model demo" in text for text in said)
 
 
