@@ -185,8 +185,7 @@ class Store:
                 break
         self.has_strangers = False
         if moved:
-            to = f"{PREFIX}unreadable:"
-            log.error("Redis held %d keys that no pool wrote, renamed to %s…: %.300s", len(moved), to, moved)
+            log.error("Redis held keys that no pool wrote, now %sunreadable:…: %.300s", PREFIX, ", ".join(moved))
 
     async def abdicate(self, service: str, owner: str) -> None:
         """Lead no longer: the next that asks may."""

@@ -177,7 +177,7 @@ class NatsBus(Bus):
                     refused.ends(limit)
                     # Not buffered while down: a request delivered after its deadline would be acted upon, unheard.
                     await self._link.up.wait()
-                    answer = await answer_to(self._client, subject, payload, headers)
+                    answer = await answer_to(self._client, subject, payload, headers, timeout_s=timeout_s)
             except nats.errors.NoRespondersError as error:
                 raise NoResponder(f"nobody listens on {subject}") from error
             except TimeoutError as error:

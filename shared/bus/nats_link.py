@@ -10,6 +10,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -227,16 +228,23 @@ async def round_trip(client: Client) -> None:
     # The client's own ``flush`` writes its PING ahead of commands that wait in its buffer, so it can return before the
     # server knows of a subscription just made. A request queues behind them.
     if client.is_connected:
-        with contextlib.suppress(nats.errors.Error, TimeoutError):  # "no responders" is the answer expected
-            async with asyncio.timeout(_ROUND_TRIP_S):
-                await answer_to(client, subjects.nobody())
+        with contextlib.suppress(nats.errors.Error):  # "no responders" is the answer expected
+            await answer_to(client, subjects.nobody(), timeout_s=_ROUND_TRIP_S)
 
 
-async def answer_to(client: Client, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> Msg:
-    """Send a request and wait, without a limit, for the answer. Raises ``nats.errors.Error``."""
-    # Without the client's own timeout: it is a wait_for, which in Python 3.11 loses a cancellation that comes together
-    # with the answer. The task that was to end would go on.
-    return await client.request(subject, payload, timeout=None, headers=headers)  # type: ignore[arg-type]
+async def answer_to(
+    client: Client, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None, *, timeout_s: float
+) -> Msg:
+    """The client's own ``request``, but a cancellation always ends it: the client waits with wait_for, which in
+    Python 3.11 loses one that comes together with the answer. Raises ``nats.errors.Error``."""
+    asking = asyncio.create_task(client.request(subject, payload, timeout=timeout_s, headers=headers))
+    try:
+        await asyncio.wait({asking})
+    finally:
+        await end(asking)
+        if not asking.cancelled():
+            asking.exception()  # retrieved, so that asyncio does not warn of it
+    return asking.result()
 
 
 async def drain(client: Client, subscription: Subscription) -> None:
@@ -259,7 +267,7 @@ def drop_unsent(client: Client, subjects: Collection[str], *, prefix: str) -> No
     client._pending_data_size = sum(map(len, client._pending))
 
 
-async def end(task: asyncio.Task[None]) -> None:
+async def end(task: asyncio.Task[Any]) -> None:
     """Cancel a task until it is done: the client swallows a cancellation that meets it while it flushes, and one that
     comes just when a connection is there or has failed."""
     while not task.done():

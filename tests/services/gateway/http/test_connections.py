@@ -193,7 +193,7 @@ async def test_trailers_are_ignored_and_bounded(make_stack: StackFactory) -> Non
     stack = await make_stack(read_timeout_s=WAIT_S)
     head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{{\r\n0\r\n".encode()
     reader, writer = await connect(stack, head)
-    await stack.until(lambda: any(c.cycle is not None for c in stack.server.server_state.connections))
+    await stack.until(lambda: stack.gateway.request_memory.used_bytes > 0)
     [connection] = stack.server.server_state.connections
     assert isinstance(connection, ClientConnection)
     writer.write(b"a: b\r\n" * 5000)
