@@ -13,6 +13,7 @@ import typer
 from compose.admin import AdminClient
 from compose.cli.options import URL_DEFAULT, Json, Url, ask, print_json
 from compose.errors import StackError
+from shared.messages.admin import MAX_HOLD_S
 from shared.messages.common import LiveChoice, Role
 from shared.messages.operations import LiveBatchRecord, LiveRecord, ScaleRecord
 
@@ -33,7 +34,11 @@ def scale(
     hold_s: Annotated[
         float,
         typer.Option(
-            "--hold", min=0, help="Seconds for which there are not fewer than N; 0 lifts an earlier floor.", metavar="S"
+            "--hold",
+            min=0,
+            max=MAX_HOLD_S,
+            help="Seconds for which there are not fewer than N; 0 lifts an earlier floor.",
+            metavar="S",
         ),
     ] = 300.0,
     timeout_s: Annotated[

@@ -27,6 +27,8 @@ MAX_WEIGHT = 1e6
 
 MAX_NO_ROOM_TIMEOUT_S = 3600.0
 
+MAX_HOLD_S = 1e9
+
 Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
 ObjectiveOrNone = Annotated[float, Meta(ge=0, le=MAX_SLO_S)]
 KeepAlive = Annotated[float, Meta(ge=0, le=MAX_KEEP_ALIVE_S)]
@@ -93,7 +95,7 @@ class ScaleBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
     """How many; required."""
-    hold_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    hold_s: Annotated[float, Meta(ge=0, le=MAX_HOLD_S)] | None = None
     """Not fewer for so long: 300 by default; 0 lifts an earlier floor."""
     live: LiveChoice | None = None
     """Whether new instances work while they load: ``auto`` by default."""

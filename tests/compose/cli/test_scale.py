@@ -166,3 +166,9 @@ def test_a_worker_that_was_left_out_is_no_failure_where_others_did(gateway: Fake
     instances = [{"id": f"i{n}", "model": "demo", "state": "serving"} for n in range(2)]
     gateway.answers["GET /admin/status"] = (200, {"instances": instances})
     assert run(["scale", "demo", "2"]) == 0
+
+
+@pytest.mark.parametrize("hold", ["nan", "inf", "-1", "1e300"])
+def test_no_floor_is_for_ever(capsys: pytest.CaptureFixture[str], hold: str) -> None:
+    assert run(["scale", "demo", "2", "--hold", hold]) == 2
+    assert "--hold" in capsys.readouterr().err
