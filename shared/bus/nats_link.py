@@ -137,7 +137,8 @@ class NatsLink:
     async def close(self) -> None:
         """Disconnect."""
         self.closes()
-        with contextlib.suppress(OSError, nats.errors.Error):  # never connected, or closed by the server
+        # Never connected, or closed by the server; of the latter uvloop says RuntimeError.
+        with contextlib.suppress(OSError, RuntimeError, nats.errors.Error):
             # After a TLS handshake that was broken off, the client waits for an end that nobody will tell it of.
             async with asyncio.timeout(_CLOSE_S):
                 await self.client.close()

@@ -10,6 +10,7 @@ import uuid
 
 import nats
 import pytest
+import uvloop
 from nats.aio.msg import Msg
 
 from compose.ports import free_port
@@ -101,6 +102,24 @@ async def test_a_cancellation_that_comes_together_with_the_answer_ends_a_request
     finally:
         ends.set()
         await asyncio.to_thread(elsewhere.join)
+
+
+async def test_what_waits_to_be_sent_to_a_server_that_is_gone_keeps_no_service_from_closing(
+    nats_place: NatsPlace,
+) -> None:
+    async def close_after_the_server() -> None:
+        bus = await NatsBus.connect(nats_place.server.url, name="a")
+        await asyncio.to_thread(nats_place.server.stop)
+        await eventually(lambda: bus.connected_since_s is None)
+        await bus.publish(f"{subjects.PREFIX}.test.gone", CANCEL)
+        await bus.close()
+
+    def as_services_run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(close_after_the_server())
+
+    await asyncio.to_thread(as_services_run)
+    await asyncio.to_thread(nats_place.server.start)
 
 
 async def test_services_answer_discovery_and_count_requests_and_errors(nats_place: NatsPlace) -> None:
