@@ -19,6 +19,9 @@ Choice = TypeVar("Choice", bound=str)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _DURATION = re.compile(r"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>ms|s|m|h|)")
+_MAX_SECRET_BYTES = 64 * 1024
+_MAX_SHOWN = 200
+"""Characters of a value, in an error."""
 _SECONDS_PER_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -166,12 +169,15 @@ class Settings:
         if value is not None:
             raise SettingsError(f"{key} and {key}_FILE are both set: unset one", param=key)
         try:
-            text = Path(path).read_text(encoding="utf-8").strip()
+            with Path(path).open("rb") as file:
+                text = file.read(_MAX_SECRET_BYTES + 1).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
             problem = error.strerror if isinstance(error, OSError) else "it is not text"
             raise _error(f"{key}_FILE", path, f"cannot be read: {problem}") from error
         if not text:
             raise _error(f"{key}_FILE", path, "the file is empty")
+        if len(text) > _MAX_SECRET_BYTES:
+            raise _error(f"{key}_FILE", path, f"the file is larger than {_MAX_SECRET_BYTES} bytes")
         return text
 
     def file(self, key: str, meaning: str, *, shown: str | None = None) -> Path | None:
@@ -233,4 +239,4 @@ def _number(key: str, value: str, convert: Callable[[str], T], what: str, minimu
 
 
 def _error(key: str, value: str, problem: str) -> SettingsError:
-    return SettingsError(f"{key}={value!r}: {problem}", param=key)
+    return SettingsError(f"{key}={value!r:.{_MAX_SHOWN}}: {problem}", param=key)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,3 +63,17 @@ def test_a_bad_value_is_refused_by_key_and_value(value: str, get: Callable[[Sett
 def test_a_required_value_that_is_absent_is_named() -> None:
     with pytest.raises(SettingsError, match="KEY is not set"):
         Settings({}).text("KEY", "what")
+
+
+def test_a_secret_comes_from_its_file_of_which_no_more_is_read_than_a_secret_has(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("hunter2\n")
+    assert Settings({"KEY_FILE": str(file)}).secret("KEY", "") == "hunter2"
+    with pytest.raises(SettingsError, match="KEY_FILE='/dev/zero': the file is larger than 65536 bytes"):
+        Settings({"KEY_FILE": "/dev/zero"}).secret("KEY", "")
+
+
+def test_of_an_endless_value_the_beginning_is_shown() -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings({"KEY": "x" * 100_000}).integer("KEY", "")
+    assert len(caught.value.message) < 300
