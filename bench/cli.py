@@ -110,6 +110,12 @@ def gateway(context: typer.Context) -> None:
     _hand_over(context, "bench.gateway.cli", takes="two minutes")
 
 
+@app.command("gpu", context_settings=_PASS_ON, add_help_option=False)
+def gpu(context: typer.Context) -> None:
+    """What one GPU does: checksums, bytes between processes, attention, products, and host memory."""
+    _hand_over(context, "bench.gpu.cli")
+
+
 @app.command("hostile", context_settings=_PASS_ON, add_help_option=False)
 def hostile(context: typer.Context) -> None:
     """What hostile clients, all at once, do to another client's first token and to the gateway's memory."""

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from compose.stack import Stack
 from shared.bus.nats import NatsBus
-from shared.errors import BlitzError, Unavailable
+from shared.errors import BlitzError, DeadlineExceeded, Unavailable
 from shared.messages.admin import Status
 from shared.messages.operations import ScaleRecord
 from shared.permissions import User
@@ -65,7 +65,7 @@ async def scale(stack: Stack, model: str, instances: int, *, hold_s: float = 60.
         try:
             record = await stack.admin.scale(model, instances, hold_s=hold_s)
             break
-        except Unavailable:
+        except (Unavailable, DeadlineExceeded):
             # The planner or the pool was just killed and is not back yet.
             assert time.monotonic() < deadline_s
             await asyncio.sleep(0.1)
@@ -81,7 +81,7 @@ async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: fl
     while True:
         try:
             status = await stack.admin.status()
-        except Unavailable as error:
+        except (Unavailable, DeadlineExceeded) as error:
             status = error
         if isinstance(status, Status) and condition(status):
             return status
