@@ -80,7 +80,8 @@ class _Callback:
 
     def __init__(self, watch: LoopWatch, what: object) -> None:
         self._watch = watch
-        self._what = what
+        # Now: a handle that is cancelled while it runs forgets what it called.
+        self._what = what._callback if isinstance(what, asyncio.Handle) else what
 
     def __enter__(self) -> None:
         self._began_s = self._watch.cpu_s
@@ -88,7 +89,7 @@ class _Callback:
     def __exit__(self, *_: object) -> None:
         took_s = self._watch.cpu_s - self._began_s
         if took_s > MAX_CALLBACK_S:
-            what = _work_of(self._what) if isinstance(self._what, asyncio.Handle) else self._what
+            what = _work_of(self._what)
             file = _file_of(what)
             if any(part in file for part in _NOT_WATCHED) or _is_client(what):
                 return
@@ -108,9 +109,8 @@ def _is_client(work: object) -> bool:
     return isinstance(work, asyncio.Task) and work.get_name().startswith("anyio._core._sockets.")
 
 
-def _work_of(handle: asyncio.Handle) -> Any:
-    """The task that a handle takes a step of, or what it calls."""
-    callback: Any = handle._callback
+def _work_of(callback: Any) -> Any:
+    """The task that a handle's callback takes a step of, or what it calls."""
     while isinstance(callback, functools.partial):
         callback = callback.func
     owner = getattr(callback, "__self__", None)

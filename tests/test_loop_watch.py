@@ -38,3 +38,13 @@ async def test_what_tests_do_themselves_is_left_out(watched_loops: LoopWatch) ->
     tasks.start(work())
     await tasks.finish()
     assert not watched_loops.long
+
+
+async def test_it_is_known_whose_a_callback_is_that_is_cancelled_while_it_runs(watched_loops: LoopWatch) -> None:
+    def work() -> None:
+        handle.cancel()
+        compute()
+
+    handle = asyncio.get_running_loop().call_soon(work)
+    await asyncio.sleep(0)
+    assert not watched_loops.long, "a test's"
