@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway import late_requests
 from services.gateway.core import capacity
 from services.gateway.tokenizer import ModelTokenizer
 from shared import subjects
@@ -73,6 +74,7 @@ async def test_the_first_request_for_a_model_that_sleeps_is_reported_at_once(
 
 
 ASK = {"model": "tiny", "prompt": "a"}
+PATIENT_S = 60.0
 
 
 async def test_a_request_that_nobody_takes_in_time_gets_503(make_stack: StackFactory) -> None:
@@ -84,8 +86,9 @@ async def test_a_request_that_nobody_takes_in_time_gets_503(make_stack: StackFac
 
 
 async def test_a_request_that_waited_in_vain_is_told_what_the_planner_knows_by_one_question(
-    make_stack: StackFactory,
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(late_requests, "ASK_TIMEOUT_S", PATIENT_S)
     stack = await make_stack(1, queue_timeout_s=0.3)
     await sleeping(stack)
     asked: list[ListScaleRecords] = []
@@ -106,9 +109,12 @@ async def test_a_request_that_waited_in_vain_is_told_what_the_planner_knows_by_o
     await stack.broker.bus("planner").respond(subjects.planner("records"), ListScaleRecords, records)
     asking = [asyncio.create_task(stack.http.post("/v1/completions", json=ASK)) for _ in range(3)]
     gone = asyncio.create_task(stack.http.post("/v1/completions", json=ASK | {"stream": True}))
+    # None ends before the planner has answered.
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 4)
     await stack.until(lambda: asked)
     gone.cancel()
     await stack.until(lambda: stack.gateway.dispatcher.num_active == 3)
+    await stack.until(lambda: not stack.gateway.dispatcher.router.waiting())
     release.set()
     for answer in await asyncio.gather(*asking):
         error = answer.json()["error"]
