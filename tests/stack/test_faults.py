@@ -20,14 +20,14 @@ from shared.permissions import KINDS, TABLE, Kind, inbox_prefix
 from tests.plain_http import http_client
 from tests.stack.client import complete, openai_client, scale, stream, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
-from tests.stack.readers import TOKENS, texts, well_begun
+from tests.stack.readers import SLOWLY, TOKENS, texts, well_begun
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(mock_config(tmp_path_factory.mktemp("faults"))) as running:
+    async with Stack(mock_config(tmp_path_factory.mktemp("faults"), **SLOWLY)) as running:
         await running.wait_ready(READY_S)
         yield running
 

@@ -16,14 +16,14 @@ from compose.stack import Stack
 from tests.plain_http import http_client, openai_client
 from tests.stack.client import complete, scale, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
-from tests.stack.readers import texts, well_begun
+from tests.stack.readers import SLOWLY, texts, well_begun
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    config = mock_config(tmp_path_factory.mktemp("standby"), workers=2)
+    config = mock_config(tmp_path_factory.mktemp("standby"), workers=2, **SLOWLY)
     async with Stack(replace(config, planners=2, monitors=2, pools=2, gateways=2)) as running:
         await running.wait_ready(READY_S)
         yield running
