@@ -15,7 +15,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo https://dow
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format reference bench clean install
+.PHONY: help up test lint format kubernetes reference bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -54,6 +54,9 @@ lint: $(STAMP) ## Check style, types, import order, names and wall clocks
 format: $(STAMP) ## Put the code into its format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+kubernetes: ## Render compose/kubernetes/rendered again (needs kubectl)
+	@python3 .ci/render_kubernetes.py
 
 reference: $(STAMP) ## Make docs/reference again (settings, metrics, commands)
 	@$(BIN)/python -m compose.reference

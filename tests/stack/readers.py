@@ -12,7 +12,7 @@ from tests.stack.conftest import MODEL
 from tests.wait_until import eventually
 
 SLOWLY = {"BLITZ_MOCK_LAYER_BASE_MS": "4.0"}
-"""For ``mock_config``: tokens come more slowly than the clients of six streams can read them, also on a busy machine."""
+"""For ``mock_config``: tokens come more slowly than clients of six streams can read, also on a busy machine."""
 TOKENS = 120
 """At 4 layers of 4 ms: a stream of about two seconds."""
 MORE_TOKENS = 900
