@@ -52,14 +52,17 @@ def _family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return children
 
 
-def _gone(processes: list[psutil.Process]) -> bool:
-    return all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes)
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _wait_gone(processes: list[psutil.Process]) -> None:
     deadline_s = time.monotonic() + END_S
-    while not _gone(processes):
-        assert time.monotonic() < deadline_s, [p.cmdline() for p in processes if p.is_running()]
+    while left := [process for process in processes if _runs(process)]:
+        assert time.monotonic() < deadline_s, left
         time.sleep(0.05)
 
 
