@@ -27,7 +27,7 @@ from compose.log_lines import ConsoleSink
 from compose.supervisor import Supervisor
 from services.worker.config import MIB, WorkerConfig
 from shared.cgroup import limits
-from shared.ending import CLOSING_S
+from shared.ending import CLOSING_S, end_process
 from shared.errors import Unavailable
 from shared.process import ProcessState
 from shared.service import ServiceConfig, health_settings, process_settings, run
@@ -167,4 +167,4 @@ async def _watch(supervisor: Supervisor, process: ProcessState) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("workers", WorkersConfig.from_env, serve))
+    end_process(run("workers", WorkersConfig.from_env, serve))

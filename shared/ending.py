@@ -8,9 +8,13 @@ by ``end_process_within``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
+import os
+import sys
 from collections.abc import Awaitable
+from typing import NoReturn
 
 _log = logging.getLogger(__name__)
 
@@ -59,3 +63,14 @@ def end_process_within(seconds: float) -> None:
     """Unless it has ended by then, this process shows its threads' stacks on stderr and ends with status 1. A later
     call replaces an earlier one. Needs no turn of the interpreter: a native call that never returns is ended, too."""
     faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def end_process(code: int) -> NoReturn:
+    """The process's last step, once everything is closed. The interpreter's own end is left out: it takes apart what
+    goes with the process anyway, for seconds where others compute, and destructors of native libraries may hang."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # Whoever read it may be gone.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 
 from services.gateway.config import GatewayConfig
 from services.gateway.http.app import GatewayApp
 from services.gateway.offload import quick_switches
 from services.gateway.server import Server, connection_capacity, listen
 from services.gateway.service import Gateway
+from shared.ending import end_process
 from shared.identity import new_incarnation
 from shared.process import ProcessState
 from shared.service import connected, run
@@ -27,4 +27,4 @@ async def serve(config: GatewayConfig, process: ProcessState) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("gateway", GatewayConfig.from_env, serve))
+    end_process(run("gateway", GatewayConfig.from_env, serve))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from services.monitor.config import MonitorConfig
 from services.monitor.service import MonitorService
+from shared.ending import end_process
 from shared.process import ProcessState
 from shared.service import connected, run
 
@@ -24,4 +23,4 @@ async def serve(config: MonitorConfig, process: ProcessState) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("monitor", MonitorConfig.from_env, serve))
+    end_process(run("monitor", MonitorConfig.from_env, serve))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from services.planner.config import PlannerConfig
 from services.planner.service import PlannerService
+from shared.ending import end_process
 from shared.process import ProcessState
 from shared.service import connected, run
 
@@ -19,4 +18,4 @@ async def serve(config: PlannerConfig, process: ProcessState) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("planner", PlannerConfig.from_env, serve))
+    end_process(run("planner", PlannerConfig.from_env, serve))

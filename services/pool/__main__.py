@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from services.pool.config import PoolConfig
 from services.pool.service import PoolService
 from services.pool.store import Store
+from shared.ending import end_process
 from shared.process import ProcessState
 from shared.service import connected, run
 
@@ -22,4 +21,4 @@ async def serve(config: PoolConfig, process: ProcessState) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("pool", PoolConfig.from_env, serve))
+    end_process(run("pool", PoolConfig.from_env, serve))

@@ -10,6 +10,7 @@ import sys
 from services.worker.config import WorkerConfig
 from services.worker.node.facts import discover
 from services.worker.service import WorkerService
+from shared.ending import end_process
 from shared.errors import BlitzError
 from shared.identity import new_incarnation
 from shared.process import ProcessState
@@ -52,4 +53,4 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("worker", WorkerConfig.from_env, serve))
+    end_process(run("worker", WorkerConfig.from_env, serve))

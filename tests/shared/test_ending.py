@@ -100,6 +100,13 @@ async def _breaks() -> None:
     raise ValueError("broken")
 
 
+def test_a_process_ends_though_the_interpreters_own_end_would_take_for_ever() -> None:
+    code = "import atexit, time; from shared.ending import end_process; atexit.register(time.sleep, 3600)"
+    code += "; print('said', end=''); end_process(7)"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (7, b"said")
+
+
 async def test_a_part_that_does_not_close_is_named_and_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert await closed("the quick", asyncio.sleep(0))
