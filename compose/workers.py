@@ -35,6 +35,9 @@ from shared.settings import Settings, SettingsError
 
 _LOOK_S = 0.1
 _MARGIN_S = 0.5
+_SHARED_MEMORY = "/dev/shm"
+_SHARED_BYTES = 64 * MIB
+"""Of a worker, and it is little: a container has as much for all of its processes, unless it is told otherwise."""
 _ROOT = Path("/")
 """Where workers run: with ``-m``, Python imports from the current directory first, and there is nothing here."""
 _log = logging.getLogger("workers")
@@ -70,6 +73,7 @@ class WorkersConfig(ServiceConfig):
             )
         # The last one has the highest port.
         worker = WorkerConfig.from_env(_environment(env.environ, host, num_workers, num_workers - 1))
+        _check_shared_memory(num_workers)
         _check_memory(worker, num_workers, limits().memory_bytes)
         return cls(
             **process_settings(env),
@@ -80,6 +84,21 @@ class WorkersConfig(ServiceConfig):
             engine=worker.engine,
             worker_drain_s=worker.drain_timeout_s,
             drain_timeout_s=worker.drain_timeout_s + CLOSING_S + 2 * _MARGIN_S,
+        )
+
+
+def _check_shared_memory(num_workers: int) -> None:
+    """Raises ``SettingsError`` where UCX would copy between workers over TCP, for want of room in ``/dev/shm``."""
+    try:
+        shared = os.statvfs(_SHARED_MEMORY)
+    except OSError as error:
+        raise SettingsError(f"{_SHARED_MEMORY}: {error.strerror}", param="BLITZ_WORKERS") from error
+    has_bytes, needed_bytes = shared.f_blocks * shared.f_frsize, num_workers * _SHARED_BYTES
+    if num_workers > 1 and has_bytes < needed_bytes:
+        raise SettingsError(
+            f"{_SHARED_MEMORY} has {has_bytes // MIB} MiB, and BLITZ_WORKERS={num_workers} need "
+            f"{needed_bytes // MIB} MiB at least: raise the container's shm_size, or mount more memory there",
+            param="BLITZ_WORKERS",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from compose.workers import WorkersConfig, specs
@@ -53,6 +55,15 @@ def test_memory_beyond_the_containers_limit_is_refused_with_the_numbers(monkeypa
     assert caught.value.param == "BLITZ_WORKER_ARENA_MIB"
     limited(monkeypatch, None)
     WorkersConfig.from_env(SMALL | {"BLITZ_WORKERS": "4"})
+
+
+def test_shared_memory_as_a_container_has_it_is_refused_for_more_than_one_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_blocks=16384, f_frsize=4096))
+    WorkersConfig.from_env({"BLITZ_WORKERS": "1"})
+    with pytest.raises(SettingsError, match=r"/dev/shm has 64 MiB, and BLITZ_WORKERS=2 need 128 MiB"):
+        WorkersConfig.from_env({"BLITZ_WORKERS": "2"})
 
 
 @pytest.mark.parametrize(
