@@ -57,7 +57,7 @@ def test_memory_beyond_the_containers_limit_is_refused_with_the_numbers(monkeypa
     WorkersConfig.from_env(SMALL | {"BLITZ_WORKERS": "4"})
 
 
-def test_shared_memory_as_a_container_has_it_is_refused_for_more_than_one_worker(
+def test_shared_memory_as_containers_have_it_is_refused_for_several_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_blocks=16384, f_frsize=4096))
