@@ -90,23 +90,30 @@ class LeaseGrants:
     async def _grant(self, request: LeaseWorkers) -> LeaseGrant:
         if not request.workers or not 0 < request.ttl_s <= MAX_TTL_S:
             raise BadRequest(f"a lease needs at least one worker and a ttl_s of up to {MAX_TTL_S:g}", param="ttl_s")
-        cordoned = [worker_id for worker_id in request.worker_ids if worker_id in self._registry.cordons]
-        if cordoned:
-            raise Conflict(f"worker {cordoned[0]} is drained")
+        self._check_cordons(request)
         workers = [at.worker for at in request.workers]
         with tracer().start_as_current_span(
             "pool.lease", attributes={"blitz.plan_id": request.plan_id, "blitz.model": request.model}
         ):
             grant = await self._store.lease(request.plan_id, request.model, workers, request.ttl_s, request.role)
-            gone = [worker for worker in workers if not self._registry.is_here(worker)]
-            if gone:
-                # Another process has reported meanwhile, or this one has left.
+            try:
+                # Of meanwhile: another process has reported, or this one has left, or is to be free.
+                self._check_cordons(request)
+                gone = [worker for worker in workers if not self._registry.is_here(worker)]
+                if gone:
+                    raise Conflict(f"worker {gone[0]} is another process by now")
+            except Conflict:
                 await self._store.release(request.plan_id, request.worker_ids)
-                raise Conflict(f"worker {gone[0]} is another process by now")
+                raise
         until_s = time.monotonic() + request.ttl_s
         for worker_id, epoch in grant.epochs:
             self._registry.lease(Lease(worker_id, request.plan_id, request.model, request.role, epoch, until_s))
         return grant
+
+    def _check_cordons(self, request: LeaseWorkers) -> None:
+        cordoned = [worker_id for worker_id in request.worker_ids if worker_id in self._registry.cordons]
+        if cordoned:
+            raise Conflict(f"worker {cordoned[0]} is drained")
 
     async def release(self, request: ReleaseWorkers) -> Ack:
         """Give back the leases that are the plan's."""

@@ -243,6 +243,26 @@ async def test_a_process_that_comes_while_its_predecessor_is_leased_has_no_lease
     assert await granting_pool.redis.keys("blitz:lease:*") == []
 
 
+async def test_a_worker_that_is_drained_while_it_is_leased_has_no_lease(
+    granting_pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await granting_pool.know_model()
+    for worker_id in ("w0", "w1"):
+        await granting_pool.beat(heartbeat(worker_id))
+    grant = Store.lease
+
+    async def slow(store: Store, *args: Any) -> LeaseGrant:
+        granted = await grant(store, *args)
+        await granting_pool.ask("cordon_worker", CordonWorker(worker_id="w1"), Ack)
+        return granted
+
+    monkeypatch.setattr(Store, "lease", slow)
+    with pytest.raises(Conflict, match="worker w1 is drained"):
+        await granting_pool.lease("w0", "w1")
+    assert [w.lease_plan_id for w in (await granting_pool.snapshot()).workers] == ["", ""]
+    assert await granting_pool.redis.keys("blitz:lease:*") == []
+
+
 async def test_a_lease_is_used_up_when_its_worker_reports_under_it(granting_pool: Pool) -> None:
     record = await granting_pool.know_model()
     await granting_pool.beat(heartbeat("w0"))
