@@ -1,0 +1,55 @@
+"""Renders each overlay of compose/kubernetes into compose/kubernetes/rendered. Needs ``kubectl``.
+
+``--check`` writes nothing, and fails if what is rendered is not of these sources: also where there is no ``kubectl``,
+by a digest of all that was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "compose" / "kubernetes"
+RENDERED = FOLDER / "rendered"
+DIGEST = "sources.sha256"
+
+
+def rendered() -> dict[str, str]:
+    """By name of file; without ``kubectl`` the digest only."""
+    texts = {DIGEST: f"{_digest()}\n"}
+    if shutil.which("kubectl"):
+        for overlay in sorted((FOLDER / "overlays").iterdir()):
+            command = ["kubectl", "kustomize", str(overlay)]
+            texts[f"{overlay.name}.yaml"] = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, check=True
+            ).stdout
+    return texts
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(FOLDER.rglob("*.yaml")):
+        if RENDERED not in path.parents:
+            digest.update(f"{path.relative_to(FOLDER)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def main() -> int:
+    texts = rendered()
+    if "--check" in sys.argv:
+        stale = [name for name, text in texts.items() if (RENDERED / name).read_text() != text]
+        print("\n".join(f"{name} is not of these sources: make kubernetes" for name in stale))
+        return bool(stale)
+    if len(texts) == 1:
+        print("kubectl is not installed")
+        return 1
+    for name, text in texts.items():
+        (RENDERED / name).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import base64
+
+import pytest
+import yaml
+
+from compose.credentials import make
+from tests.compose.kubernetes.rules import Secrets
+
+
+@pytest.fixture(scope="session")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
+    """As the command makes them, and each key as a file."""
+    folder = tmp_path_factory.mktemp("credentials")
+    make(folder, kubernetes=True)
+    mounted = tmp_path_factory.mktemp("mounted")
+    keys: dict[str, frozenset[str]] = {}
+    for secret in yaml.safe_load_all((folder / "secrets.yaml").read_text()):
+        found = dict(secret.get("stringData", {}))
+        found |= {key: base64.b64decode(value).decode() for key, value in secret.get("data", {}).items()}
+        keys[secret["metadata"]["name"]] = frozenset(found)
+        for key, text in found.items():
+            (mounted / key).write_text(text)
+    return Secrets(keys, mounted)
