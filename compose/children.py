@@ -119,7 +119,7 @@ def redis_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> Ch
 def nats_access(state: StateDir, user: User) -> dict[str, str]:
     """The variables by which a process is ``user`` to this stack's NATS."""
     # Those that are inherited belong to another server.
-    others = ("PASSWORD", "CREDS_FILE", "CA_FILE", "CERT_FILE", "KEY_FILE")
+    others = ("USER_FILE", "PASSWORD", "CREDS_FILE", "CA_FILE", "CERT_FILE", "KEY_FILE")
     return {
         **{f"BLITZ_NATS_{name}": "" for name in others},
         "BLITZ_NATS_USER": user,

@@ -19,6 +19,8 @@ ADMIN_KEY_VARIABLE = "BLITZ_ADMIN_KEY"
 """The key that a client sends."""
 ADMIN_KEYS_VARIABLE = "BLITZ_ADMIN_KEYS"
 """The keys that the gateway takes, separated by commas."""
+_ADMIN_KEYS_FILE_VARIABLE = "BLITZ_ADMIN_KEYS_FILE"
+"""A file of them, instead."""
 _API_KEYS_VARIABLES = ("BLITZ_API_KEYS", "BLITZ_GATEWAY_KEYS_FILE")
 """Where the gateway's keys for ``/v1`` are."""
 URL_VARIABLE = "BLITZ_URL"
@@ -29,6 +31,7 @@ DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 _SMALL_BOX_CORES = 8
 PROFILES_VARIABLE = "BLITZ_PROFILES"
 _PATH_VARIABLES = (
+    _ADMIN_KEYS_FILE_VARIABLE,
     "BLITZ_GATEWAY_KEYS_FILE",
     "BLITZ_POOL_MODEL_ROOTS",
     "BLITZ_WORKER_SCRATCH_DIR",
@@ -131,10 +134,27 @@ class StackConfig:
 
     @property
     def admin_keys(self) -> tuple[str, ...]:
-        """The keys that this stack's gateway takes for administration; none admits this machine's clients."""
+        """The keys that this stack's gateway takes for administration, unless it has a file of them; none admits this
+        machine's clients."""
         environment = inherited_environment() | dict(self.env)
-        listed = environment.get(ADMIN_KEYS_VARIABLE) or environment.get(ADMIN_KEY_VARIABLE) or ""
+        own = "" if self._admin_keys_file else environment.get(ADMIN_KEY_VARIABLE)
+        listed = environment.get(ADMIN_KEYS_VARIABLE) or own or ""
         return tuple(key.strip() for key in listed.split(",") if key.strip())
+
+    @property
+    def own_admin_key(self) -> str | None:
+        """What this stack shows its own gateway. None: nothing. Raises ``SettingsError`` for a bad file of keys."""
+        if not self._admin_keys_file:
+            return next(iter(self.admin_keys), None)
+        # Here: other commands do without the gateway's modules.
+        from services.gateway.admin_keys import read_admin_keys
+
+        given = (inherited_environment() | dict(self.env)).get(ADMIN_KEY_VARIABLE, "").strip()
+        return given or read_admin_keys(self._admin_keys_file)[0]
+
+    @property
+    def _admin_keys_file(self) -> str:
+        return (inherited_environment() | dict(self.env)).get(_ADMIN_KEYS_FILE_VARIABLE, "").strip()
 
     @property
     def needs_api_key(self) -> bool:

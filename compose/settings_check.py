@@ -44,6 +44,7 @@ def _unknown(name: str, known: set[str]) -> str:
 def readers_by_service() -> Mapping[str, Callable[[Settings], object]]:
     """What reads the settings of each kind of service. Raises ``SettingsError``."""
     # Here: other commands need none of it, and it takes a while to import.
+    from services.gateway.admin_keys import read_admin_keys
     from services.gateway.config import GatewayConfig
     from services.gateway.key_file import read_keys
     from services.monitor.config import MonitorConfig
@@ -55,6 +56,8 @@ def readers_by_service() -> Mapping[str, Callable[[Settings], object]]:
         config = GatewayConfig.read(settings)
         if config.keys_file:
             read_keys(config.keys_file)
+        if config.admin_keys_file:
+            read_admin_keys(config.admin_keys_file)
 
     return {
         "gateway": gateway,

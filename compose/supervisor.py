@@ -153,7 +153,7 @@ class RunningStack:
     def admin(self) -> AdminClient:
         """A client of this stack's administration routes."""
         if self._admin is None:
-            self._admin = AdminClient(self.url, api_key=next(iter(self.config.admin_keys), None))
+            self._admin = AdminClient(self.url, api_key=self.config.own_admin_key)
         return self._admin
 
     async def __aenter__(self) -> Self:

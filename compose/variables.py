@@ -13,7 +13,8 @@ OF_COMMANDS = (
     ),
     Setting(
         ADMIN_KEY_VARIABLE,
-        "Key that these send to `/admin`. `blitzscale up` gives it to the gateway where `BLITZ_ADMIN_KEYS` is unset.",
+        "Key that these send to `/admin`. `blitzscale up` gives it to the gateway where neither "
+        "`BLITZ_ADMIN_KEYS` nor `BLITZ_ADMIN_KEYS_FILE` is set.",
     ),
     Setting(API_KEY_VARIABLE, "Key that `replay` sends to `/v1`; or `OPENAI_API_KEY`."),
 )

@@ -168,17 +168,12 @@ class Settings:
             return value
         if value is not None:
             raise SettingsError(f"{key} and {key}_FILE are both set: unset one", param=key)
-        try:
-            with Path(path).open("rb") as file:
-                text = file.read(_MAX_SECRET_BYTES + 1).decode().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            problem = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise _error(f"{key}_FILE", path, f"cannot be read: {problem}") from error
-        if not text:
-            raise _error(f"{key}_FILE", path, "the file is empty")
-        if len(text) > _MAX_SECRET_BYTES:
-            raise _error(f"{key}_FILE", path, f"the file is larger than {_MAX_SECRET_BYTES} bytes")
-        return text
+        return read_secret(f"{key}_FILE", Path(path))
+
+    def secret_file(self, key: str) -> Path | None:
+        """Where ``secret`` finds ``key``, for whoever reads it again later. None: not in a file."""
+        path = self._value(f"{key}_FILE")
+        return Path(path) if path is not None else None
 
     def file(self, key: str, meaning: str, *, shown: str | None = None) -> Path | None:
         """A file that exists. None: unset; ``shown`` says what happens then."""
@@ -203,6 +198,21 @@ class Settings:
         if default is None:
             raise SettingsError(f"{key} is not set and has no default", param=key)
         return default
+
+
+def read_secret(key: str, path: Path) -> str:
+    """What stands in the file that the setting ``key`` names. Raises ``SettingsError``, which never shows it."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_SECRET_BYTES + 1).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise _error(key, str(path), f"cannot be read: {problem}") from error
+    if not text:
+        raise _error(key, str(path), "the file is empty")
+    if len(text) > _MAX_SECRET_BYTES:
+        raise _error(key, str(path), f"the file is larger than {_MAX_SECRET_BYTES} bytes")
+    return text
 
 
 def _written(value: object) -> str:

@@ -15,18 +15,17 @@ from prometheus_client.core import Metric
 from services.gateway.core.key_limits import Charge, KeyLimits, LimitStatus, pages
 from services.gateway.core.stream import StreamState
 from services.gateway.errors import Forbidden
-from services.gateway.key_file import ApiKey, Signature, digest, read_keys, signature
+from services.gateway.key_file import ApiKey, digest, read_keys
 from services.gateway.metrics import counter_family, gauge_family
 from services.gateway.request_bodies.options import Options
+from services.gateway.watched_file import WatchedFile
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, RateLimitExceeded
 from shared.messages.load import KeyUsageReport
-from shared.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
 REPORT_EVERY_S = 0.1
 ROWS_PER_REPORT = 1000
 """Of at most some 250 bytes each: well under 1 MB."""
@@ -50,7 +49,6 @@ class ApiKeys:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``plain`` keys have no limits; ``path``, unless empty, is the file of others. Raises ``SettingsError``."""
-        self._path = path
         self._gateway_id = gateway_id
         self._incarnation = incarnation
         self._clock = clock
@@ -58,22 +56,17 @@ class ApiKeys:
         self._keys: dict[bytes, ApiKey] = {}
         self._by_name: dict[str, ApiKey] = {}
         self._limits = KeyLimits(gateway_id)
-        self._seen: Signature | None = None
-        self._reads = {"ok": 0, "bad": 0}
         self._labels: set[str] = set()
         self._requests: Counter[str] = Counter()
         self._limited: Counter[tuple[str, str]] = Counter()
         self._tokens: Counter[str] = Counter()
-        if path:
-            self._seen = signature(path)
-            self._apply(read_keys(path))
-        else:
-            self._apply({})
+        self._apply({})
+        self._file = WatchedFile(path, read_keys, self._apply, "API keys and limits") if path else None
 
     @property
     def required(self) -> bool:
         """Whether a key must be shown at all."""
-        return bool(self._path or self._plain)
+        return self._file is not None or bool(self._plain)
 
     def find(self, shown: bytes) -> ApiKey | None:
         """The key that was shown, if it is accepted."""
@@ -139,8 +132,8 @@ class ApiKeys:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._report(bus))
-                if self._path:
-                    tasks.create_task(self._watch())
+                if self._file is not None:
+                    tasks.create_task(self._file.watch())
         finally:
             await subscription.close()
 
@@ -167,24 +160,16 @@ class ApiKeys:
             ["key"],
             {label: self._limits.open_requests(label) for label in set(self._labels)},
         )
+        file = self._file
+        reads = {"ok": file.num_good if file is not None else 0, "bad": file.num_bad if file is not None else 0}
         yield counter_family(
-            "blitz_gateway_key_file_reads", "Times that the keys file was read: ok, bad.", ["outcome"], self._reads
+            "blitz_gateway_key_file_reads", "Times that the keys file was read: ok, bad.", ["outcome"], reads
         )
 
     async def look(self) -> None:
         """Read the file if it has changed. A bad one changes nothing, and is logged."""
-        now = await asyncio.to_thread(signature, self._path)
-        if now == self._seen:
-            return
-        self._seen = now
-        try:
-            keys = await asyncio.to_thread(read_keys, self._path)
-        except SettingsError as error:
-            self._reads["bad"] += 1
-            log.error("%s; the keys and limits that were read before stay", error)
-            return
-        self._apply(keys)
-        log.info("%d API keys read from %s", len(keys), self._path)
+        if self._file is not None:
+            await self._file.look()
 
     def _apply(self, keys: dict[bytes, ApiKey]) -> None:
         self._keys = {**self._plain, **keys}
@@ -196,8 +181,6 @@ class ApiKeys:
         for row in [row for row in self._limited if row[0] not in (OTHER, *self._labels)]:
             del self._limited[row]
         self._limits.set_limits({key.name: key.limits for key in keys.values()}, self._clock())
-        if self._path:
-            self._reads["ok"] += 1
 
     def _label(self, name: str) -> str:
         if name not in self._labels:
@@ -232,11 +215,6 @@ class ApiKeys:
                     # Reports carry totals, so the next one makes up for this one.
                     log.debug("usage of keys not published: %s", error)
             await asyncio.sleep(REPORT_EVERY_S)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            await self.look()
 
 
 class Bill:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from shared.service import ServiceConfig, process_settings
 from shared.settings import Settings, SettingsError
@@ -25,6 +25,8 @@ class GatewayConfig(ServiceConfig):
     keys_file: str = ""
     """Empty: none."""
     admin_keys: tuple[str, ...] = ()
+    admin_keys_file: str = ""
+    """Empty: none."""
     cors_origins: tuple[str, ...] = ()
     max_queued_requests: int = 1024
     queue_timeout_s: float = 120.0
@@ -72,11 +74,7 @@ class GatewayConfig(ServiceConfig):
                 "later, the keys read before stay in force.",
                 default=default.keys_file,
             ),
-            admin_keys=env.listing(
-                "BLITZ_ADMIN_KEYS",
-                "Bearer keys for `/admin`. Without any, only clients of the loopback interface may use it.",
-                default=(),
-            ),
+            **_admin_keys(env),
             cors_origins=env.listing(
                 "BLITZ_GATEWAY_CORS_ORIGINS",
                 "Origins, such as `https://app.example`, whose pages may use `/v1` from a browser; `*`: all.",
@@ -186,6 +184,26 @@ class GatewayConfig(ServiceConfig):
                 least=0.0,
             ),
         )
+
+
+def _admin_keys(env: Settings) -> dict[str, Any]:
+    plain = env.listing(
+        "BLITZ_ADMIN_KEYS",
+        "Bearer keys for `/admin`. With neither these nor a file of them, only clients of the loopback interface may "
+        "use it.",
+        default=(),
+    )
+    key = "BLITZ_ADMIN_KEYS_FILE"
+    path = env.text(
+        key,
+        "File of them instead, one per line; blank lines and lines that begin with `#` say nothing. `/admin` then "
+        "always requires a key. The gateway reads the file again when it changes. A bad one, or one without a key, "
+        "ends the process at its start; later, the keys read before stay in force.",
+        default="",
+    )
+    if plain and path:
+        raise SettingsError(f"BLITZ_ADMIN_KEYS and {key} are both set: unset one", param=key)
+    return {"admin_keys": plain, "admin_keys_file": path}
 
 
 def _gateway_id(env: Settings, default: str) -> str:

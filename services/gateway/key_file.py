@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -51,22 +50,9 @@ class ApiKey:
     models: frozenset[str] | None = None
 
 
-Signature = tuple[int, int, int]
-"""Changes when the file does."""
-
-
 def digest(key: bytes) -> bytes:
     """The digest by which a key is found."""
     return hashlib.sha256(key).digest()
-
-
-def signature(path: str) -> Signature | None:
-    """None if there is no readable file."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def read_keys(path: str) -> dict[bytes, ApiKey]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from services.gateway.admin_keys import AdminKeys
 from services.gateway.api_keys import ApiKeys
 from services.gateway.config import GatewayConfig
 from services.gateway.core.capacity import WorkerMemory
@@ -82,6 +83,7 @@ class Gateway:
         self.api_keys = ApiKeys(
             config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
         )
+        self.admin_keys = AdminKeys(config.admin_keys, config.admin_keys_file)
         self.metrics.sources += [self.api_keys.families, self._memory]
         self._outage = Outage(log, "the registry answers again")
         self._rival = ""
@@ -182,6 +184,7 @@ class Gateway:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._end_if_duplicated())
                 tasks.create_task(self.api_keys.run(self.bus))
+                tasks.create_task(self.admin_keys.run())
                 tasks.create_task(self._refresh())
                 tasks.create_task(self._heartbeat())
                 tasks.create_task(self._report_queues())

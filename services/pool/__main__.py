@@ -12,7 +12,7 @@ from shared.service import connected, run
 
 async def serve(config: PoolConfig, process: ProcessState) -> None:
     async with connected("pool", config, process) as connection:
-        store = Store.connect(config.redis_url, config.redis_password)
+        store = Store.connect(config.redis_url, config.redis_password, config.redis_password_file)
         connection.close_with("the connection to Redis", store.close)
         await store.check_password()
         pool = PoolService(connection.bus, store, config.pool)

@@ -40,6 +40,8 @@ class PoolConfig(ServiceConfig):
     redis_url: str
     redis_password: str | None = field(repr=False)
     """None: as the URL says."""
+    redis_password_file: Path | None
+    """Where the password was read, and is read again. None: not in a file."""
     pool: PoolSettings
 
     @classmethod
@@ -55,7 +57,11 @@ class PoolConfig(ServiceConfig):
                     default="redis://127.0.0.1:6379/0",
                 )
             ),
-            redis_password=env.secret("BLITZ_REDIS_PASSWORD", "Its password, unless the URL has one."),
+            redis_password=env.secret(
+                "BLITZ_REDIS_PASSWORD",
+                "Its password, unless the URL has one. The pool reads the file again for every new connection.",
+            ),
+            redis_password_file=env.secret_file("BLITZ_REDIS_PASSWORD"),
             pool=PoolSettings(
                 lease_s=env.number(
                     "BLITZ_LEASE_S",

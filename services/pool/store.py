@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import msgspec
@@ -17,6 +18,7 @@ from services.pool import scripts
 from services.pool.core.copies import complete_copies
 from services.pool.core.worker_entry import Lease
 from services.pool.recovery import RecoveredState, recover, worker_ids_in
+from services.pool.redis_password import FilePassword
 from services.pool.scripts import PREFIX
 from shared.errors import BadRequest, Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable
 from shared.messages.codec import decode, encode
@@ -78,16 +80,24 @@ class Store:
             raise
 
     @classmethod
-    def connect(cls, url: str, password: str | None = None) -> Store:
-        """A store on the Redis at ``url``, whose own password wins; connects on first use."""
+    def connect(cls, url: str, password: str | None = None, password_file: Path | None = None) -> Store:
+        """A store on the Redis at ``url``, whose own password wins; connects on first use. ``password_file``: where the
+        password was read, and is read again for every connection."""
         pool = BlockingConnectionPool.from_url(
             url,
-            password=password,
             max_connections=MAX_CONNECTIONS,
             timeout=CONNECTION_WAIT_S,
             socket_timeout=5.0,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
         )
+        known = pool.connection_kwargs
+        if password is not None and "password" not in known:
+            if password_file is None:
+                known["password"] = password
+            else:
+                # redis-py takes either a user or a provider.
+                user = known.pop("username", "")
+                known["credential_provider"] = FilePassword(password_file, password, user)
         return cls(Redis.from_pool(pool))
 
     async def close(self) -> None:
@@ -99,7 +109,8 @@ class Store:
             await cast(Any, self._redis.ping())
         except RedisError as error:
             if isinstance(error, AuthenticationError) or isinstance(error.__cause__, AuthenticationError):
-                if self._redis.connection_pool.connection_kwargs.get("password") is None:
+                known = self._redis.connection_pool.connection_kwargs
+                if known.get("password") is None and "credential_provider" not in known:
                     raise NotPermitted("Redis wants a password: set BLITZ_REDIS_PASSWORD_FILE") from error
                 raise NotPermitted(f"Redis refuses the password (BLITZ_REDIS_PASSWORD_FILE): {error}") from error
 

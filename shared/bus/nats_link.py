@@ -22,6 +22,7 @@ from shared import subjects
 from shared.bus.access import NatsAccess
 from shared.bus.departures import connection_name
 from shared.bus.refusals import AccessRefusals
+from shared.bus.renewal import CurrentAccess, RenewingClient
 from shared.errors import NotPermitted, Unavailable
 from shared.permissions import inbox_prefix
 
@@ -33,8 +34,12 @@ _PING_INTERVAL_S = 0.4
 after which the silence would be blamed on peers."""
 _ATTEMPT_S = 2
 """For one server to take a connection: of several, one that stands still must not cost more than a lease."""
-_REFUSED_FOR_S = 5.0
+REFUSED_FOR_S = 5.0
 """A server that comes back and does not know this user may be about to read its new passwords; not for longer."""
+REFUSED_START_S = 90.0
+"""The same of a server that refuses this process at its start what stands in files: a Secret that was replaced may not
+have arrived. Kubernetes brings it to a mounted volume about once a minute, and would start a process that ends again
+and again only after minutes."""
 _UNKNOWN_USER = "authorization violation"
 _ROUND_TRIP_S = 2.0
 _CANCEL_AGAIN_S = 0.1
@@ -45,13 +50,13 @@ class NatsLink:
     """Connects, and connects again for as long as the server may take it."""
 
     def __init__(self, access: NatsAccess) -> None:
-        self.client = Client()
+        self._access = CurrentAccess(access)
+        self.client: Client = RenewingClient(self._access)
         self.refusals = AccessRefusals(access.user)
         self.up = asyncio.Event()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when the connection has ended and will not be back."""
         self._connected_since_s: float | None = None
-        self._access = access
         self._down: Callable[[], None] = _nothing
         self._up_again: Callable[[], None] = _nothing
         self._last_error: Exception | None = None
@@ -79,8 +84,9 @@ class NatsLink:
         """``down`` and ``up_again`` are called when the connection is lost and when it is back. ``timeout_s`` None: a
         server that cannot be reached yet is waited for, and the log says so.
 
-        Raises ``NotPermitted`` when the server refuses the credentials, ``Unavailable``, naming the URL, when none
-        can be reached in time."""
+        Raises ``NotPermitted`` when the server refuses the credentials: at once, or, if they stand in files, where
+        others may still arrive, after ``REFUSED_START_S`` of attempts that read them again. Raises ``Unavailable``,
+        naming the URL, when none can be reached in time."""
         self._down, self._up_again = down, up_again
         access = self._access
         servers = [server.strip() for server in url.split(",")]
@@ -92,10 +98,9 @@ class NatsLink:
                 self.client.connect(
                     servers=servers,
                     name=connection_name(kind, name, incarnation),
-                    user=access.user or None,
-                    password=access.password or None,
-                    user_credentials=access.creds_file,
-                    tls=access.tls(),
+                    user=access.next_user if access.user else None,
+                    password=access.password if access.user else None,
+                    user_credentials=access.creds(),
                     # Over tls:// nothing, not even a greeting, is taken from a server that has not shown who it is.
                     tls_handshake_first=any(server.startswith("tls://") for server in servers),
                     inbox_prefix=f"{inbox_prefix(kind)}.{secrets.token_hex(8)}",
@@ -148,6 +153,7 @@ class NatsLink:
         self._connected_since_s = time.monotonic()
         self._last_error = None
         self._unknown_since_s = None
+        self.refusals.user = self._access.user
         self.up.set()
 
     async def _on_disconnect(self) -> None:
@@ -183,31 +189,38 @@ class NatsLink:
     async def _on_error(self, error: Exception) -> None:
         if self.refusals.take(str(error)):
             return
+        told = str(error) or type(error).__name__
         if _UNKNOWN_USER in str(error).lower():
             self._on_unknown()
+            told = f"the server {self._unknown()}"
         elif self._connecting is None:
             self._unknown_since_s = None
         # The client reports every failed attempt; one line per outage and reason is enough.
         if str(error) != str(self._last_error):
-            told = "waiting for NATS" if self._connecting is not None else "NATS"
-            _log.warning("%s: %s", told, error or type(error).__name__)
+            _log.warning("%s: %s", "waiting for NATS" if self._connecting is not None else "NATS", told)
         self._last_error = error
 
     def _on_unknown(self) -> None:
         now_s = time.monotonic()
+        first = self._unknown_since_s is None
         if self._unknown_since_s is None:
             self._unknown_since_s = now_s
         if self._connecting is not None:
-            self._connecting.reschedule(asyncio.get_running_loop().time())
-        elif now_s - self._unknown_since_s >= _REFUSED_FOR_S:
+            if first and not self._connecting.expired():
+                patience_s = REFUSED_START_S if self._access.at_start.in_files else 0.0
+                end_s, before_s = asyncio.get_running_loop().time() + patience_s, self._connecting.when()
+                self._connecting.reschedule(end_s if before_s is None else min(end_s, before_s))
+        elif now_s - self._unknown_since_s >= REFUSED_FOR_S:
             self._lose(f"the server is back and {self._unknown()}")
 
     def _unknown(self) -> str:
         """What a server does that does not know these credentials."""
-        if self._access.creds_file is not None:
-            return f"refuses the credentials in {self._access.creds_file} (BLITZ_NATS_CREDS_FILE)"
-        if self._access.user:
-            return f"refuses user {self._access.user!r} with this password (BLITZ_NATS_USER, BLITZ_NATS_PASSWORD_FILE)"
+        access = self._access
+        if access.at_start.creds_file is not None:
+            return f"refuses the credentials in {access.at_start.creds_file} (BLITZ_NATS_CREDS_FILE)"
+        if access.user:
+            user = "BLITZ_NATS_USER" if access.at_start.user_file is None else "BLITZ_NATS_USER_FILE"
+            return f"refuses user {access.user!r} with this password ({user}, BLITZ_NATS_PASSWORD_FILE)"
         return "wants a user and a password: set BLITZ_NATS_USER and BLITZ_NATS_PASSWORD_FILE"
 
     def _lose(self, reason: str) -> None:

@@ -214,6 +214,22 @@ def test_a_health_port_that_is_none_is_refused(tmp_path: Path) -> None:
         preflight.check(config(tmp_path, env={"BLITZ_HEALTH_PORT": "99999"}))
 
 
+def test_a_stack_shows_its_gateway_a_key_of_the_file_if_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("BLITZ_ADMIN_KEY", "BLITZ_ADMIN_KEYS", "BLITZ_ADMIN_KEYS_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    stack = config(tmp_path)
+    assert (stack.admin_keys, stack.own_admin_key) == ((), None)
+    monkeypatch.setenv("BLITZ_ADMIN_KEY", "mine")
+    assert (stack.admin_keys, stack.own_admin_key) == (("mine",), "mine")
+    (tmp_path / "keys").write_text("# for all\nfirst\nmine\n")
+    monkeypatch.setenv("BLITZ_ADMIN_KEYS_FILE", str(tmp_path / "keys"))
+    assert (stack.admin_keys, stack.own_admin_key) == ((), "mine")
+    monkeypatch.delenv("BLITZ_ADMIN_KEY")
+    assert (stack.admin_keys, stack.own_admin_key) == ((), "first")
+
+
 def test_paths_are_those_of_whoever_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BLITZ_GATEWAY_KEYS_FILE", "keys.toml")

@@ -30,6 +30,7 @@ def test_what_every_service_takes_is_taken() -> None:
         ("BLITZ_LOG_LEVEL", "loud", "pool: BLITZ_LOG_LEVEL='loud': must be debug, info"),
         ("BLITZ_GATEWAY_STALL_S", "soon", "gateway: BLITZ_GATEWAY_STALL_S='soon': must be a duration"),
         ("BLITZ_GATEWAY_KEYS_FILE", "/nonexistent", "gateway: BLITZ_GATEWAY_KEYS_FILE='/nonexistent': cannot be read"),
+        ("BLITZ_ADMIN_KEYS_FILE", "/nonexistent", "gateway: BLITZ_ADMIN_KEYS_FILE='/nonexistent': cannot be read"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_service(variable: str, value: str, said: str) -> None:

@@ -8,7 +8,6 @@ other than this machine's own (a name whose owner made it point here).
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import logging
 from collections.abc import MutableMapping
@@ -21,6 +20,7 @@ from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
+from services.gateway.admin_keys import AdminKeys
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import Forbidden, MethodNotAllowed, error_body, error_headers
 from services.gateway.http.admin import admin_router
@@ -52,9 +52,9 @@ _FAULT = "internal error; see the gateway's log"
 class Access:
     """Checks one request's right to its path. Health and metrics are open."""
 
-    def __init__(self, api_keys: ApiKeys, admin_keys: tuple[str, ...]) -> None:
+    def __init__(self, api_keys: ApiKeys, admin_keys: AdminKeys) -> None:
         self._api_keys = api_keys
-        self._admin_keys = tuple(key.encode() for key in admin_keys)
+        self._admin_keys = admin_keys
 
     def check(self, scope: Scope) -> None:
         """Record the name of the caller's API key for ``key_of``. Raises ``Unauthorized`` or ``Forbidden``."""
@@ -66,15 +66,10 @@ class Access:
                     raise Unauthorized("an API key is needed; the one that was sent is not valid")
                 scope[KEY] = key.name
         elif path == "/admin" or path.startswith("/admin/"):
-            if self._admin_keys:
-                self._check_admin(scope)
-            else:
+            if not self._admin_keys.required:
                 _check_local(scope)
-
-    def _check_admin(self, scope: Scope) -> None:
-        given = _bearer(scope, "an admin key")
-        if not any(hmac.compare_digest(given, key) for key in self._admin_keys):
-            raise Unauthorized("an admin key is needed; the one that was sent is not valid")
+            elif not self._admin_keys.accept(_bearer(scope, "an admin key")):
+                raise Unauthorized("an admin key is needed; the one that was sent is not valid")
 
 
 def _bearer(scope: Scope, what: str) -> bytes:
@@ -128,7 +123,7 @@ class GatewayApp:
     """The outermost ASGI application. Every failure inside ends as a typed error."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._access = Access(gateway.api_keys, gateway.config.admin_keys)
+        self._access = Access(gateway.api_keys, gateway.admin_keys)
         self._cors = Cors(gateway.config.cors_origins)
         self._api_keys = gateway.api_keys
         self._metrics = gateway.metrics

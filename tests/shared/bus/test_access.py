@@ -23,7 +23,16 @@ def test_a_password_comes_from_the_variable_or_from_a_file(tmp_path: Path) -> No
     file = tmp_path / "password"
     file.write_text("from the file\n")
     assert read(USER="pool", PASSWORD="plain") == NatsAccess("pool", "plain")
-    assert read(USER="pool", PASSWORD_FILE=str(file)) == NatsAccess("pool", "from the file")
+    found = read(USER="pool", PASSWORD_FILE=str(file))
+    assert found == NatsAccess("pool", "from the file", password_file=file)
+    assert found.in_files
+    assert not read(USER="pool", PASSWORD="plain").in_files
+
+
+def test_so_does_a_user(tmp_path: Path) -> None:
+    file = tmp_path / "user"
+    file.write_text("pool-2\n")
+    assert read(USER_FILE=str(file), PASSWORD="plain") == NatsAccess("pool-2", "plain", user_file=file)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +40,8 @@ def test_a_password_comes_from_the_variable_or_from_a_file(tmp_path: Path) -> No
     [
         ({"USER": "pool"}, "BLITZ_NATS_PASSWORD or BLITZ_NATS_PASSWORD_FILE is not set"),
         ({"PASSWORD": "x"}, "BLITZ_NATS_USER is not set"),
+        ({"USER": "pool", "USER_FILE": "{text}", "PASSWORD": "x"}, "BLITZ_NATS_USER_FILE are both set"),
+        ({"USER_FILE": "{empty}", "PASSWORD": "x"}, "BLITZ_NATS_USER_FILE='.*': the file is empty"),
         ({"USER": "pool", "PASSWORD": "x", "PASSWORD_FILE": "/y"}, "BLITZ_NATS_PASSWORD_FILE are both set"),
         (
             {"USER": "pool", "PASSWORD_FILE": "/not/there"},
@@ -40,6 +51,7 @@ def test_a_password_comes_from_the_variable_or_from_a_file(tmp_path: Path) -> No
         ({"USER": "pool", "PASSWORD_FILE": "{binary}"}, "it is not text"),
         ({"USER": "pool", "PASSWORD": "x", "CREDS_FILE": "{text}"}, "BLITZ_NATS_CREDS_FILE are both set"),
         ({"CREDS_FILE": "/not/there"}, "BLITZ_NATS_CREDS_FILE='/not/there': there is no such file"),
+        ({"CREDS_FILE": "{text}"}, "BLITZ_NATS_CREDS_FILE='.*': holds no whole NATS USER JWT"),
         ({"CERT_FILE": "{text}"}, "BLITZ_NATS_KEY_FILE is not set"),
         ({"KEY_FILE": "{text}"}, "BLITZ_NATS_CERT_FILE is not set"),
         ({"CA_FILE": "{text}"}, "BLITZ_NATS_CA_FILE='.*': cannot be used"),

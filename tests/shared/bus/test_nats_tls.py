@@ -15,11 +15,13 @@ import pytest
 from shared import subjects
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
+from shared.bus.renewal import CurrentAccess
 from shared.errors import NoResponder, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.settings import Settings
 from tests.servers import Server, guarded_nats_server, password_of
+from tests.wait_until import eventually
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
@@ -114,3 +116,52 @@ async def test_a_server_may_want_to_see_certificates_too(start: Start, certifica
     await asks(url, access(ca=ca, cert=certificates / "client.crt", key=certificates / "client.key"))
     with pytest.raises(Unavailable):
         await asks(url, access(ca=ca), patience_s=2.0)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A certificate that vouches for itself, with its key beside it."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "10", "-subj", "/CN=other", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", "other.key", "-out", "other.crt"], cwd=tmp_path, check=True)
+    return tmp_path / "other.crt"
+
+
+async def test_certificates_that_are_replaced_are_used_at_the_next_connection(
+    start: Start, certificates: Path, other: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ca = tmp_path / "ca.crt"
+    ca.write_bytes((certificates / "ca.crt").read_bytes())
+    server = start()
+    bus = await NatsBus.connect(f"tls://127.0.0.1:{server.port}", name="gateway", access=access(ca=ca))
+    try:
+        server.stop()
+        config = tmp_path / "nats.conf"
+        config.write_text(config.read_text().replace(f"{certificates}/server", str(other.with_suffix(""))))
+        server.start(wait_for_greeting=False)
+        await eventually(lambda: "certificate verify failed" in caplog.text.lower())
+        assert bus.connected_since_s is None
+        ca.write_text("half a certif")
+        await eventually(lambda: "BLITZ_NATS_CA_FILE" in caplog.text)
+        shutil.copy(other, ca)
+        await eventually(lambda: bus.connected_since_s is not None)
+    finally:
+        await bus.close()
+
+
+def test_certificates_are_read_again_only_when_they_have_changed(
+    certificates: Path, other: Path, tmp_path: Path
+) -> None:
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    cert.write_bytes((certificates / "client.crt").read_bytes())
+    key.write_bytes((certificates / "client.key").read_bytes())
+    current = CurrentAccess(access(cert=cert, key=key))
+    before = current.tls()
+    assert before is not None
+    assert current.tls() is before
+    cert.write_bytes(other.read_bytes())
+    assert current.tls() is before  # it does not fit the key
+    key.write_bytes(other.with_suffix(".key").read_bytes())
+    after = current.tls()
+    assert after is not before
+    assert current.tls() is after

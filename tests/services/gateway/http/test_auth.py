@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.admin_keys import AdminKeys
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import Forbidden
 from services.gateway.http.app import Access
@@ -22,19 +23,19 @@ def scope(client: str | None, host: str = "127.0.0.1:8000", origin: str = "") ->
 
 @pytest.mark.parametrize("client", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
 def test_without_admin_keys_the_loopback_interface_is_admitted(client: str) -> None:
-    Access(NO_KEYS, ()).check(scope(client))
+    Access(NO_KEYS, AdminKeys((), "")).check(scope(client))
 
 
 @pytest.mark.parametrize("client", ["10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "testclient", None])
 def test_without_admin_keys_everybody_else_is_not(client: str | None) -> None:
     with pytest.raises(Forbidden):
-        Access(NO_KEYS, ()).check(scope(client))
+        Access(NO_KEYS, AdminKeys((), "")).check(scope(client))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]", "[::1]:8000"])
 def test_without_admin_keys_this_machines_own_names_are_admitted(host: str) -> None:
-    Access(NO_KEYS, ()).check(scope("127.0.0.1", host))
-    Access(NO_KEYS, ()).check(scope("127.0.0.1", host, origin=f"http://{host}"))
+    Access(NO_KEYS, AdminKeys((), "")).check(scope("127.0.0.1", host))
+    Access(NO_KEYS, AdminKeys((), "")).check(scope("127.0.0.1", host, origin=f"http://{host}"))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_without_admin_keys_this_machines_own_names_are_admitted(host: str) -> N
 )  # fmt: skip
 def test_without_admin_keys_other_host_names_are_not(host: str) -> None:
     with pytest.raises(Forbidden, match="BLITZ_ADMIN_KEYS"):
-        Access(NO_KEYS, ()).check(scope("127.0.0.1", host))
+        Access(NO_KEYS, AdminKeys((), "")).check(scope("127.0.0.1", host))
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,10 @@ def test_without_admin_keys_other_host_names_are_not(host: str) -> None:
 )
 def test_without_admin_keys_pages_of_other_sites_are_not(origin: str) -> None:
     with pytest.raises(Forbidden, match="BLITZ_ADMIN_KEYS"):
-        Access(NO_KEYS, ()).check(scope("127.0.0.1", "127.0.0.1:8000", origin))
+        Access(NO_KEYS, AdminKeys((), "")).check(scope("127.0.0.1", "127.0.0.1:8000", origin))
 
 
 def test_with_an_admin_key_the_key_alone_decides() -> None:
     given = scope("10.0.0.1", "gateway.example", "https://console.example")
     given["headers"].append((b"authorization", b"Bearer root"))
-    Access(NO_KEYS, ("root",)).check(given)
+    Access(NO_KEYS, AdminKeys(("root",), "")).check(given)
