@@ -41,10 +41,10 @@ def main() -> int:
     texts = rendered()
     if "--check" in sys.argv:
         stale = [name for name, text in texts.items() if (RENDERED / name).read_text() != text]
-        print("\n".join(f"{name} is not of these sources: make kubernetes" for name in stale))
+        sys.stdout.write("".join(f"{name} is not of these sources: make kubernetes\n" for name in stale))
         return bool(stale)
     if len(texts) == 1:
-        print("kubectl is not installed")
+        sys.stderr.write("kubectl is not installed\n")
         return 1
     for name, text in texts.items():
         (RENDERED / name).write_text(text)
