@@ -49,6 +49,9 @@ def lose_from(index: int) -> Tamper:
     return tamper
 
 
+_LOOK_S = 0.002
+
+
 class TamperingTransport(TensorTransport):
     """Passes everything to a real transport; ``tamper`` changes what goes out."""
 
@@ -60,6 +63,8 @@ class TamperingTransport(TensorTransport):
         self.delay_s = 0.0
         """Every message of lane 0 leaves this much later, one after the other. Time in which this process is not run
         delays one message, not all: what the engine computes meanwhile is no more, either."""
+        self.holds: Callable[[], bool] = lambda: False
+        """What is late waits further while this is so; asked on the link's thread."""
         self._link: SimpleQueue[tuple[float, Callable[[], None]] | None] = SimpleQueue()
         self._slow: threading.Thread | None = None
 
@@ -87,6 +92,8 @@ class TamperingTransport(TensorTransport):
         while (next_one := self._link.get()) is not None:
             delay_s, send = next_one
             time.sleep(delay_s)
+            while self.holds():
+                time.sleep(_LOOK_S)
             send()
 
     @property

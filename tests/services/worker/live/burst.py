@@ -70,9 +70,11 @@ class Burst:
         prompts: dict[str, tuple[int, ...]] = PROMPTS,
         before: Callable[[], Awaitable[None]] | None = None,
         role: Role = "colocated",
+        until_split: bool = False,
     ) -> None:
         """``delay_s``: of each message of the weights. ``before``: done while only the first instance is there.
-        ``role``: of source and target; with prefill instances a third worker decodes."""
+        ``role``: of source and target; with prefill instances a third worker decodes. ``until_split``: of the weights
+        only one layer comes before both members have run layers of one batch."""
         cluster = self.cluster
         self.prompts, self.max_tokens = dict(prompts), max_tokens
         await cluster.add_model()
@@ -88,10 +90,22 @@ class Burst:
         for worker in cluster.workers.values():
             if worker is not self.target:  # whoever the weights come from
                 worker.transport.delay_s = delay_s
+                if until_split:
+                    worker.transport.holds = self._waits_for_split
         self._waits_for_pair = True
         for request_id in prompts:
             await self.submit(request_id)
         self.plan_id = (await cluster.start_scale(2, live="always", role=role)).plan_id
+
+    def _waits_for_split(self) -> bool:
+        pair, source = self.live_target_of(self.target), self.source.service.parts.pair_roles.source
+        return (
+            pair is not None
+            and source is not None
+            and pair.instance.copy.layers_ready > 0
+            and source.record.first_cooperative_s is None
+            and time.monotonic() < source.record.started_s + HOLD_S
+        )
 
     def _hold_prompts(self) -> None:
         """Have the engine compute no prompt at the source until it lends them, and slowly until there is a pair:

@@ -78,7 +78,7 @@ async def test_kv_comes_in_pieces_a_window_ahead(
     async with slow_cluster(redis_url) as cluster:
         burst, wire = Burst(cluster), Wire()
         wire.holds = False
-        await burst.start(delay_s=0.05)
+        await burst.start(until_split=True, delay_s=0.05)
         layer_bytes = NUM_TOKENS * burst.source.serving.engine.loop.engine.kv_bytes_per_token_layer
         monkeypatch.setattr(pulls, "PIECE_BYTES", piece_layers * layer_bytes)
         monkeypatch.setattr(pulls, "WINDOW_BYTES", ahead * piece_layers * layer_bytes)
@@ -93,7 +93,7 @@ async def test_kv_comes_in_pieces_a_window_ahead(
 async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(redis_url: str) -> None:
     async with slow_cluster(redis_url, stall_s=1.5) as cluster:
         burst, wire = Burst(cluster), Wire()
-        await burst.start(delay_s=0.05)
+        await burst.start(until_split=True, delay_s=0.05)
         burst.target.transport.tamper = wire.tamper
         source = await burst.live_source()
         await eventually(lambda: wire.lost)
@@ -158,7 +158,7 @@ async def test_what_is_given_at_the_end_comes_with_its_kv(redis_url: str) -> Non
     async with slow_cluster(redis_url, "best_effort") as cluster:
         burst, wire = Burst(cluster), Wire()
         wire.holds = False
-        await burst.start(delay_s=0.02)
+        await burst.start(until_split=True, delay_s=0.02)
         sent_before: list[int] = []
         given = await _parted_with_begun_ones(burst, lambda: sent_before.append(wire.sent))
         burst.target.transport.tamper = wire.tamper
@@ -202,7 +202,7 @@ async def test_kv_that_there_are_no_tags_for_is_not_asked_for_and_computed_again
     monkeypatch.setattr(pulls, "can_tag_kv", lambda *_: False)
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.05)
+        await burst.start(until_split=True, delay_s=0.05)
         await burst.ends()
         assert await _split(cluster, burst) > 0
         assert await _preemptions(burst) > 0
@@ -251,7 +251,7 @@ async def test_kv_is_sent_once_and_only_of_what_the_source_has_pulled(
 async def test_long_prompts_are_split_between_the_members_as_well(redis_url: str, part_tokens: int) -> None:
     async with slow_cluster(redis_url, prefill_chunk_tokens=part_tokens) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.05)
+        await burst.start(until_split=True, delay_s=0.05)
         await burst.ends()
         assert await _split(cluster, burst) > 0
         await burst.clean()
@@ -302,7 +302,7 @@ async def test_long_prompts_of_a_real_model_give_the_same_tokens_as_alone(
                     await gateway.end_of(name)
                     alone[request_id] = gateway.tokens(name)
 
-            await burst.start(delay_s=0.5, max_tokens=5, before=ask_alone)
+            await burst.start(until_split=True, delay_s=0.5, max_tokens=5, before=ask_alone)
             for request_id in PROMPTS:
                 await gateway.end_of(request_id)
             assert {r: gateway.tokens(r) for r in PROMPTS} == alone
@@ -369,7 +369,7 @@ async def test_the_planner_is_told_what_pulls_took_so_far(redis_url: str) -> Non
 
             burst.source.bus.request = watched  # type: ignore[method-assign,assignment]
 
-        await burst.start(delay_s=0.05, prompts=prompts, before=before)
+        await burst.start(until_split=True, delay_s=0.05, prompts=prompts, before=before)
         await burst.ends()
         assert await _split(cluster, burst) > 0
         assert [split.pull_s for split in asked] == [0.0625]
