@@ -30,7 +30,7 @@ from compose.server_conf import NATS_CONF, REDIS_CONF, USERS_ACL
 from shared import subjects
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
-from shared.errors import NoResponder
+from shared.errors import NoResponder, NotPermitted
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.permissions import USERS, inbox_prefix
@@ -296,32 +296,39 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.stop()
 
 
+async def connect(server: Server, login: Login) -> NatsBus:
+    """A server that reads its configuration refuses who has not said yet who he is, and takes him a moment later."""
+    async with asyncio.timeout(90):
+        while True:
+            try:
+                access = NatsAccess(user=login.name, password=login.password)
+                return await NatsBus.connect(server.url, name="gateway", access=access)
+            except NotPermitted:
+                await asyncio.sleep(0.05)
+
+
 @pytest.mark.stack
 async def test_no_service_loses_its_connection(tmp_path: Path, server: Server) -> None:
-    async def connect(login: Login) -> NatsBus:
-        access = NatsAccess(user=login.name, password=login.password)
-        return await NatsBus.connect(server.url, name="gateway", access=access)
-
-    before = await connect(used(tmp_path).logins["gateway"])
+    before = await connect(server, used(tmp_path).logins["gateway"])
     connected_since_s = before.connected_since_s
     take(tmp_path, "add")
     server.reload()
     old, new = (each.logins["gateway"] for each in both(tmp_path))
-    await until(lambda: takes(server.url, new))
-    assert await takes(server.url, old)
+    for login in (new, old):
+        await until(lambda login=login: takes(server.url, login))
     take(tmp_path, "switch")
-    server.reload()
-    after = await connect(used(tmp_path).logins["gateway"])
+    after = await connect(server, used(tmp_path).logins["gateway"])
     for bus in (before, after):
         await ask(bus)
-    assert await takes(server.url, old)
+    await until(lambda: takes(server.url, old))
     assert before.connected_since_s == connected_since_s
     await before.close()
     connected_since_s = after.connected_since_s
     take(tmp_path, "retire")
     server.reload()
     await until(lambda: refuses(server.url, old))
-    assert await takes(server.url, new)
+    await until(lambda: takes(server.url, new))
+    assert not await takes(server.url, old)
     await ask(after)
     assert after.connected_since_s == connected_since_s
     await after.close()
