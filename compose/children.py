@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from compose import credentials
 from compose.child import ChildSpec
 from compose.config import (
     ADMIN_KEYS_VARIABLE,
@@ -21,10 +20,13 @@ from compose.config import (
     StackConfig,
     inherited_environment,
 )
+from compose.credentials import member_conf
 from compose.errors import StackRefused
 from compose.forking import ForkServer
+from compose.passwords import REDIS_PASSWORD, password_file
 from compose.preflight import Findings
 from compose.readiness import nats_probe, redis_probe
+from compose.server_conf import NATS_CONF, REDIS_CONF
 from compose.state_dir import StateDir
 from shared.ending import CLOSING_S
 from shared.permissions import User
@@ -97,7 +99,7 @@ def nats_specs(config: StackConfig, state: StateDir, addresses: Addresses) -> tu
     for index, name in enumerate(service_names("nats", config.nats_servers)):
         port = (addresses.nats_port, *addresses.other_nats_ports)[index]
         one = config.nats_servers == 1
-        conf = credentials.NATS_CONF if one else credentials.member_conf(index)
+        conf = NATS_CONF if one else member_conf(index)
         store = state.nats if one else state.nats / name
         where = ("--name", name, "--addr", "127.0.0.1", "--port", str(port), "--store_dir", str(store))
         argv = (str(nats_server()), "--config", str(state.credentials / conf), *where)
@@ -111,7 +113,7 @@ def redis_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> Ch
     where: tuple[str, ...] = ("--bind", "127.0.0.1", "--port", str(addresses.redis_port))
     if addresses.redis_socket is not None:
         where += ("--unixsocket", str(addresses.redis_socket), "--unixsocketperm", "700")
-    argv = (str(redis_server()), str(state.credentials / credentials.REDIS_CONF), "--dir", str(state.redis), *where)
+    argv = (str(redis_server()), str(state.credentials / REDIS_CONF), "--dir", str(state.redis), *where)
     probe = redis_probe(addresses.redis_socket, addresses.redis_port)
     return ChildSpec("redis", argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe)
 
@@ -123,7 +125,7 @@ def nats_access(state: StateDir, user: User) -> dict[str, str]:
     return {
         **{f"BLITZ_NATS_{name}": "" for name in others},
         "BLITZ_NATS_USER": user,
-        "BLITZ_NATS_PASSWORD_FILE": str(state.credentials / credentials.password_file(user)),
+        "BLITZ_NATS_PASSWORD_FILE": str(state.credentials / password_file(user)),
     }
 
 
@@ -182,7 +184,7 @@ def service_spec(
             first["BLITZ_POOL_FIRST"] = "true"
         own["BLITZ_REDIS_URL"] = addresses.redis_url
         own["BLITZ_REDIS_PASSWORD"] = ""
-        own["BLITZ_REDIS_PASSWORD_FILE"] = str(state.credentials / credentials.REDIS_PASSWORD)
+        own["BLITZ_REDIS_PASSWORD_FILE"] = str(state.credentials / REDIS_PASSWORD)
     if kind == "planner" and config.nats_servers > 1:
         own["BLITZ_PLANNER_STREAM_REPLICAS"] = "3"
     if kind == "gateway":

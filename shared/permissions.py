@@ -33,6 +33,20 @@ def inbox_prefix(kind: str) -> str:
     return f"{INBOX}.{kind}"
 
 
+def user_names(user: User) -> tuple[str, str]:
+    """What ``user`` is called by the server: two names with the same rights. A name has one password there, so the new
+    one goes with the other name while both are taken (``compose.rotation``)."""
+    return user, f"{user}-2"
+
+
+_USERS_BY_NAME: dict[str, User] = {name: user for user in USERS for name in user_names(user)}
+
+
+def user_of(name: str) -> User | None:
+    """Whose name on the server this is; None: of nobody in the table."""
+    return _USERS_BY_NAME.get(name)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One subject. ``stream``: what is sent is an event that this JetStream stream keeps, and its receivers read it

@@ -13,8 +13,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from compose.credentials import NatsCluster, nats_conf
 from compose.ports import free_port
+from compose.server_conf import NatsCluster, nats_conf
 from shared.permissions import USERS, Grant
 
 START_TIMEOUT_S = 120.0

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 
 from bench.control.tap import heard
-from compose import credentials
 from compose.children import (
     CONTROL_PLANE,
     Addresses,
@@ -23,7 +22,9 @@ from compose.children import (
 )
 from compose.config import StackConfig
 from compose.errors import StackNotReady
+from compose.passwords import password_file
 from compose.ports import free_port, next_free_ports
+from compose.server_conf import NATS_CONF, nats_conf
 from compose.state_dir import StateDir
 from compose.supervisor import RunningStack, Supervisor
 from shared.permissions import USERS, Grant
@@ -101,9 +102,9 @@ class ControlPlane(RunningStack):
     def _add_tap(self) -> None:
         """One user more than the product's, who hears nearly everything and says nothing."""
         folder = self.state_dir.credentials
-        passwords = {user: (folder / credentials.password_file(user)).read_text().strip() for user in USERS}
+        passwords = {str(user): (folder / password_file(user)).read_text().strip() for user in USERS}
         others = {TAP: (self.tap_password, Grant((), tuple(heard())))}
-        (folder / credentials.NATS_CONF).write_text(credentials.nats_conf(passwords, others=others), encoding="utf-8")
+        (folder / NATS_CONF).write_text(nats_conf(passwords, others=others), encoding="utf-8")
 
     async def _ready(self, names: tuple[str, ...]) -> None:
         try:

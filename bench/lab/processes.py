@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bench.lab.plan import DATA_DEVICE, MANAGEMENT_ADDRESS, Host, Rate
-from compose import children, credentials
+from compose import children
 from compose.child import ChildSpec
 from compose.children import Addresses, nats_server
 from compose.config import StackConfig, inherited_environment
 from compose.forking import ForkServer
 from compose.preflight import Findings
 from compose.readiness import nats_probe
+from compose.server_conf import NATS_CONF
 from compose.state_dir import StateDir
 
 _MIB = 1024 * 1024
@@ -29,7 +30,7 @@ def nats_url(addresses: Addresses) -> str:
 def nats_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> ChildSpec:
     """NATS where the namespaces reach it and nobody else does."""
     where = ("--addr", MANAGEMENT_ADDRESS, "--port", str(addresses.nats_port))
-    file = state.credentials / credentials.NATS_CONF
+    file = state.credentials / NATS_CONF
     argv = (str(nats_server()), "--config", str(file), *where, "--store_dir", str(state.nats))
     probe = nats_probe(MANAGEMENT_ADDRESS, addresses.nats_port)
     return ChildSpec("nats", argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe)

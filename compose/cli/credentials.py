@@ -7,31 +7,69 @@ from typing import Annotated
 
 import typer
 
-from compose.credentials import files_of_credentials, make
+from compose.credentials import files_for_kubernetes, files_of_credentials, make
+from compose.rotation import Step
+from compose.secrets_yaml import NATS_MEMBERS, Kubernetes
 
 HEALTH = "127.0.0.1:8222"
-"""Where docker-compose's NATS answers its own health check; reachable from its container only."""
+"""Where NATS in a container answers its own health check; reachable from its container or pod only."""
 
 
 def credentials(
     folder: Annotated[Path, typer.Argument(help="Folder to write them to; created if missing.", metavar="DIR")],
     renew: Annotated[
-        bool, typer.Option("--renew", help="Replace existing passwords; servers and services must then be restarted.")
+        bool,
+        typer.Option(
+            "--renew",
+            help="Replace existing passwords, and with --kubernetes the authority; servers and services must then be "
+            "restarted.",
+        ),
     ] = False,
+    rotate: Annotated[
+        Step | None,
+        typer.Option(
+            help="Replace passwords and admin keys without an outage, step by step. add: servers take the old and the "
+            "new; have them read their files (NATS: nats-server --signal reload; Redis: ACL LOAD in Kubernetes, "
+            "elsewhere a restart). switch: services are given the new, NATS users by another name "
+            "(nats-KIND.user); restart them. retire: servers take only the new; have them read again. A step that was "
+            "broken off is repeated. The password of NATS servers among themselves stays.",
+            show_default=False,
+        ),
+    ] = None,
     cluster: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Several NATS servers as one bus: where they reach each other, with commas between. Start each with "
-            "this configuration and a --name of its own, and set BLITZ_PLANNER_STREAM_REPLICAS to 3.",
+            "this configuration and a --name of its own, and set BLITZ_PLANNER_STREAM_REPLICAS to 3. "
+            "With --kubernetes they are nats-0.nats:6222 and so on, three; with --cluster= there is one server.",
             metavar="HOST:PORT,...",
+            show_default=False,
         ),
-    ] = "",
+    ] = None,
+    kubernetes: Annotated[
+        bool,
+        typer.Option(
+            "--kubernetes",
+            help="Write secrets.yaml as well, a Secret for each kind of pod, with certificates for NATS and Redis: new "
+            "ones at every call, signed by an authority that stays in DIR (ca.key). Needs the package cryptography.",
+        ),
+    ] = False,
+    namespace: Annotated[
+        str, typer.Option(help="With --kubernetes: namespace of the Secrets, and in certificates.")
+    ] = Kubernetes().namespace,
+    days: Annotated[
+        int, typer.Option(help="With --kubernetes: for how long the servers' certificates are valid.")
+    ] = Kubernetes().days,
 ) -> None:
     """Make a password for each kind of service and for Redis, and the servers' configuration with them. Where there are
     passwords, they stay, and the configuration is made again."""
+    if cluster is None:
+        members: tuple[str, ...] = NATS_MEMBERS if kubernetes else ()
+    else:
+        members = tuple(member.strip() for member in cluster.split(",")) if cluster else ()
     # Only the owner can enter the folder. The files in it are readable by all, so that a container's user can read
     # those that are mounted for it.
-    members = tuple(member.strip() for member in cluster.split(",")) if cluster else ()
-    make(folder, mode=0o444, http=HEALTH, renew=renew, cluster=members)
-    for name in files_of_credentials():
+    target = Kubernetes(namespace, days) if kubernetes else None
+    make(folder, mode=0o444, http=HEALTH, renew=renew, cluster=members, kubernetes=target, rotate=rotate)
+    for name in files_of_credentials() + (files_for_kubernetes() if kubernetes else ()):
         typer.echo(str(folder / name))

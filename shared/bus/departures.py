@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shared.permissions import KINDS
+from shared.permissions import user_of
 
 _PART = r"[A-Za-z0-9_\-]+"
 _NAME = re.compile(rf"({_PART})\.({_PART})\.({_PART})")
@@ -69,6 +69,6 @@ def departure_of(payload: bytes) -> Departure | None:
     if match is None:
         return None
     # A client chooses its name, and the server vouches for its user alone.
-    if event.client.user in KINDS and event.client.user != match[1]:
+    if user_of(event.client.user) not in {None, match[1]}:
         return None
     return Departure(match[1], match[2], match[3], event.reason)

@@ -25,7 +25,7 @@ def known_variables(service: str) -> set[str]:
     files = [ROOT / "services" / service / "config.py", shared / "service.py", shared / "bus" / "access.py"]
     files += [ROOT / "compose" / "workers.py"] if service == "worker" else []
     names = {name for file in files for name in re.findall(r'"(BLITZ_[A-Z0-9_]+)"', file.read_text())}
-    return names | {f"{name}_FILE" for name in names if name.endswith("_PASSWORD")}
+    return names | {f"{name}_FILE" for name in names if name.endswith(("_PASSWORD", "_USER"))}
 
 
 def dockerfile() -> str:
@@ -48,9 +48,12 @@ def test_images_set_only_variables_that_some_service_reads() -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_service_is_a_user_of_its_own_and_sees_its_own_password_only(service: str) -> None:
     described = compose_file()["services"][service]
-    assert described["environment"]["BLITZ_NATS_USER"] == service
     seen = [s if isinstance(s, str) else s["source"] for s in described["secrets"]]
-    assert set(seen) == {f"nats_{service}"} | ({"redis_password"} if service == "pool" else set())
+    assert set(seen) == {f"nats_{service}", f"nats_{service}_user"} | (
+        {"redis_password"} if service == "pool" else set()
+    )
+    assert {"source": f"nats_{service}_user", "target": "nats_user"} in described["secrets"]
+    assert described["environment"]["BLITZ_NATS_USER_FILE"] == "/run/secrets/nats_user"
     assert {"source": f"nats_{service}", "target": "nats_password"} in described["secrets"]
     assert described["environment"]["BLITZ_NATS_PASSWORD_FILE"] == "/run/secrets/nats_password"
 

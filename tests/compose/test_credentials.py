@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import stat
 import subprocess
 from pathlib import Path
@@ -10,16 +11,10 @@ import pytest
 
 from compose.children import nats_server
 from compose.cli.app import run
-from compose.credentials import (
-    CLUSTER_PASSWORD,
-    NATS_CONF,
-    REDIS_CONF,
-    REDIS_PASSWORD,
-    files_of_credentials,
-    make,
-    password_file,
-)
+from compose.credentials import files_of_credentials, make
 from compose.errors import StackRefused
+from compose.passwords import CLUSTER_PASSWORD, REDIS_PASSWORD, password_file
+from compose.server_conf import NATS_CONF, REDIS_CONF
 from shared.permissions import USERS
 
 
@@ -47,7 +42,8 @@ def test_each_user_has_a_password_that_nobody_else_has(tmp_path: Path) -> None:
     assert min(map(len, passwords)) >= 40
     nats, redis = (tmp_path / NATS_CONF).read_text(), (tmp_path / REDIS_CONF).read_text()
     assert all(password in nats for password in passwords[:-1])
-    assert f'requirepass "{passwords[-1]}"' in redis
+    assert f"#{hashlib.sha256(passwords[-1].encode()).hexdigest()} " in redis
+    assert not [password for password in passwords if password in redis]
     assert passwords[-1] not in nats
     make(tmp_path)
     assert (tmp_path / REDIS_CONF).read_text() != redis

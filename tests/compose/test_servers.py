@@ -11,9 +11,10 @@ import pytest
 import redis.asyncio
 from nats.aio.client import Client
 
-from compose import credentials
 from compose.children import Addresses, nats_specs, redis_spec
 from compose.config import StackConfig
+from compose.credentials import files_of_credentials
+from compose.passwords import REDIS_PASSWORD, password_file
 from compose.ports import free_port
 from compose.readiness import nats_probe, redis_probe, wait_until
 from compose.state_dir import StateDir
@@ -43,11 +44,11 @@ class Servers:
         await wait_until(redis_probe(self.addresses.redis_socket, self.addresses.redis_port), "redis", timeout_s=60)
 
     def redis(self) -> redis.asyncio.Redis:
-        password = (self.state.credentials / credentials.REDIS_PASSWORD).read_text().strip()
+        password = (self.state.credentials / REDIS_PASSWORD).read_text().strip()
         return redis.asyncio.from_url(self.addresses.redis_url, password=password)
 
     async def planner(self) -> Client:
-        password = (self.state.credentials / credentials.password_file("planner")).read_text().strip()
+        password = (self.state.credentials / password_file("planner")).read_text().strip()
         url, inbox = self.addresses.nats_url, inbox_prefix("planner")
         return await nats.connect(url, user="planner", password=password, inbox_prefix=inbox)
 
@@ -120,7 +121,7 @@ async def test_neither_server_takes_anybody_without_a_password(servers: Servers)
 async def test_passwords_are_in_no_command_line(servers: Servers) -> None:
     import psutil
 
-    names = [name for name in credentials.files_of_credentials() if name.endswith(".password")]
+    names = [name for name in files_of_credentials() if name.endswith(".password")]
     passwords = [(servers.state.credentials / name).read_text().strip() for name in names]
     for child in servers.supervisor.children.values():
         process = psutil.Process(child.pid)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared import subjects
-from shared.permissions import KINDS, TABLE, grant, inbox_prefix
+from shared.permissions import KINDS, TABLE, USERS, grant, inbox_prefix, user_names, user_of
 
 SERVICES = Path(__file__).parents[2] / "services"
 WITH_OPERATIONS = {"pool": subjects.POOL_OPERATIONS, "planner": subjects.PLANNER_OPERATIONS}
@@ -79,3 +79,10 @@ def test_no_permission_has_a_wildcard_that_reaches_another_kinds_subjects(kind: 
         if ">" in pattern:
             assert pattern == inbox_prefix(kind) + ".>"
         assert not pattern.startswith("*")
+
+
+def test_each_user_has_two_names_that_are_nobody_elses() -> None:
+    names = [name for user in USERS for name in user_names(user)]
+    assert len(set(names)) == 2 * len(USERS)
+    assert {name: user_of(name) for name in names} == {name: user for user in USERS for name in user_names(user)}
+    assert [user_of(name) for name in ("", "gateway-3", "somebody")] == [None] * 3

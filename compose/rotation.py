@@ -1,0 +1,77 @@
+"""New passwords for a deployment that goes on meanwhile, in three steps; between them people reload servers and restart
+services.
+
+``add``: servers take the old and the new. ``switch``: services use the new. ``retire``: servers take only the new.
+One file in the folder says which step was taken last, and it holds both sets of passwords: it is written first and
+removed last, so a step that was broken off is taken again with the same passwords.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from compose import passwords, private_files
+from compose.errors import StackRefused
+from compose.passwords import Passwords
+
+Step = Literal["add", "switch", "retire"]
+ROTATION = "rotation.json"
+
+
+class Rotation(msgspec.Struct, frozen=True):
+    """A rotation that is under way."""
+
+    step: Literal["add", "switch"]
+    """Which was taken last."""
+    old: Passwords
+    new: Passwords
+
+    @property
+    def used(self) -> Passwords:
+        """What services are told to use."""
+        return self.old if self.step == "add" else self.new
+
+
+def read(folder: Path) -> Rotation | None:
+    """The one that is under way in a folder."""
+    path = folder / ROTATION
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Rotation)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StackRefused(f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise StackRefused(f"{path} cannot be understood ({error}): --renew makes all passwords anew") from error
+
+
+def begin(folder: Path, step: Step, known: Passwords | None, now: Rotation | None) -> Rotation | None:
+    """Where the folder is with ``step`` taken. ``known``: the passwords in it. Raises ``StackRefused`` out of order."""
+    if known is None:
+        raise StackRefused(f"{folder} holds no passwords to rotate: make them first, without --rotate")
+    match step, now:
+        case "add", None:
+            return Rotation("add", known, passwords.successors(known))
+        case "add", Rotation(step="switch"):
+            raise StackRefused("services use the new passwords of an unfinished rotation: first --rotate retire")
+        case "switch", None:
+            raise StackRefused("servers know no new passwords yet: first --rotate add, and have them read it")
+        case "switch", Rotation():
+            return msgspec.structs.replace(now, step="switch")
+        case "retire", Rotation(step="add"):
+            raise StackRefused("services still use the old passwords: first --rotate switch, and restart them")
+    # A step that was taken before, or the last one's end: nothing is left to retire.
+    return now
+
+
+def save(folder: Path, rotation: Rotation) -> None:
+    """Before anything else is written."""
+    private_files.write(folder / ROTATION, msgspec.json.encode(rotation).decode(), 0o600)
+
+
+def end(folder: Path) -> None:
+    """After everything else was written."""
+    (folder / ROTATION).unlink(missing_ok=True)
