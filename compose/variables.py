@@ -36,7 +36,7 @@ OF_CONTAINERS = (
     ),
     Setting("BLITZ_BIND", "Address at which the gateway is published.", "`127.0.0.1`"),
     Setting("BLITZ_PORT", "Its port; a range (`8000-8001`) for several gateways.", "`8000`"),
-    Setting("BLITZ_WORKER_MEMORY", "Memory limit of the worker container (`48g`).", "none"),
+    Setting("BLITZ_WORKER_MEMORY", "Memory limit of the worker container, such as `48g`; 0: none.", "`0`"),
     Setting("BLITZ_SHM_SIZE", "`/dev/shm` that the workers share.", "`8gb`"),
     Setting("BLITZ_GPU", "Device of the GPU file's worker.", "`0`"),
     Setting("PYTHON_IMAGE", "Build: base image.", "`python:3.11-slim`"),

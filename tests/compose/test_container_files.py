@@ -152,7 +152,7 @@ def test_one_container_runs_all_workers_of_the_machine(name: str) -> None:
     assert "pid" not in worker
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/operations.md", "compose/docker-compose.yml"])
+@pytest.mark.parametrize("name", ["README.md", "docs/deploy.md", "compose/docker-compose.yml"])
 def test_no_line_to_paste_starts_workers_that_do_not_know_of_each_other(name: str) -> None:
     assert "--scale worker" not in (ROOT / name).read_text()
 
@@ -253,7 +253,7 @@ def test_a_pools_seat_is_its_containers() -> None:
     assert command == 'BLITZ_POOL_SEAT="$$HOSTNAME" exec python -m services.pool'
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/operations.md", "compose/docker-compose.yml"])
+@pytest.mark.parametrize("page", ["README.md", "docs/deploy.md", "compose/docker-compose.yml"])
 def test_the_steps_that_are_told_set_every_required_variable(page: str) -> None:
     required = set(re.findall(r"\$\{(BLITZ_\w+):\?", (ROOT / "compose" / "docker-compose.yml").read_text()))
     assert required

@@ -46,7 +46,7 @@ def _parse(words: list[str]) -> None:
     context, name, rest = None, "blitzscale", words
     while True:
         context = command.make_context(name, list(rest), parent=context)
-        if not hasattr(command, "resolve_command") or not (left := [*context._protected_args, *context.args]):
+        if not hasattr(command, "resolve_command") or not (left := [*vars(context)["_protected_args"], *context.args]):
             return
         name, command, rest = command.resolve_command(context, left)
 
