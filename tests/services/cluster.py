@@ -36,8 +36,8 @@ from tests.shared.bus.memory import MemoryBroker
 from tests.shared.transport.memory import MemoryFabric
 from tests.wait_until import WAIT_S, eventually
 
-LEASE_S = 2.0
-"""The default: all share one event loop, and none may be taken for dead because the machine is busy."""
+LEASE_S = 8.0
+"""All share one event loop, and none may be taken for dead because the machine is busy."""
 POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.3)
 HOLD_S = 600.0
 
@@ -68,7 +68,7 @@ class Cluster:
         await self.broker.bus("observer").subscribe(subjects.progress(), ScaleProgress, self.progress.append)
         await self.broker.bus("observer-2").subscribe(subjects.live_reports(), LiveReport, self.live_reports.append)
         metrics = CollectorRegistry()
-        plans = PlanSettings(lease_ttl_s=5.0, live=live, strategy=strategy)
+        plans = PlanSettings(lease_ttl_s=30.0, live=live, strategy=strategy)
         registry = PoolService(self.broker.bus("pool"), self._store, pool, metrics=metrics)
         planner = PlannerService(self.broker.bus("planner"), plans, metrics=metrics)
         runs = [registry.run(self._stopping), planner.run(self._stopping)]

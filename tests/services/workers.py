@@ -15,6 +15,7 @@ from services.worker.instance.instance import Instance
 from services.worker.node.facts import Probes, discover
 from services.worker.node.nic import Roots
 from services.worker.service import WorkerService
+from shared.bus.departures import Departure
 from shared.subjects import Process
 from tests.processes import INCARNATION
 from tests.services.tampering import TamperingTransport
@@ -82,6 +83,7 @@ class RunningWorker:
         self.config = config
         self.fatal: list[str] = []
         self.stopping = asyncio.Event()
+        self._broker = broker
         self.bus = broker.bus(config.worker_id)
         self.transport = TamperingTransport(fabric.start(name=config.worker_id))
         self._fabric = fabric
@@ -125,9 +127,11 @@ class RunningWorker:
         await self._close()
 
     async def kill(self) -> None:
-        """As SIGKILL does: no word to anybody, no byte more."""
+        """As SIGKILL does: no word to anybody but the server's of its connection, no byte more."""
         if self.task.done():
             return
+        process = self.process
+        self._broker.depart(Departure("worker", process.id, process.incarnation, "Client Closed"))
         self.bus.go_down()
         self._fabric.kill(self.transport.address)
         self.task.cancel()
