@@ -16,7 +16,7 @@ from tests.wait_until import eventually
 async def test_a_burst_at_prefill_instances(redis_url: str, policy: LivePolicy) -> None:
     async with live_cluster(redis_url, policy, num_workers=3) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.2, role="prefill", max_tokens=8)
+        await burst.start(delay_s=0.2, role="prefill", max_tokens=8, until_split=policy == "zigzag")
         await eventually(lambda: burst.live_target_of(burst.target) is not None)
         pair = burst.live_target_of(burst.target)
         assert pair is not None

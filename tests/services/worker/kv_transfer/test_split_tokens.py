@@ -48,7 +48,9 @@ async def test_the_tokens_are_those_of_one_instance(redis_url: str, temperature:
                 assert end.finish_reason == "length", end
                 assert gateway.tokens(f"{prefix}{name}", repeats=True) == tokens
 
-        await burst.start(delay_s=0.4, role="prefill", max_tokens=MAX_TOKENS, prompts=dict(PROMPTS), before=before)
+        await burst.start(
+            delay_s=0.4, role="prefill", max_tokens=MAX_TOKENS, prompts=PROMPTS, before=before, until_split=True
+        )
         assert outcomes_at(burst.source) == {"moved": len(PROMPTS)}, "in chunks"
         await same("")
         await eventually(lambda: cluster.live_reports)

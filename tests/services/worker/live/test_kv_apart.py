@@ -108,7 +108,7 @@ async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(r
 async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst, wire = Burst(cluster), Wire()
-        await burst.start(delay_s=0.2)
+        await burst.start(until_split=True, delay_s=0.2)
         burst.target.transport.tamper = wire.tamper
         source = await burst.live_source()
         await eventually(lambda: source.record.first_cooperative_s is not None)
@@ -122,7 +122,7 @@ async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> No
 async def test_cancelled_while_kv_is_on_its_way_a_request_leaves_nothing(redis_url: str) -> None:
     async with slow_cluster(redis_url, stall_s=1.5) as cluster:
         burst, wire = Burst(cluster), Wire()
-        await burst.start(delay_s=0.05)
+        await burst.start(until_split=True, delay_s=0.05)
         burst.target.transport.tamper = wire.tamper
         await burst.live_source()
         await eventually(lambda: wire.lost)
