@@ -9,8 +9,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -44,6 +44,8 @@ _UNKNOWN_USER = "authorization violation"
 _ROUND_TRIP_S = 2.0
 _CANCEL_AGAIN_S = 0.1
 _CLOSE_S = 1.0
+
+T = TypeVar("T")
 
 
 class NatsLink:
@@ -249,9 +251,14 @@ async def round_trip(client: Client) -> None:
 async def answer_to(
     client: Client, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None, *, timeout_s: float
 ) -> Msg:
-    """The client's own ``request``, but a cancellation always ends it: the client waits with wait_for, which in
-    Python 3.11 loses one that comes together with the answer. Raises ``nats.errors.Error``."""
-    asking = asyncio.create_task(client.request(subject, payload, timeout=timeout_s, headers=headers))
+    """The client's own ``request``, but a cancellation always ends it. Raises ``nats.errors.Error``."""
+    return await ending(client.request(subject, payload, timeout=timeout_s, headers=headers))
+
+
+async def ending(call: Coroutine[Any, Any, T]) -> T:
+    """A call of the client that asks the server, but a cancellation always ends it: the client waits with wait_for,
+    which in Python 3.11 loses one that comes together with the answer. Raises what the call raises."""
+    asking = asyncio.create_task(call)
     try:
         await asyncio.wait({asking})
     finally:

@@ -21,6 +21,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from shared import subjects
+from shared.bus.nats_link import ending
 from shared.bus.refusals import JETSTREAM, AccessRefusals
 from shared.bus.wire import Headers
 from shared.errors import Unavailable
@@ -186,8 +187,10 @@ class EventStream:
                         try:
                             if not self._known:
                                 await self._make()
-                            await self.jetstream.publish(
-                                subject, payload(), timeout=_API_TIMEOUT_S, stream=self.name, headers=headers
+                            await ending(
+                                self.jetstream.publish(
+                                    subject, payload(), timeout=_API_TIMEOUT_S, stream=self.name, headers=headers
+                                )
                             )
                         except nats.js.errors.NoStreamResponseError as error:
                             reason, self._known = error, False
