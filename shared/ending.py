@@ -13,6 +13,7 @@ import faulthandler
 import logging
 import os
 import sys
+import threading
 from collections.abc import Awaitable
 from typing import NoReturn
 
@@ -26,6 +27,8 @@ PART_S = 1.0
 """What one part may take, unless it is known to need less."""
 EXIT_S = 2.0
 """Between the end of a service's work and that of its process."""
+LAST_WORDS_S = 1.0
+"""What the last lines of the log may take."""
 LAST_TASKS_S = 0.5
 """What tasks and threads may take that are still there when everything was closed."""
 
@@ -68,9 +71,16 @@ def end_process_within(seconds: float) -> None:
 def end_process(code: int) -> NoReturn:
     """The process's last step, once everything is closed. The interpreter's own end is left out: it takes apart what
     goes with the process anyway, for seconds where others compute, and destructors of native libraries may hang."""
+    # Whoever reads what is said may have stopped reading.
+    saying = threading.Thread(target=_say_the_last, daemon=True)
+    saying.start()
+    saying.join(LAST_WORDS_S)
+    os._exit(code)
+
+
+def _say_the_last() -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # Whoever read it may be gone.
-        with contextlib.suppress(OSError, ValueError):
+        # Closed, or nobody reads it any more.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    os._exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -13,8 +14,11 @@ from shared.settings import SettingsError
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+AGAIN_S = 10.0
+"""A file that could not be used is read again after so long, changed or not: what was missing may have been a right, or
+a free file descriptor."""
 
-Signature = tuple[int, int, int]
+Signature = tuple[int, int, int, int]
 """Changes when the file does."""
 T = TypeVar("T")
 
@@ -31,21 +35,28 @@ class WatchedFile(Generic[T]):
         self.num_good = 0
         self.num_bad = 0
         """How often the file could be used, and could not."""
+        self._said = ""
+        """Why the file cannot be used; empty: it can."""
+        self._again_s = 0.0
         self._seen = signature(path)
         self._take(read(path))
 
     async def look(self) -> None:
         """Read the file if it has changed. A bad one changes nothing, and is logged."""
         now = await asyncio.to_thread(signature, self._path)
-        if now == self._seen:
+        if now == self._seen and not (self._said and time.monotonic() >= self._again_s):
             return
         self._seen = now
         try:
             found = await asyncio.to_thread(self._read, self._path)
         except SettingsError as error:
+            self._again_s = time.monotonic() + AGAIN_S
             self.num_bad += 1
-            log.error("%s; the %s that were read before stay", error, self._what)
+            if error.message != self._said:
+                log.error("%s; the %s that were read before stay", error, self._what)
+            self._said = error.message
             return
+        self._said = ""
         self._take(found)
         log.info("%s read from %s", self._what, self._path)
 
@@ -66,4 +77,4 @@ def signature(path: str) -> Signature | None:
         status = os.stat(path)
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino

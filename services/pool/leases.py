@@ -3,7 +3,10 @@ grows."""
 
 from __future__ import annotations
 
+import logging
 import time
+
+from redis.exceptions import RedisError
 
 from services.pool.core.grace_period import GracePeriod
 from services.pool.core.registry import Registry
@@ -22,6 +25,8 @@ from shared.messages.registry import (
     ReleaseWorkers,
 )
 from shared.telemetry import tracer
+
+_log = logging.getLogger(__name__)
 
 
 class Terms:
@@ -103,7 +108,10 @@ class LeaseGrants:
                 if gone:
                     raise Conflict(f"worker {gone[0]} is another process by now")
             except Conflict:
-                await self._store.release(request.plan_id, request.worker_ids)
+                try:
+                    await self._store.release(request.plan_id, request.worker_ids)
+                except (RedisError, BlitzError) as error:
+                    _log.warning("the lease of %s stays in Redis until it runs out: %s", request.plan_id, error)
                 raise
         until_s = time.monotonic() + request.ttl_s
         for worker_id, epoch in grant.epochs:

@@ -36,10 +36,14 @@ _ATTEMPT_S = 2
 """For one server to take a connection: of several, one that stands still must not cost more than a lease."""
 REFUSED_FOR_S = 5.0
 """A server that comes back and does not know this user may be about to read its new passwords; not for longer."""
-REFUSED_START_S = 90.0
-"""The same of a server that refuses this process at its start what stands in files: a Secret that was replaced may not
-have arrived. Kubernetes brings it to a mounted volume about once a minute, and would start a process that ends again
-and again only after minutes."""
+_REFUSED_PLAIN_START_S = 1.0
+"""The same at a process's start."""
+REFUSED_IN_FILES_S = 90.0
+"""The same where user or password stand in files: a Secret that was replaced may not have arrived. Kubernetes brings it
+to a mounted volume about once a minute, and would start a process that ends again and again only after minutes."""
+_FORGOTTEN_S = 15.0
+"""A refusal is of the past if so long none has followed: no server could be reached that would have refused."""
+_MAX_SAID = 20
 _UNKNOWN_USER = "authorization violation"
 _ROUND_TRIP_S = 2.0
 _CANCEL_AGAIN_S = 0.1
@@ -62,8 +66,12 @@ class NatsLink:
         self._down: Callable[[], None] = _nothing
         self._up_again: Callable[[], None] = _nothing
         self._last_error: Exception | None = None
+        self._said: set[str] = set()
+        """Reasons that the log has, of this outage."""
         self._connecting: asyncio.Timeout | None = None
         self._unknown_since_s: float | None = None
+        """Since when servers refuse this process; those that cannot be reached meanwhile change nothing."""
+        self._unknown_last_s = 0.0
         self._closing = False
 
     @property
@@ -87,7 +95,7 @@ class NatsLink:
         server that cannot be reached yet is waited for, and the log says so.
 
         Raises ``NotPermitted`` when the server refuses the credentials: at once, or, if they stand in files, where
-        others may still arrive, after ``REFUSED_START_S`` of attempts that read them again. Raises ``Unavailable``,
+        others may still arrive, after ``REFUSED_IN_FILES_S`` of attempts that read them again. Raises ``Unavailable``,
         naming the URL, when none can be reached in time."""
         self._down, self._up_again = down, up_again
         access = self._access
@@ -126,7 +134,7 @@ class NatsLink:
         except (OSError, ValueError, ImportError, nats.errors.Error) as error:
             reason = self._last_error or error
             await self.close()
-            if self._unknown_since_s is not None:
+            if self._unknown_since_s is not None and time.monotonic() - self._unknown_last_s < _FORGOTTEN_S:
                 raise NotPermitted(f"NATS at {places} {self._unknown()}") from error
             detail = f" ({reason})" if str(reason) else ""
             within = f" within {timeout_s:g} s" if timeout_s is not None else ""
@@ -155,6 +163,8 @@ class NatsLink:
         self._connected_since_s = time.monotonic()
         self._last_error = None
         self._unknown_since_s = None
+        self._said.clear()
+        self._access.accepted()
         self.refusals.user = self._access.user
         self.up.set()
 
@@ -193,27 +203,27 @@ class NatsLink:
             return
         told = str(error) or type(error).__name__
         if _UNKNOWN_USER in str(error).lower():
-            self._on_unknown()
             told = f"the server {self._unknown()}"
-        elif self._connecting is None:
-            self._unknown_since_s = None
+            self._on_unknown()
         # The client reports every failed attempt; one line per outage and reason is enough.
-        if str(error) != str(self._last_error):
+        if told not in self._said and len(self._said) < _MAX_SAID:
             _log.warning("%s: %s", "waiting for NATS" if self._connecting is not None else "NATS", told)
+        self._said.add(told)
         self._last_error = error
 
     def _on_unknown(self) -> None:
-        now_s = time.monotonic()
-        first = self._unknown_since_s is None
-        if self._unknown_since_s is None:
+        self._access.refused()
+        now_s, last_s = time.monotonic(), self._unknown_last_s
+        if self._unknown_since_s is None or now_s - last_s > _FORGOTTEN_S:
             self._unknown_since_s = now_s
-        if self._connecting is not None:
-            if first and not self._connecting.expired():
-                patience_s = REFUSED_START_S if self._access.at_start.in_files else 0.0
-                end_s, before_s = asyncio.get_running_loop().time() + patience_s, self._connecting.when()
-                self._connecting.reschedule(end_s if before_s is None else min(end_s, before_s))
-        elif now_s - self._unknown_since_s >= REFUSED_FOR_S:
+        self._unknown_last_s = now_s
+        plain_s = REFUSED_FOR_S if self._connecting is None else _REFUSED_PLAIN_START_S
+        if now_s - self._unknown_since_s < (REFUSED_IN_FILES_S if self._access.at_start.in_files else plain_s):
+            return
+        if self._connecting is None:
             self._lose(f"the server is back and {self._unknown()}")
+        elif not self._connecting.expired():
+            self._connecting.reschedule(asyncio.get_running_loop().time())
 
     def _unknown(self) -> str:
         """What a server does that does not know these credentials."""
@@ -290,7 +300,13 @@ def drop_unsent(client: Client, subjects: Collection[str], *, prefix: str) -> No
 
 async def end(task: asyncio.Task[Any]) -> None:
     """Cancel a task until it is done: the client swallows a cancellation that meets it while it flushes, and one that
-    comes just when a connection is there or has failed."""
+    comes just when a connection is there or has failed. Whoever is cancelled meanwhile waits for it first."""
+    cancelled: asyncio.CancelledError | None = None
     while not task.done():
         task.cancel()
-        await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
+        try:
+            await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

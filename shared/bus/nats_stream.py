@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from shared import subjects
-from shared.bus.nats_link import ending
+from shared.bus.nats_link import answer_to, ending
 from shared.bus.refusals import JETSTREAM, AccessRefusals
 from shared.bus.wire import Headers
 from shared.errors import Unavailable
@@ -107,7 +107,9 @@ class EventStream:
         ``nats.errors.Error`` while JetStream is away."""
         # Not by ``stream_info``, which leaves out what the server's clock said.
         try:
-            msg = await self._client.request(f"{api.DEFAULT_PREFIX}.STREAM.INFO.{self.name}", timeout=_API_TIMEOUT_S)
+            msg = await answer_to(
+                self._client, f"{api.DEFAULT_PREFIX}.STREAM.INFO.{self.name}", timeout_s=_API_TIMEOUT_S
+            )
         except nats.errors.NoRespondersError as error:
             raise nats.js.errors.ServiceUnavailableError from error
         answer: dict[str, Any] = msgspec.json.decode(msg.data)
@@ -159,7 +161,7 @@ class EventStream:
             except nats.js.errors.NotFoundError:
                 fresh = api.StreamConfig(name=self.name, storage=api.StorageType.FILE)
                 try:
-                    await self.jetstream.add_stream(fresh.evolve(**wanted))
+                    await ending(self.jetstream.add_stream(fresh.evolve(**wanted)))
                 except nats.js.errors.BadRequestError as error:
                     if error.err_code != _NAME_IN_USE:
                         raise
@@ -168,7 +170,7 @@ class EventStream:
                     self._known = True
                     return
             if any(getattr(info.config, key) != value for key, value in wanted.items()):
-                await self.jetstream.update_stream(info.config.evolve(**wanted))
+                await ending(self.jetstream.update_stream(info.config.evolve(**wanted)))
                 _log.info("the %s keeps %s from now on", self._label, self._limits)
             self._known = True
 
@@ -236,12 +238,12 @@ class EventStream:
             ),
         )
         try:
-            info = await reading.consumer_info()
+            info = await ending(reading.consumer_info())
             delivered = info.delivered.consumer_seq if info.delivered is not None else 0
             if not delivered and not info.num_pending:
                 return
             while True:
-                msg = await reading.next_msg(timeout=_READ_TIMEOUT_S)
+                msg = await ending(reading.next_msg(timeout=_READ_TIMEOUT_S))
                 into.append(msg)
                 if not msg.metadata.num_pending:
                     return

@@ -23,23 +23,45 @@ class CurrentAccess:
     def __init__(self, access: NatsAccess) -> None:
         """Raises ``SettingsError``."""
         self.at_start = access
-        self.user = access.user
-        """Of the newest attempt."""
-        self._password = access.password
-        self._login = LastGood(access.login, (access.user, access.password))
+        self._shown = access.user, access.password
+        """User and password of the newest attempt."""
+        self._accepted: tuple[str, str] | None = None
+        """With which a server took this process last."""
+        self._refused = False
+        """The newest attempt was."""
+        self._login = LastGood(access.login, self._shown)
         self._creds = LastGood(access.creds, access.creds())
         self._certificates = access.certificates()
         self._context = access.tls()
         self._tls = LastGood(self._read_tls, self._context)
 
+    @property
+    def user(self) -> str:
+        """Of the newest attempt."""
+        return self._shown[0]
+
     def next_user(self) -> str:
-        """The user for another attempt; the client asks for it first."""
-        self.user, self._password = self._login.now()
+        """The user for another attempt; the client asks for it first. Where a server refuses what stands in the files,
+        it may not have read its own yet: what was accepted last is tried in turn."""
+        in_files = self._login.now()
+        if self._refused and self._accepted is not None and self._shown == in_files:
+            self._shown = self._accepted
+        else:
+            self._shown = in_files
+        self._refused = False
         return self.user
 
     def password(self) -> str:
-        """That was read together with the user."""
-        return self._password
+        """That belongs to the user."""
+        return self._shown[1]
+
+    def accepted(self) -> None:
+        """A server took this process."""
+        self._accepted = self._shown
+
+    def refused(self) -> None:
+        """A server did not know it."""
+        self._refused = True
 
     def creds(self) -> RawCredentials | None:
         """For the client, which reads them at each attempt. None: there is no such file."""
@@ -75,10 +97,15 @@ class RenewingClient(Client):
     def __init__(self, access: CurrentAccess) -> None:
         super().__init__()
         self._access = access
+        self._system: ssl.SSLContext | None = None
+        """What this system trusts: it takes a tenth of a second to read."""
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        return self._access.tls() or super().ssl_context
+        context = self._access.tls() or self._system
+        if context is None:
+            context = self._system = super().ssl_context
+        return context
 
     async def _process_err(self, err_msg: str) -> None:
         """A connection whose credentials are no longer valid is made again with those in the files, if they are in

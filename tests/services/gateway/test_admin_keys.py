@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.gateway import watched_file
 from services.gateway.admin_keys import AdminKeys, read_admin_keys
 from services.gateway.config import GatewayConfig
 from shared.settings import SettingsError
@@ -75,3 +76,23 @@ async def test_administration_is_never_open_because_the_file_is_empty_or_gone(
         change()
         await stack.gateway.admin_keys.look()
         assert [await status(stack, key) for key in ("root", "")] == [200, 401]
+
+
+async def test_a_file_that_could_not_be_read_is_read_again_though_it_has_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when this process had too many files open."""
+    monkeypatch.setattr(watched_file, "AGAIN_S", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("old\n")
+    keys = AdminKeys((), str(file))
+    file.write_text("newer\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+        await keys.look()
+        await keys.look()
+    assert len([r for r in caplog.records if "Too many open files" in r.getMessage()]) == 1
+    assert keys.accept(b"old")
+    await keys.look()
+    assert keys.accept(b"newer")
+    assert not keys.accept(b"old")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from compose.ports import free_port
 from shared import subjects
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
@@ -110,7 +111,7 @@ async def test_a_password_that_arrives_after_the_server_that_wants_it_is_used(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shared.bus.nats_link.REFUSED_FOR_S", WAIT_S)
+    monkeypatch.setattr("shared.bus.nats_link.REFUSED_IN_FILES_S", WAIT_S)
     bus = await connect()
     await asyncio.to_thread(server.stop)
     server_wants(tmp_path, "third")
@@ -137,10 +138,40 @@ async def test_files_that_cannot_be_read_leave_what_they_held(
     assert lines == [f"BLITZ_NATS_PASSWORD_FILE={str(secret / 'password')!r}: {problem}"]
 
 
+async def test_what_a_server_does_not_know_yet_leaves_what_it_took_before(
+    connect: Connect, server: Server, secret: Mounted
+) -> None:
+    """The files were replaced before the server read its own."""
+    bus = await connect()
+    since_s = bus.connected_since_s
+    secret.put(user="monitor-2", password="third")
+    await asyncio.to_thread(server.stop)
+    await asyncio.to_thread(server.start)
+    await eventually(lambda: bus.connected_since_s not in (None, since_s))
+    await works(bus)
+
+
+async def test_refusals_end_a_process_also_while_another_server_is_away(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shared.bus.nats_link.REFUSED_FOR_S", 2.0)
+    plain = NatsAccess(user="monitor", password=password_of("monitor"))
+    bus = await NatsBus.connect(f"{server.url},nats://127.0.0.1:{free_port()}", name="monitor", access=plain)
+    try:
+        await asyncio.to_thread(server.stop)
+        server_wants(tmp_path, "third")
+        await asyncio.to_thread(server.start)
+        assert "refuses user 'monitor'" in await asyncio.wait_for(bus.wait_lost(), WAIT_S)
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == len(set(told))
+    finally:
+        await bus.close()
+
+
 async def test_a_process_that_is_refused_at_its_start_waits_for_its_password(
     connect: Connect, secret: Mounted, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.bus.nats_link.REFUSED_START_S", WAIT_S)
+    monkeypatch.setattr("shared.bus.nats_link.REFUSED_IN_FILES_S", WAIT_S)
     secret.put(user="monitor", password="of yesterday")
     connecting = connect()
     await eventually(said(caplog, "waiting for NATS: the server refuses user 'monitor' with this password"))
@@ -150,7 +181,7 @@ async def test_a_process_that_is_refused_at_its_start_waits_for_its_password(
 
 
 async def test_but_not_for_ever(connect: Connect, secret: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.bus.nats_link.REFUSED_START_S", 0.5)
+    monkeypatch.setattr("shared.bus.nats_link.REFUSED_IN_FILES_S", 0.5)
     secret.put(user="monitor", password="of yesterday")
     with pytest.raises(NotPermitted, match="refuses user 'monitor' with this password") as caught:
         await asyncio.wait_for(connect(), WAIT_S)
