@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "compose" / "kubernetes"
+OVERLAYS = ("many-nodes", "one-node", "own-servers")
+"""Others may be yours."""
 RENDERED = FOLDER / "rendered"
 DIGEST = "sources.sha256"
 
@@ -21,7 +23,7 @@ def rendered() -> dict[str, str]:
     """By name of file; without ``kubectl`` the digest only."""
     texts = {DIGEST: f"{_digest()}\n"}
     if shutil.which("kubectl"):
-        for overlay in sorted((FOLDER / "overlays").iterdir()):
+        for overlay in (FOLDER / "overlays" / name for name in OVERLAYS):
             command = ["kubectl", "kustomize", str(overlay)]
             texts[f"{overlay.name}.yaml"] = subprocess.run(
                 command, stdout=subprocess.PIPE, text=True, check=True
@@ -31,8 +33,8 @@ def rendered() -> dict[str, str]:
 
 def _digest() -> str:
     digest = hashlib.sha256()
-    for path in sorted(FOLDER.rglob("*.yaml")):
-        if RENDERED not in path.parents:
+    for folder in (FOLDER / "base", FOLDER / "components", *(FOLDER / "overlays" / name for name in OVERLAYS)):
+        for path in sorted(folder.rglob("*.yaml")):
             digest.update(f"{path.relative_to(FOLDER)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -23,4 +23,5 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
         keys[secret["metadata"]["name"]] = frozenset(found)
         for key, text in found.items():
             (mounted / key).write_text(text)
+    (mounted / "keys.toml").write_text('[[keys]]\nname = "team-a"\nkey = "sk-1"\n')
     return Secrets(keys, mounted)

@@ -56,15 +56,20 @@ def allowed(docs: list[Doc]) -> set[Flow]:
 
 
 def reaches_names(docs: list[Doc], of: Pods) -> bool:
+    """The cluster's DNS, by its pods' labels, and by the addresses at which nodes answer."""
     for policy in of_kind(docs, "NetworkPolicy"):
         if not matches(policy["spec"]["podSelector"], of.labels):
             continue
         for rule in policy["spec"].get("egress", []):
-            for peer in rule.get("to", []):
-                if "namespaceSelector" in peer:
-                    ports = {(port["protocol"], port["port"]) for port in rule["ports"]}
-                    dns = peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] == "kube-system"
-                    return dns and ports == {("UDP", 53), ("TCP", 53)}
+            ports = {(port["protocol"], port["port"]) for port in rule.get("ports", [])}
+            peers = rule.get("to", [])
+            by_label = any(
+                matches(peer.get("namespaceSelector"), {"kubernetes.io/metadata.name": "kube-system"})
+                and matches(peer.get("podSelector"), {"k8s-app": "kube-dns"})
+                for peer in peers
+            )
+            if by_label and ports == {("UDP", 53), ("TCP", 53)} and any("ipBlock" in peer for peer in peers):
+                return True
     return False
 
 
@@ -88,4 +93,4 @@ def _ports_to(policies: list[Doc], owner: Pods, peer: Pods | None, direction: st
 
 
 def _is(peer: Pods, entry: Doc) -> bool:
-    return "namespaceSelector" not in entry and matches(entry.get("podSelector"), peer.labels)
+    return not {"namespaceSelector", "ipBlock"} & entry.keys() and matches(entry.get("podSelector"), peer.labels)

@@ -14,6 +14,7 @@ OVERLAYS = ("many-nodes", "one-node", "own-servers")
 NAME = "app.kubernetes.io/name"
 SERVICES = ("gateway", "monitor", "planner", "pool", "worker")
 SECRETS = "/run/secrets/blitzscale"
+API_KEYS = "/run/secrets/api-keys"
 
 Doc = dict[str, Any]
 

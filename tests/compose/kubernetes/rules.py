@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from shared.ending import CLOSING_S, EXIT_S
 from shared.service import ServiceConfig
 from shared.settings import Settings, SettingsError
 from tests.compose.kubernetes.flows import allowed, needed, reaches_names
-from tests.compose.kubernetes.manifests import SECRETS, SERVICES, Doc, Pods, matches, of_kind, pods
+from tests.compose.kubernetes.manifests import API_KEYS, SECRETS, SERVICES, Doc, Pods, matches, of_kind, pods
 
+# Read once, not for each document.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 OLDEST = "1.29"
 NEWEST = kubernetes_validate.utils.latest_version()
 LIVE_S = 5.0
@@ -27,7 +30,6 @@ OUTAGE_S = 5.0
 """An outage of NATS that takes no pod out of its Service."""
 FORGET_S = 5
 """What endpoints may take to forget a pod."""
-MARGIN_S = 5.0
 PROCESS_MIB = 2048
 """Of a worker, besides arenas, KV and copies."""
 _UNITS = {"Mi": 1, "Gi": 1024}
@@ -97,7 +99,8 @@ def _secrets_of(p: Pods, secrets: Secrets) -> Iterator[str]:
     if "secretKeyRef" in text or "secretRef" in text:
         yield f"{p.workload}: a secret in the environment does not change while the process lives"
     read = set(re.findall(re.escape(SECRETS) + r"/([A-Za-z0-9.-]+)", f"{p.env} {text}"))
-    if mounted != ([p.kind] if read else []):
+    of_operators = {"api-keys"} if p.kind == "gateway" else set()
+    if [name for name in mounted if name not in of_operators] != ([p.kind] if read else []):
         yield f"{p.workload}: mounts {mounted}"
     for name in sorted(read - secrets.keys.get(p.kind, frozenset())):
         yield f"{p.workload}: its Secret has no {name}"
@@ -190,7 +193,7 @@ def lifecycle(docs: list[Doc], secrets: Secrets) -> Iterator[str]:
         config = config_of(p, secrets)
         if config is not None:
             needs_s = slept + config.drain_timeout_s + CLOSING_S + EXIT_S
-            if p.spec.get("terminationGracePeriodSeconds", 30) < slept + config.drain_timeout_s + MARGIN_S:
+            if p.spec.get("terminationGracePeriodSeconds", 30) < needs_s:
                 yield f"{p.workload}: SIGKILL comes before {needs_s:g} s"
         update = p.doc["spec"].get("strategy", {}).get("rollingUpdate", {})
         if p.doc["kind"] != "Deployment":
@@ -249,9 +252,7 @@ def workers(docs: list[Doc], secrets: Secrets) -> Iterator[str]:
         by_pod = [e["valueFrom"] for e in p.container["env"] if e["name"] == "BLITZ_WORKER_HOST" and "valueFrom" in e]
         if by_pod != [{"fieldRef": {"fieldPath": "metadata.name"}}]:
             yield f"{p.workload}: two pods' workers have the same ids"
-        if ("BLITZ_WORKER_LEAF" in p.env) != ("nodeSelector" in p.spec):
-            yield f"{p.workload}: a leaf is a selection of nodes"
-        elif "nodeSelector" in p.spec and p.spec["nodeSelector"] != {"blitzscale.io/leaf": p.env["BLITZ_WORKER_LEAF"]}:
+        if p.spec.get("nodeSelector", {}).get("blitzscale.io/leaf") != p.env.get("BLITZ_WORKER_LEAF"):
             yield f"{p.workload}: its nodes are of another leaf"
         shm = [v["emptyDir"] for v in p.spec["volumes"] if v["name"] == "shm"]
         if not shm or shm[0].get("medium") != "Memory":
@@ -277,8 +278,14 @@ def servers(docs: list[Doc], secrets: Secrets) -> Iterator[str]:
                 yield f"{p.workload}: streams are on {p.env.get('BLITZ_PLANNER_STREAM_REPLICAS')} servers"
         stop = nats.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
         pid = [word.removeprefix("--pid=") for word in nats.container["command"] if word.startswith("--pid=")]
-        if not pid or stop != ["nats-server", "--signal", f"ldm={pid[0]}"]:
-            yield f"{nats.workload}: a server that ends says nothing before"
+        is_alone = nats.doc["spec"]["replicas"] == 1
+        if stop != ([] if is_alone else ["nats-server", "--signal", f"ldm={pid[0] if pid else ''}"]):
+            yield f"{nats.workload}: a server that ends sends its clients to others, if there are any"
+        if any(word.startswith("--name") for word in nats.container["command"]):
+            yield f"{nats.workload}: with its name on the command line a server does not read its files again"
+        started = " ".join(nats.container.get("startupProbe", {}).get("exec", {}).get("command", []))
+        if not started.endswith("/healthz"):
+            yield f"{nats.workload}: an update goes on before a server has its streams"
         if nats.spec["terminationGracePeriodSeconds"] < 45:
             yield f"{nats.workload}: a lame duck takes 35 s"
     for p in every:
@@ -302,6 +309,9 @@ def policies(docs: list[Doc], secrets: Secrets) -> Iterator[str]:
         if p.kind in SERVICES and not reaches_names(docs, p):
             yield f"{p.workload} resolves no names"
     for ingress in of_kind(docs, "Ingress"):
+        hosts = {host for tls in ingress["spec"].get("tls", []) for host in tls["hosts"]}
+        if {rule.get("host") for rule in ingress["spec"]["rules"]} != hosts or not hosts:
+            yield f"{_name(ingress)}: requests pass in the clear"
         paths = [
             (path["path"], path["pathType"], path["backend"]["service"]["name"])
             for rule in ingress["spec"]["rules"]
@@ -333,10 +343,13 @@ def config_of(p: Pods, secrets: Secrets) -> ServiceConfig | None:
 
 def _readable(env: Mapping[str, str], secrets: Secrets) -> dict[str, str]:
     """With mounted files as they are here."""
-    return {
-        name: value.replace(SECRETS, str(secrets.folder)) if "://" not in value else value
-        for name, value in env.items()
-    }
+
+    def readable(value: str) -> str:
+        for folder in (SECRETS, API_KEYS):
+            value = value.replace(folder, str(secrets.folder))
+        return value
+
+    return {name: value if "://" in value else readable(value) for name, value in env.items()}
 
 
 def _mib(quantity: str) -> int:

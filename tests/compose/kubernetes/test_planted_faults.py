@@ -16,6 +16,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.docs = copy.deepcopy(load("many-nodes"))
+        self.docs += [doc for doc in load("own-servers") if doc["kind"] == "Ingress"]
 
     def doc(self, kind: str, name: str) -> Doc:
         (found,) = [d for d in self.docs if d["kind"] == kind and d["metadata"]["name"] == name]
@@ -190,6 +191,14 @@ FAULTS: dict[str, tuple[str, Callable[[Cluster], object]]] = {
     "a NATS server that nobody knows": ("servers", lambda c: c.workload("nats")["spec"].update(replicas=5)),
     "streams on one server": ("servers", lambda c: c.env("planner", "BLITZ_PLANNER_STREAM_REPLICAS").update(value="1")),
     "a NATS server that goes without a word": ("servers", lambda c: c.container("nats").pop("lifecycle")),
+    "a NATS server that never reads its files again": (
+        "servers",
+        lambda c: c.container("nats")["command"].append("--name=$(POD_NAME)"),
+    ),
+    "a NATS server that is waited for without its streams": (
+        "servers",
+        lambda c: c.container("nats").update(startupProbe=c.container("nats")["readinessProbe"]),
+    ),
     # Policies
     "everything is open": ("policies", lambda c: c.drop("NetworkPolicy", "deny-all")),
     "no names": ("policies", lambda c: c.drop("NetworkPolicy", "names")),
@@ -204,6 +213,11 @@ FAULTS: dict[str, tuple[str, Callable[[Cluster], object]]] = {
     "NATS at another port": (
         "policies",
         lambda c: c.doc("NetworkPolicy", "nats")["spec"]["ingress"][0]["ports"][0].update(port=4223),
+    ),
+    "requests in the clear": ("policies", lambda c: c.doc("Ingress", "gateway")["spec"].pop("tls")),
+    "names of another namespace's servers": (
+        "policies",
+        lambda c: c.doc("NetworkPolicy", "names")["spec"]["egress"][0]["to"][0].pop("podSelector"),
     ),
     "administration from outside": (
         "policies",
