@@ -58,7 +58,7 @@ async def stream(
         yield event.choices[0].text
 
 
-async def scale(stack: Stack, model: str, instances: int, *, hold_s: float = 60.0) -> ScaleRecord:
+async def scale(stack: Stack, model: str, instances: int, *, hold_s: float = 600.0) -> ScaleRecord:
     """Scale and wait for the end of the operation."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
