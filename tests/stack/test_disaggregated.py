@@ -105,7 +105,7 @@ async def test_a_prefill_instance_is_scaled_live(stack: Stack) -> None:
         alone = [await _text(client, MODEL, prompt) for prompt in PROMPTS]
         await until(stack, lambda s: any(w.state == "spare" for w in s.workers))  # the killed one is back
         reading = [asyncio.create_task(_text(client, SPLIT, prompt)) for prompt in PROMPTS * 3]
-        record = await stack.admin.scale(SPLIT, 2, hold_s=60.0, live="always", role="prefill")
+        record = await stack.admin.scale(SPLIT, 2, hold_s=600.0, live="always", role="prefill")
         assert await asyncio.gather(*reading) == alone * 3
         record = await stack.admin.scale_record(record.plan_id, wait_s=PATIENCE_S)
         assert record.status == "done", record

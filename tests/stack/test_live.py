@@ -65,7 +65,7 @@ async def test_streams_are_the_same_while_a_new_instance_works_before_it_is_load
         alone = [await _text(client, prompt) for prompt in PROMPTS]
 
         reading = [asyncio.create_task(_text(client, prompt)) for prompt in PROMPTS * 2]
-        record = await stack.admin.scale(MODEL, 2, hold_s=60.0, live="always")
+        record = await stack.admin.scale(MODEL, 2, hold_s=600.0, live="always")
         assert await asyncio.gather(*reading) == alone * 2
         record = await _ended(stack, record)
 

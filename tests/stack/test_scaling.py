@@ -112,7 +112,7 @@ async def test_a_worker_that_dies_while_it_loads_is_replaced(torch_stack: Stack)
     await scale(torch_stack, MODEL, 1)
     # One that still drains would be revived.
     await until(torch_stack, lambda s: len(s.instances) == 1 and sum(w.state == "spare" for w in s.workers) == 3)
-    starting = await torch_stack.admin.scale(MODEL, 3, hold_s=60.0)
+    starting = await torch_stack.admin.scale(MODEL, 3, hold_s=600.0)
     torch_stack.kill(starting.targets[0].worker_id)
     await until(torch_stack, lambda s: s.serving(MODEL) == 3)
     async with openai_client(torch_stack) as client:
