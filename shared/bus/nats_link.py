@@ -183,12 +183,14 @@ class NatsLink:
     async def _on_error(self, error: Exception) -> None:
         if self.refusals.take(str(error)):
             return
-        if _UNKNOWN_USER in str(error).lower():
+        is_unknown = _UNKNOWN_USER in str(error).lower()
+        if is_unknown:
             self._on_unknown()
         elif self._connecting is None:
             self._unknown_since_s = None
-        # The client reports every failed attempt; one line per outage and reason is enough.
-        if str(error) != str(self._last_error):
+        # The client reports every failed attempt; one line per outage and reason is enough. Whoever is refused while
+        # it connects does not wait: the error says so.
+        if str(error) != str(self._last_error) and not (is_unknown and self._connecting is not None):
             told = "waiting for NATS" if self._connecting is not None else "NATS"
             _log.warning("%s: %s", told, error or type(error).__name__)
         self._last_error = error
