@@ -221,6 +221,12 @@ def test_the_build_takes_packages_from_a_mirror_named_in_the_environment(service
     assert dockerfile().partition("\nFROM ")[0].count("\nARG PYTHON_IMAGE=") == 1
 
 
+def test_requests_outwait_the_start_of_the_only_container_with_workers() -> None:
+    services = compose_file()["services"]
+    waits = services["gateway"]["environment"]["BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S"]
+    assert float(waits) >= float(services["worker"]["healthcheck"]["start_period"][:-1])
+
+
 def test_nothing_but_the_gateway_and_the_traces_is_published() -> None:
     services = compose_file()["services"]
     assert {name for name, service in services.items() if "ports" in service} == {"gateway", "jaeger"}
