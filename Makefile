@@ -15,10 +15,10 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo https://dow
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format kubernetes reference bench clean install
+.PHONY: help up test test-containers lint format kubernetes reference bench clean install
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 install: $(STAMP) ## Create .venv and install everything into it
 
@@ -41,6 +41,11 @@ up: $(STAMP) ## Start everything and serve until Ctrl-C (ARGS="MODEL_DIR --worke
 # With byte code kept: each of the test processes, and each service that they start, would compile every module again.
 test: $(STAMP) ## Run the tests (ARGS="-k name ...")
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ARGS)
+
+# One process: there is one deployment. Longer than any other test: it builds images and waits for health checks.
+test-containers: $(STAMP) ## Build the images and test the docker-compose deployment (needs a Docker engine)
+	@$(BIN)/python -m tests.containers.engine
+	@$(BIN)/python -m pytest -n 0 -s -v --timeout 1800 --maxfail 5 tests/containers $(ARGS)
 
 lint: $(STAMP) ## Check style, types, import order, names and wall clocks
 	@$(BIN)/ruff check .

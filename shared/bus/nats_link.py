@@ -201,12 +201,14 @@ class NatsLink:
     async def _on_error(self, error: Exception) -> None:
         if self.refusals.take(str(error)):
             return
-        told = str(error) or type(error).__name__
+        told, ends_at_once = str(error) or type(error).__name__, False
         if _UNKNOWN_USER in str(error).lower():
             told = f"the server {self._unknown()}"
+            # The error will say so.
+            ends_at_once = self._connecting is not None and not self._access.at_start.in_files
             self._on_unknown()
         # The client reports every failed attempt; one line per outage and reason is enough.
-        if told not in self._said and len(self._said) < _MAX_SAID:
+        if told not in self._said and len(self._said) < _MAX_SAID and not ends_at_once:
             _log.warning("%s: %s", "waiting for NATS" if self._connecting is not None else "NATS", told)
         self._said.add(told)
         self._last_error = error

@@ -104,6 +104,17 @@ def test_only_the_worker_image_installs_torch() -> None:
         assert f"'.[{service}]'" in dockerfile()
 
 
+def test_no_builder_comes_by_torch_for_another_image() -> None:
+    """The classic one makes every stage before the one that it is asked for."""
+    names = re.findall(r"^FROM \S+ AS (\S+)$", dockerfile(), re.MULTILINE)
+    assert names[-2:] == ["build-worker", "worker"]
+
+
+def test_images_have_no_pip_of_their_own() -> None:
+    assert "venv --without-pip /venv" in dockerfile()
+    assert "PIP_PYTHON=/venv/bin/python" in dockerfile()
+
+
 def test_extras_that_images_install_exist() -> None:
     extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     assert {*SERVICES, "gpu"} <= extras
@@ -206,11 +217,17 @@ def test_the_build_takes_packages_from_a_mirror_named_in_the_environment(service
     wanted |= {"TORCH_INDEX"} if service == "worker" else set()
     # No value: from the environment, or the Dockerfile's.
     assert passed == dict.fromkeys(wanted)
-    assert wanted <= set(re.findall(r"^ARG (\w+)", dockerfile(), re.MULTILINE))
-    build_stage = dockerfile().split(" AS build\n", 1)[1].split("\nFROM", 1)[0]
-    assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"} <= set(
-        re.findall(r"^ARG (\w+)", build_stage, re.M)
-    )
+    # Not every builder passes a stage's arguments to the stages that begin with it.
+    stage = dockerfile().split(f" AS build-{service}\n", 1)[1].partition("\nRUN ")[0]
+    named = [name for line in re.findall(r"^ARG (.+)", stage, re.MULTILINE) for name in line.split()]
+    assert wanted - {"PYTHON_IMAGE"} <= {name.partition("=")[0] for name in named}
+    assert dockerfile().partition("\nFROM ")[0].count("\nARG PYTHON_IMAGE=") == 1
+
+
+def test_requests_outwait_the_start_of_the_only_container_with_workers() -> None:
+    services = compose_file()["services"]
+    waits = services["gateway"]["environment"]["BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S"]
+    assert float(waits) >= float(services["worker"]["healthcheck"]["start_period"][:-1])
 
 
 def test_nothing_but_the_gateway_and_the_traces_is_published() -> None:

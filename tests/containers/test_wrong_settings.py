@@ -1,0 +1,83 @@
+"""What is wrong is said in one line, by the container that has it, and it does not count as ready."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+
+from tests.containers.deployment import Deployment
+from tests.containers.engine import CACHE, say
+
+
+def refused(deployment: Deployment, service: str, timeout_s: float = 120.0, **env: str) -> tuple[int, list[str]]:
+    """Exit code and lines of a container that is started beside the deployment's, with other settings."""
+    compose = deployment.compose
+    usual = dict(compose.env)
+    compose.env.update(env)
+    try:
+        ended = compose("run", "--rm", "-T", "--no-deps", service, timeout_s=timeout_s, fails=True)
+    finally:
+        compose.env.clear()
+        compose.env.update(usual)
+    lines = (ended.stdout + ended.stderr).splitlines()
+    # Compose says what it makes, and the old one its exit code at the end.
+    return ended.returncode, [
+        line for line in lines if not re.fullmatch(r"Creating .*| *(Container|Network) .*|\s*|\d+", line)
+    ]
+
+
+def with_secret(name: str, text: str) -> str:
+    """A copy of the credentials in which one is another."""
+    folder = CACHE / "wrong-credentials"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(CACHE / "credentials", folder)
+    (folder / name).chmod(0o644)
+    (folder / name).write_text(text)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("service", "secret", "text", "said"),
+    [
+        ("planner", "nats-planner.password", "", "BLITZ_NATS_PASSWORD_FILE"),
+        ("pool", "redis.password", "", "BLITZ_REDIS_PASSWORD_FILE"),
+        ("monitor", "nats-monitor.password", "wrong\n", "refuses user 'monitor' with this password"),
+        ("pool", "redis.password", "wrong\n", "Redis refuses the password"),
+    ],
+)
+def test_a_wrong_secret_is_refused_in_one_line(
+    deployment: Deployment, service: str, secret: str, text: str, said: str
+) -> None:
+    code, lines = refused(deployment, service, BLITZ_CREDENTIALS=with_secret(secret, text))
+    assert code == 1
+    assert said in lines[-1]
+    # A server that refuses may cut a connection off before it has said why.
+    assert [line for line in lines[:-1] if "waiting for NATS: [Errno" not in line] == []
+
+
+def test_workers_say_what_is_wrong_before_they_are_given_up(deployment: Deployment) -> None:
+    """Each of the container's workers is tried a few times."""
+    secrets = with_secret("nats-worker.password", "wrong\n")
+    code, lines = refused(deployment, "worker", BLITZ_CREDENTIALS=secrets, BLITZ_WORKER_HOST="another")
+    assert code == 1
+    assert any("refuses user 'worker' with this password" in line for line in lines)
+    assert "no worker can be kept running" in lines[-1]
+
+
+def test_little_shared_memory_is_refused_with_the_numbers(deployment: Deployment) -> None:
+    code, lines = refused(deployment, "worker", BLITZ_SHM_SIZE="64m")
+    assert code == 1
+    assert lines == [
+        "workers: /dev/shm has 64 MiB, and BLITZ_WORKERS=2 need 128 MiB at least: raise the container's shm_size, "
+        "or mount more memory there"
+    ]
+
+
+def test_a_second_container_of_one_host_name_is_refused(deployment: Deployment) -> None:
+    code, lines = refused(deployment, "worker")
+    say(f"{len(lines)} lines")
+    assert code == 1
+    assert any("is held by process" in line for line in lines), lines
+    deployment.wait_healthy()
