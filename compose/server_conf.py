@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 
 from compose.errors import StackRefused
@@ -30,7 +30,7 @@ class NatsCluster:
 
     members: tuple[str, ...]
     """Where each reaches the others: ``host:port``, the port being the same for all that listen on ``listen``."""
-    password: str
+    password: str = field(repr=False)
     listen: str = ""
     """``address:port``; empty: the members' port, on all addresses."""
 

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from compose import passwords
 from compose.children import nats_server
 from compose.cli.app import run
 from compose.credentials import files_of_credentials, make
 from compose.errors import StackRefused
 from compose.passwords import CLUSTER_PASSWORD, REDIS_PASSWORD, password_file
-from compose.server_conf import NATS_CONF, REDIS_CONF
+from compose.rotation import Rotation
+from compose.server_conf import NATS_CONF, REDIS_CONF, NatsCluster
 from shared.permissions import USERS
 
 
@@ -35,16 +37,16 @@ def test_only_their_owner_can_read_them(tmp_path: Path) -> None:
 
 def test_each_user_has_a_password_that_nobody_else_has(tmp_path: Path) -> None:
     make(tmp_path, cluster=("nats-0:6222",))
-    passwords = [(tmp_path / password_file(user)).read_text().strip() for user in USERS]
-    passwords.append((tmp_path / CLUSTER_PASSWORD).read_text().strip())
-    passwords.append((tmp_path / REDIS_PASSWORD).read_text().strip())
-    assert len(set(passwords)) == len(passwords)
-    assert min(map(len, passwords)) >= 40
+    found = [(tmp_path / password_file(user)).read_text().strip() for user in USERS]
+    found.append((tmp_path / CLUSTER_PASSWORD).read_text().strip())
+    found.append((tmp_path / REDIS_PASSWORD).read_text().strip())
+    assert len(set(found)) == len(found)
+    assert min(map(len, found)) >= 40
     nats, redis = (tmp_path / NATS_CONF).read_text(), (tmp_path / REDIS_CONF).read_text()
-    assert all(password in nats for password in passwords[:-1])
-    assert f"#{hashlib.sha256(passwords[-1].encode()).hexdigest()} " in redis
-    assert not [password for password in passwords if password in redis]
-    assert passwords[-1] not in nats
+    assert all(password in nats for password in found[:-1])
+    assert f"#{hashlib.sha256(found[-1].encode()).hexdigest()} " in redis
+    assert not [password for password in found if password in redis]
+    assert found[-1] not in nats
     make(tmp_path)
     assert (tmp_path / REDIS_CONF).read_text() != redis
 
@@ -110,3 +112,12 @@ def test_a_folder_from_before_there_were_clusters_keeps_its_passwords_and_gets_w
     make(tmp_path, renew=False, cluster=("nats-0:6222",))
     assert (tmp_path / password_file("worker")).read_text() == before
     assert (tmp_path / CLUSTER_PASSWORD).read_text().strip() in (tmp_path / NATS_CONF).read_text()
+
+
+def test_what_is_shown_of_passwords_has_none() -> None:
+    made = passwords.make()
+    turning = Rotation("add", made, passwords.successors(made))
+    shown = repr((made, turning, NatsCluster(("a:1",), made.cluster)))
+    assert "gateway-2" in shown
+    for one in (turning.old, turning.new):
+        assert not [text for name, text in passwords.texts(one).items() if "user" not in name and text in shown]
