@@ -36,7 +36,9 @@ NATS_NAMES = [
     "nats",
     "nats.prod",
     "nats.prod.svc",
+    "nats.prod.svc.cluster.local",
     "nats-7.nats.prod.svc",
+    "nats-7.nats.prod.svc.cluster.local",
     "nats-0.nats",
     "nats-1.nats",
     "nats-2.nats",
@@ -44,7 +46,7 @@ NATS_NAMES = [
     "localhost",
     "127.0.0.1",
 ]
-REDIS_NAMES = ["redis", "redis.prod", "redis.prod.svc", "localhost", "127.0.0.1"]
+REDIS_NAMES = ["redis", "redis.prod", "redis.prod.svc", "redis.prod.svc.cluster.local", "localhost", "127.0.0.1"]
 
 
 @pytest.fixture(scope="module")
