@@ -91,7 +91,7 @@ def make(
         authority = _authority(folder, renew)
         members = NatsCluster(cluster, used.cluster) if cluster else None
         conf = nats_conf(_nats_passwords(accepted), http=http, cluster=members, certificates=MOUNTED_AT)
-        # The authority's certificate after its key: see ``certificates.read_authority``.
+        # The authority's certificate after its key, and before what it signs: see ``certificates.read_authority``.
         texts |= {CA_KEY: authority.pem.key, CA_CERT: authority.pem.certificate}
         texts[SECRETS_YAML] = secrets_yaml(kubernetes, authority, used, accepted, conf, cluster)
     _write(folder, texts, mode, under_way, renew=renew, ends=rotate == "retire")
@@ -105,7 +105,9 @@ def _write(
         folder.chmod(0o700)
         if renew:
             rotation.end(folder)
-            (folder / CA_CERT).unlink(missing_ok=True)
+            # Of an authority that is not used any more, what it signed goes first: see ``certificates.read_authority``.
+            for name in (SECRETS_YAML, CA_CERT):
+                (folder / name).unlink(missing_ok=True)
         if under_way is not None:
             rotation.save(folder, under_way)
         for name, text in texts.items():
@@ -144,4 +146,5 @@ def _authority(folder: Path, renew: bool) -> Authority:
         raise StackRefused(
             f"certificates cannot be made ({error}): pip install cryptography, or 'blitzscale[local]'"
         ) from error
-    return (None if renew else certificates.read_authority(folder)) or certificates.make_authority()
+    known = None if renew else certificates.read_authority(folder, folder / SECRETS_YAML)
+    return known or certificates.make_authority()

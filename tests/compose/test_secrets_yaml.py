@@ -191,6 +191,19 @@ def test_an_authority_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         make(tmp_path, renew=False, kubernetes=Kubernetes())
 
 
+def test_a_lost_authority_is_not_silently_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["credentials", str(tmp_path), "--kubernetes"]) == 0
+    authority = (tmp_path / CA_CERT).read_text()
+    for name in (CA_CERT, CA_KEY):
+        (tmp_path / name).unlink()
+        before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert run(["credentials", str(tmp_path), "--kubernetes"]) == 1
+        assert re.search(r"ca\.crt is lost.* --renew makes another", " ".join(capsys.readouterr().err.split()))
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+    assert run(["credentials", str(tmp_path), "--kubernetes", "--renew"]) == 0
+    assert {one["ca.crt"] for one in secrets(tmp_path).values()} == {(tmp_path / CA_CERT).read_text()} != {authority}
+
+
 WITHOUT = """
 import sys
 sys.modules["cryptography"] = None
