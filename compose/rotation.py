@@ -40,7 +40,7 @@ def read(folder: Path) -> Rotation | None:
     path = folder / ROTATION
     try:
         return msgspec.json.decode(path.read_bytes(), type=Rotation)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise StackRefused(f"{path} cannot be read: {error.strerror}") from error

@@ -21,6 +21,7 @@ MOUNTED_AT = "/run/secrets/blitzscale"
 """Where each pod finds its Secret, one file per key."""
 NATS_MEMBERS = ("nats-0.nats:6222", "nats-1.nats:6222", "nats-2.nats:6222")
 """Where the servers of the StatefulSet ``nats`` reach each other."""
+DAYS = 365
 MAX_DAYS = 3650
 _LABELS = {"app.kubernetes.io/part-of": "blitzscale"}
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -32,12 +33,12 @@ _HERE = ("localhost", "127.0.0.1")
 class Kubernetes:
     """Where the Secrets are for."""
 
-    namespace: str = "blitzscale"
-    days: int = 365
+    namespace: str
+    days: int
     """For which the servers' certificates are valid."""
 
     def check(self, cluster: tuple[str, ...]) -> None:
-        """Raises ``StackRefused`` for what cannot be; ``cluster``: members as ``compose.credentials.make`` has them."""
+        """Raises ``StackRefused`` for what cannot be; ``cluster``: as ``compose.deployment`` has it."""
         if not _NAMESPACE.fullmatch(self.namespace):
             raise StackRefused(f"{self.namespace!r} is no name of a namespace: small letters, digits and dashes")
         if not 1 <= self.days <= MAX_DAYS:

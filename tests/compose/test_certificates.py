@@ -19,7 +19,7 @@ from compose.certificates import make_authority
 from compose.credentials import make
 from compose.passwords import password_file
 from compose.ports import free_port
-from compose.secrets_yaml import MOUNTED_AT, Kubernetes
+from compose.secrets_yaml import MOUNTED_AT
 from compose.server_conf import NatsCluster, nats_conf
 from shared import subjects
 from shared.bus.access import NatsAccess
@@ -53,7 +53,7 @@ REDIS_NAMES = ["redis", "redis.prod", "redis.prod.svc", "redis.prod.svc.cluster.
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With each Secret of servers below it, as a pod finds it."""
     made = tmp_path_factory.mktemp("credentials")
-    make(made, renew=False, cluster=("bus.example:6222",), kubernetes=Kubernetes(NAMESPACE, days=30))
+    make(made, renew=False, cluster=("bus.example:6222",), kubernetes=True, namespace=NAMESPACE, days=30)
     found = secrets(made)
     for server in ("nats", "redis"):
         (made / server).mkdir()
