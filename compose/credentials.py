@@ -88,14 +88,11 @@ class _Plan:
     under_way: Rotation | None
     texts: Mapping[str, str] = field(repr=False)
     """By the names of their files, in the order in which they are written."""
-    ends: bool
 
 
 def _plan(folder: Path, asked: Asked, days: int, http: str, rotate: Step | None, *, renew: bool) -> _Plan:
     known = None if renew else passwords.read(folder)
-    under_way = None if renew else rotation.read(folder)
-    if rotate is not None:
-        under_way = rotation.begin(folder, rotate, known, under_way)
+    under_way = None if renew else rotation.begin(folder, rotate, known, rotation.read(folder))
     rotating = under_way is not None or rotate is not None
     made_for = deployment.decide(folder, asked, deployment.read(folder), rotating=rotating)
     cluster = made_for.cluster
@@ -103,7 +100,7 @@ def _plan(folder: Path, asked: Asked, days: int, http: str, rotate: Step | None,
     if target is not None:
         target.check(cluster)
     used = under_way.used if under_way is not None else known or passwords.make()
-    accepted = (used,) if under_way is None or rotate == "retire" else (under_way.old, under_way.new)
+    accepted = (used,) if under_way is None else under_way.accepted
     texts = {DEPLOYMENT: deployment.text(made_for)} | passwords.texts(used)
     if target is None and not (folder / ADMIN_KEY).exists():
         del texts[ADMIN_KEY]
@@ -116,7 +113,7 @@ def _plan(folder: Path, asked: Asked, days: int, http: str, rotate: Step | None,
         # The authority's certificate after its key, and before what it signs: see ``certificates.read_authority``.
         texts |= {CA_KEY: authority.pem.key, CA_CERT: authority.pem.certificate}
         texts[SECRETS_YAML] = secrets_yaml(target, authority, used, accepted, conf, cluster)
-    return _Plan(made_for, under_way, texts, ends=rotate == "retire")
+    return _Plan(made_for, under_way, texts)
 
 
 def _write(folder: Path, plan: _Plan, mode: int, *, renew: bool) -> None:
@@ -132,8 +129,8 @@ def _write(folder: Path, plan: _Plan, mode: int, *, renew: bool) -> None:
         for name, written in plan.texts.items():
             whole = written if written.endswith("\n") else f"{written}\n"
             private_files.write(folder / name, whole, _OWNERS if name in {ADMIN_KEY, CA_KEY, SECRETS_YAML} else mode)
-        if plan.ends:
-            rotation.end(folder)
+        if plan.under_way is not None:
+            rotation.complete(folder, plan.under_way)
     except OSError as error:
         raise StackRefused(f"the credentials cannot be written to {folder}: {error.strerror}") from error
 

@@ -61,6 +61,13 @@ def texts(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
+def refused_and_unchanged(folder: Path, step: Step | None, says: str) -> None:
+    before = texts(folder)
+    with pytest.raises(StackRefused, match=says):
+        take(folder, step)
+    assert texts(folder) == before
+
+
 def known(folder: Path) -> set[str]:
     """The users that NATS's configuration names, each with a password that the folder still has elsewhere."""
     turning = rotation.read(folder)
@@ -123,10 +130,7 @@ def test_a_step_out_of_order_is_refused_and_changes_nothing(
     make(tmp_path)
     for one in taken:
         take(tmp_path, one)
-    before = texts(tmp_path)
-    with pytest.raises(StackRefused, match=says):
-        take(tmp_path, step)
-    assert texts(tmp_path) == before
+    refused_and_unchanged(tmp_path, step, says)
 
 
 def test_all_at_once_ends_a_rotation(tmp_path: Path) -> None:
@@ -171,18 +175,27 @@ class Killed(BaseException):
 
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> bool:
-    """Whether ``act`` came as far as writing a file for the ``number``-th time, where it ended."""
-    left, replace = number, Path.replace
+    """Whether ``act`` came as far as changing a file for the ``number``-th time, where it ended."""
+    left, replace, unlink = number, Path.replace, Path.unlink
 
-    def end(self: Path, target: Path) -> Path:
+    def end() -> None:
         nonlocal left
         if not left:
             raise Killed
         left -= 1
+
+    def end_or_replace(self: Path, target: Path) -> Path:
+        end()
         return replace(self, target)
 
+    def end_or_unlink(self: Path, missing_ok: bool = False) -> None:
+        if self.exists():
+            end()
+        unlink(self, missing_ok=missing_ok)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", end)
+        patch.setattr(Path, "replace", end_or_replace)
+        patch.setattr(Path, "unlink", end_or_unlink)
         try:
             act()
         except Killed:
@@ -208,6 +221,12 @@ def test_a_step_that_was_killed_is_taken_again(
             if names & SECOND and step != "retire":
                 assert turning is not None
                 assert turning.step == "switch"
+            if number:
+                assert turning is not None
+                assert (turning.step, turning.done) == (step, False)
+                for other in (None, *STEPS):
+                    if other != step:
+                        refused_and_unchanged(broken, other, f"--rotate {step} was broken off")
             take(broken, step)
             if turning is not None:
                 # What may be in use already is not made anew.
@@ -250,22 +269,24 @@ def test_a_first_authority_that_was_killed_is_made_again(tmp_path: Path, monkeyp
 
 async def takes(url: str, login: Login) -> bool:
     """Whether the server lets this user in. One that reads its configuration may hang up, and is asked again."""
-    try:
-        client = await nats.connect(
-            url,
-            user=login.name,
-            password=login.password,
-            inbox_prefix=inbox_prefix("gateway"),
-            allow_reconnect=False,
-            error_cb=_ignore,
-        )
-    except nats.errors.Error:
-        return False
-    except OSError:
-        await asyncio.sleep(0.05)
-        return await takes(url, login)
-    await client.close()
-    return True
+    async with asyncio.timeout(90):
+        while True:
+            try:
+                client = await nats.connect(
+                    url,
+                    user=login.name,
+                    password=login.password,
+                    inbox_prefix=inbox_prefix("gateway"),
+                    allow_reconnect=False,
+                    error_cb=_ignore,
+                )
+            except nats.errors.Error:
+                return False
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                await client.close()
+                return True
 
 
 async def _ignore(error: Exception) -> None:
