@@ -75,11 +75,16 @@ def make_authority() -> Authority:
     return Authority(certificate, key)
 
 
-def read_authority(folder: Path) -> Authority | None:
-    """That of a folder; None if it has none. Raises ``StackRefused`` for one that can sign nothing that is trusted."""
+def read_authority(folder: Path, signed: Path) -> Authority | None:
+    """That of a folder; None if it has none. ``signed``: where certificates go that it signs, once they are made.
+
+    Raises ``StackRefused`` for one that can sign nothing that is trusted, or that is lost.
+    """
     paths = folder / CA_CERT, folder / CA_KEY
     if not paths[0].exists():
-        # The certificate is written last: a key alone has signed nothing.
+        if signed.exists():
+            raise _unusable(f"{paths[0]} is lost, by which services trust the servers: put it back from a Secret")
+        # The certificate is written after the key, and before anything that it signs: a key alone has signed nothing.
         return None
     try:
         certificate = x509.load_pem_x509_certificate(paths[0].read_bytes())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from compose.errors import StackRefused
 from shared.permissions import USERS, User, user_names
@@ -29,20 +28,22 @@ def user_file(user: User) -> str:
     return f"nats-{user}.user"
 
 
-class Login(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Login:
     """What a kind of service shows to NATS."""
 
     name: str
-    password: str
+    password: str = field(repr=False)
 
 
-class Passwords(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Passwords:
     """What is in use at one time."""
 
     logins: dict[User, Login]
-    redis: str
-    cluster: str
-    admin_key: str
+    redis: str = field(repr=False)
+    cluster: str = field(repr=False)
+    admin_key: str = field(repr=False)
 
 
 def make() -> Passwords:

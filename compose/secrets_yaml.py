@@ -21,9 +21,11 @@ MOUNTED_AT = "/run/secrets/blitzscale"
 """Where each pod finds its Secret, one file per key."""
 NATS_MEMBERS = ("nats-0.nats:6222", "nats-1.nats:6222", "nats-2.nats:6222")
 """Where the servers of the StatefulSet ``nats`` reach each other."""
+DAYS = 365
 MAX_DAYS = 3650
 _LABELS = {"app.kubernetes.io/part-of": "blitzscale"}
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_DOMAIN = "cluster.local"
 _HERE = ("localhost", "127.0.0.1")
 
 
@@ -31,12 +33,12 @@ _HERE = ("localhost", "127.0.0.1")
 class Kubernetes:
     """Where the Secrets are for."""
 
-    namespace: str = "blitzscale"
-    days: int = 365
+    namespace: str
+    days: int
     """For which the servers' certificates are valid."""
 
     def check(self, cluster: tuple[str, ...]) -> None:
-        """Raises ``StackRefused`` for what cannot be; ``cluster``: members as ``compose.credentials.make`` has them."""
+        """Raises ``StackRefused`` for what cannot be; ``cluster``: as ``compose.deployment`` has it."""
         if not _NAMESPACE.fullmatch(self.namespace):
             raise StackRefused(f"{self.namespace!r} is no name of a namespace: small letters, digits and dashes")
         if not 1 <= self.days <= MAX_DAYS:
@@ -80,16 +82,18 @@ def _nats_hosts(target: Kubernetes, cluster: tuple[str, ...]) -> tuple[str, ...]
     """Also each pod by the name that the Service gives it, from any namespace."""
     members = (member.rpartition(":")[0] for member in (*NATS_MEMBERS, *cluster))
     service = _service("nats", target)
-    return tuple(dict.fromkeys((*service, f"*.{service[-1]}", *members, *_HERE)))
+    pods = (f"*.{name}" for name in service[2:])
+    return tuple(dict.fromkeys((*service, *pods, *members, *_HERE)))
 
 
 def _certificate(issued: Issued) -> dict[str, str]:
     return {TLS_CERT: issued.certificate, TLS_KEY: issued.key}
 
 
-def _service(name: str, target: Kubernetes) -> tuple[str, str, str]:
-    """What a Service is called by pods of its namespace, and of others."""
-    return name, f"{name}.{target.namespace}", f"{name}.{target.namespace}.svc"
+def _service(name: str, target: Kubernetes) -> tuple[str, ...]:
+    """What a Service is called by pods of its namespace, and of others; in full where the domain is the usual one."""
+    of_any = f"{name}.{target.namespace}.svc"
+    return name, f"{name}.{target.namespace}", of_any, f"{of_any}.{_DOMAIN}"
 
 
 def _secret(name: str, namespace: str, texts: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 
 from compose.errors import StackRefused
@@ -13,6 +13,8 @@ from shared import subjects
 from shared.permissions import Grant, grant, user_of
 
 ACCOUNT = "BLITZ"
+POD_NAME = "POD_NAME"
+"""The variable of a pod's environment that has its name."""
 CLUSTER_USER = "cluster"
 NATS_CONF = "nats.conf"
 REDIS_CONF = "redis.conf"
@@ -30,7 +32,7 @@ class NatsCluster:
 
     members: tuple[str, ...]
     """Where each reaches the others: ``host:port``, the port being the same for all that listen on ``listen``."""
-    password: str
+    password: str = field(repr=False)
     listen: str = ""
     """``address:port``; empty: the members' port, on all addresses."""
 
@@ -99,6 +101,8 @@ def users_acl(passwords: Sequence[str]) -> str:
 
 def _client_tls(certificates: str) -> str:
     lines = [
+        "# The pod's. A server that has its name from its command line does not read this file again.",
+        f"server_name: ${POD_NAME}",
         "tls {",
         *_certificate(certificates),
         "  # Nothing, not even a greeting, is said to who has not shown TLS.",

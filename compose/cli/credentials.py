@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from compose.credentials import files_for_kubernetes, files_of_credentials, make
+from compose.deployment import NAMESPACE
 from compose.rotation import Step
-from compose.secrets_yaml import NATS_MEMBERS, Kubernetes
+from compose.secrets_yaml import DAYS
 
 HEALTH = "127.0.0.1:8222"
 """Where NATS in a container answers its own health check; reachable from its container or pod only."""
@@ -41,7 +42,9 @@ def credentials(
         typer.Option(
             help="Several NATS servers as one bus: where they reach each other, with commas between. Start each with "
             "this configuration and a --name of its own, and set BLITZ_PLANNER_STREAM_REPLICAS to 3. "
-            "With --kubernetes they are nats-0.nats:6222 and so on, three; with --cluster= there is one server.",
+            "With --kubernetes they are nats-0.nats:6222 and so on, three; with --cluster= there is one server. DIR "
+            "keeps it (deployment.json) for later calls, and so --kubernetes and --namespace; others are refused while "
+            "passwords are rotated.",
             metavar="HOST:PORT,...",
             show_default=False,
         ),
@@ -51,25 +54,37 @@ def credentials(
         typer.Option(
             "--kubernetes",
             help="Write secrets.yaml as well, a Secret for each kind of pod, with certificates for NATS and Redis: new "
-            "ones at every call, signed by an authority that stays in DIR (ca.key). Needs the package cryptography.",
+            "ones at every call, signed by an authority that stays in DIR (ca.key). Needs the package cryptography. "
+            "Later calls do so without it.",
         ),
     ] = False,
     namespace: Annotated[
-        str, typer.Option(help="With --kubernetes: namespace of the Secrets, and in certificates.")
-    ] = Kubernetes().namespace,
+        str | None,
+        typer.Option(
+            help=f"With --kubernetes: namespace of the Secrets, and in certificates; {NAMESPACE} at first.",
+            show_default=False,
+        ),
+    ] = None,
     days: Annotated[
         int, typer.Option(help="With --kubernetes: for how long the servers' certificates are valid.")
-    ] = Kubernetes().days,
+    ] = DAYS,
 ) -> None:
     """Make a password for each kind of service and for Redis, and the servers' configuration with them. Where there are
     passwords, they stay, and the configuration is made again."""
-    if cluster is None:
-        members: tuple[str, ...] = NATS_MEMBERS if kubernetes else ()
-    else:
-        members = tuple(member.strip() for member in cluster.split(",")) if cluster else ()
+    members = None if cluster is None else tuple(member.strip() for member in cluster.split(",")) if cluster else ()
     # Only the owner can enter the folder. The files in it are readable by all, so that a container's user can read
     # those that are mounted for it.
-    target = Kubernetes(namespace, days) if kubernetes else None
-    make(folder, mode=0o444, http=HEALTH, renew=renew, cluster=members, kubernetes=target, rotate=rotate)
-    for name in files_of_credentials() + (files_for_kubernetes() if kubernetes else ()):
+    made_for = make(
+        folder,
+        mode=0o444,
+        http=HEALTH,
+        renew=renew,
+        cluster=members,
+        kubernetes=kubernetes,
+        namespace=namespace,
+        days=days,
+        rotate=rotate,
+    )
+    of_kubernetes = files_for_kubernetes() if made_for.namespace is not None else ()
+    for name in files_of_credentials(made_for.cluster) + of_kubernetes:
         typer.echo(str(folder / name))

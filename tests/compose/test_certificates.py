@@ -19,24 +19,27 @@ from compose.certificates import make_authority
 from compose.credentials import make
 from compose.passwords import password_file
 from compose.ports import free_port
-from compose.secrets_yaml import MOUNTED_AT, Kubernetes
-from compose.server_conf import NatsCluster, nats_conf
+from compose.secrets_yaml import MOUNTED_AT
+from compose.server_conf import POD_NAME, NatsCluster, nats_conf
 from shared import subjects
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
-from shared.errors import NoResponder
+from shared.errors import NoResponder, NotPermitted
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.permissions import USERS, inbox_prefix
 from tests.compose.test_secrets_yaml import secrets
 from tests.servers import Server, binary, password_of
+from tests.wait_until import eventually
 
 NAMESPACE = "prod"
 NATS_NAMES = [
     "nats",
     "nats.prod",
     "nats.prod.svc",
+    "nats.prod.svc.cluster.local",
     "nats-7.nats.prod.svc",
+    "nats-7.nats.prod.svc.cluster.local",
     "nats-0.nats",
     "nats-1.nats",
     "nats-2.nats",
@@ -44,14 +47,14 @@ NATS_NAMES = [
     "localhost",
     "127.0.0.1",
 ]
-REDIS_NAMES = ["redis", "redis.prod", "redis.prod.svc", "localhost", "127.0.0.1"]
+REDIS_NAMES = ["redis", "redis.prod", "redis.prod.svc", "redis.prod.svc.cluster.local", "localhost", "127.0.0.1"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With each Secret of servers below it, as a pod finds it."""
     made = tmp_path_factory.mktemp("credentials")
-    make(made, renew=False, cluster=("bus.example:6222",), kubernetes=Kubernetes(NAMESPACE, days=30))
+    make(made, renew=False, cluster=("bus.example:6222",), kubernetes=True, namespace=NAMESPACE, days=30)
     found = secrets(made)
     for server in ("nats", "redis"):
         (made / server).mkdir()
@@ -126,8 +129,9 @@ def test_only_nats_servers_may_connect_to_each_other_by_their_certificates(folde
 def start(folder: Path, conf: str, name: str) -> Server:
     port, path = free_port(), folder / f"{name}.conf"
     path.write_text(conf)
-    where = ["-a", "127.0.0.1", "-p", str(port), "-sd", str(folder / name), "--name", name]
-    server = Server([binary("nats-server"), "-c", str(path), *where], port, "tls", lambda port: False)
+    where = ["-a", "127.0.0.1", "-p", str(port), "-sd", str(folder / name)]
+    command = ["env", f"{POD_NAME}={name}", binary("nats-server"), "-c", str(path), *where]
+    server = Server(command, port, "tls", lambda port: False)
     server.start(wait_for_greeting=False)
     return server
 
@@ -189,6 +193,28 @@ async def test_three_servers_are_one_bus_over_tls(folder: Path, cluster: tuple[l
     await client.close()
     with pytest.raises(ssl.SSLError, match="certificate required"):
         first_byte_of_a_route(routes[0], folder / "ca.crt")
+
+
+@pytest.mark.stack
+async def test_servers_of_a_cluster_read_their_configuration_again(
+    folder: Path, cluster: tuple[list[Server], list[int]], tmp_path: Path
+) -> None:
+    servers, _ = cluster
+    for number, server in enumerate(servers):
+        conf = tmp_path / f"nats-{number}.conf"
+        conf.write_text(conf.read_text().replace(password_of("monitor"), "another"))
+        server.reload()
+    for server in servers:
+
+        async def takes(server: Server = server) -> bool:
+            try:
+                bus = await NatsBus.connect(server.url, name="monitor", access=access(folder, "monitor", "another"))
+            except NotPermitted:
+                return False
+            await bus.close()
+            return True
+
+        await eventually(takes)
 
 
 def first_byte_of_a_route(port: int, ca: Path) -> bytes:

@@ -25,7 +25,7 @@ from compose.errors import StackRefused
 from compose.passwords import ADMIN_KEY, REDIS_PASSWORD, Login, Passwords, password_file, user_file
 from compose.ports import free_port
 from compose.rotation import Step
-from compose.secrets_yaml import MOUNTED_AT, Kubernetes
+from compose.secrets_yaml import MOUNTED_AT
 from compose.server_conf import NATS_CONF, REDIS_CONF, USERS_ACL
 from shared import subjects
 from shared.bus.access import NatsAccess
@@ -38,10 +38,9 @@ from tests.compose.test_secrets_yaml import secrets
 from tests.servers import Server, binary
 
 STEPS: tuple[Step, ...] = get_args(Step)
-KUBERNETES = Kubernetes()
 
 
-def take(folder: Path, step: Step | None, kubernetes: Kubernetes | None = None) -> None:
+def take(folder: Path, step: Step | None, *, kubernetes: bool = False) -> None:
     make(folder, renew=False, rotate=step, kubernetes=kubernetes)
 
 
@@ -60,6 +59,13 @@ def both(folder: Path) -> tuple[Passwords, Passwords]:
 
 def texts(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def refused_and_unchanged(folder: Path, step: Step | None, says: str) -> None:
+    before = texts(folder)
+    with pytest.raises(StackRefused, match=says):
+        take(folder, step)
+    assert texts(folder) == before
 
 
 def known(folder: Path) -> set[str]:
@@ -124,10 +130,7 @@ def test_a_step_out_of_order_is_refused_and_changes_nothing(
     make(tmp_path)
     for one in taken:
         take(tmp_path, one)
-    before = texts(tmp_path)
-    with pytest.raises(StackRefused, match=says):
-        take(tmp_path, step)
-    assert texts(tmp_path) == before
+    refused_and_unchanged(tmp_path, step, says)
 
 
 def test_all_at_once_ends_a_rotation(tmp_path: Path) -> None:
@@ -150,7 +153,7 @@ def test_a_name_that_is_not_the_users_is_refused(tmp_path: Path) -> None:
 
 
 def test_secrets_follow_and_gateways_take_both_admin_keys_meanwhile(tmp_path: Path) -> None:
-    take(tmp_path, None, KUBERNETES)
+    take(tmp_path, None, kubernetes=True)
     old = (tmp_path / ADMIN_KEY).read_text()
     seen = {}
     for step in STEPS:
@@ -172,18 +175,27 @@ class Killed(BaseException):
 
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> bool:
-    """Whether ``act`` came as far as writing a file for the ``number``-th time, where it ended."""
-    left, replace = number, Path.replace
+    """Whether ``act`` came as far as changing a file for the ``number``-th time, where it ended."""
+    left, replace, unlink = number, Path.replace, Path.unlink
 
-    def end(self: Path, target: Path) -> Path:
+    def end() -> None:
         nonlocal left
         if not left:
             raise Killed
         left -= 1
+
+    def end_or_replace(self: Path, target: Path) -> Path:
+        end()
         return replace(self, target)
 
+    def end_or_unlink(self: Path, missing_ok: bool = False) -> None:
+        if self.exists():
+            end()
+        unlink(self, missing_ok=missing_ok)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", end)
+        patch.setattr(Path, "replace", end_or_replace)
+        patch.setattr(Path, "unlink", end_or_unlink)
         try:
             act()
         except Killed:
@@ -191,9 +203,9 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], No
     return False
 
 
-@pytest.mark.parametrize("kubernetes", [None, KUBERNETES], ids=["files", "kubernetes"])
+@pytest.mark.parametrize("kubernetes", [False, True], ids=["files", "kubernetes"])
 def test_a_step_that_was_killed_is_taken_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kubernetes: Kubernetes | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kubernetes: bool
 ) -> None:
     folder = tmp_path / "whole"
     make(folder, renew=False, kubernetes=kubernetes)
@@ -202,14 +214,20 @@ def test_a_step_that_was_killed_is_taken_again(
             broken = tmp_path / f"{step}-{number}"
             shutil.copytree(folder, broken)
             before = used(broken)
-            if not killed_at(monkeypatch, number, lambda broken=broken, step=step: take(broken, step, kubernetes)):
+            if not killed_at(monkeypatch, number, lambda broken=broken, step=step: take(broken, step)):
                 break
             turning, names = rotation.read(broken), {login.name for login in used(broken).logins.values()}
             assert known(broken) >= {login.name for login in before.logins.values()}
             if names & SECOND and step != "retire":
                 assert turning is not None
                 assert turning.step == "switch"
-            take(broken, step, kubernetes)
+            if number:
+                assert turning is not None
+                assert (turning.step, turning.done) == (step, False)
+                for other in (None, *STEPS):
+                    if other != step:
+                        refused_and_unchanged(broken, other, f"--rotate {step} was broken off")
+            take(broken, step)
             if turning is not None:
                 # What may be in use already is not made anew.
                 assert used(broken).logins in (turning.old.logins, turning.new.logins)
@@ -218,10 +236,10 @@ def test_a_step_that_was_killed_is_taken_again(
             assert known(broken) == (FIRST | SECOND, FIRST | SECOND, SECOND)[index]
             assert not list(broken.glob(".*"))
             for later in STEPS[index + 1 :]:
-                take(broken, later, kubernetes)
+                take(broken, later)
             assert known(broken) == SECOND
         assert number > 15
-        take(folder, step, kubernetes)
+        take(folder, step)
 
 
 def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,33 +258,35 @@ def test_a_first_authority_that_was_killed_is_made_again(tmp_path: Path, monkeyp
             shutil.copytree(tmp_path / "whole", broken)
 
             def make_secrets(folder: Path = broken, renew: bool = renew) -> None:
-                make(folder, renew=renew, kubernetes=KUBERNETES)
+                make(folder, renew=renew, kubernetes=True)
 
             if not killed_at(monkeypatch, number, make_secrets):
                 break
-            take(broken, None, KUBERNETES)
+            take(broken, None, kubernetes=True)
             assert {one["ca.crt"] for one in secrets(broken).values()} == {(broken / "ca.crt").read_text()}
-        take(tmp_path / "whole", None, KUBERNETES)
+        take(tmp_path / "whole", None, kubernetes=True)
 
 
 async def takes(url: str, login: Login) -> bool:
     """Whether the server lets this user in. One that reads its configuration may hang up, and is asked again."""
-    try:
-        client = await nats.connect(
-            url,
-            user=login.name,
-            password=login.password,
-            inbox_prefix=inbox_prefix("gateway"),
-            allow_reconnect=False,
-            error_cb=_ignore,
-        )
-    except nats.errors.Error:
-        return False
-    except OSError:
-        await asyncio.sleep(0.05)
-        return await takes(url, login)
-    await client.close()
-    return True
+    async with asyncio.timeout(90):
+        while True:
+            try:
+                client = await nats.connect(
+                    url,
+                    user=login.name,
+                    password=login.password,
+                    inbox_prefix=inbox_prefix("gateway"),
+                    allow_reconnect=False,
+                    error_cb=_ignore,
+                )
+            except nats.errors.Error:
+                return False
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                await client.close()
+                return True
 
 
 async def _ignore(error: Exception) -> None:
@@ -379,7 +399,7 @@ async def test_redis_takes_both_passwords_once_it_was_restarted(tmp_path: Path) 
 async def test_redis_of_a_pod_reads_its_passwords_again_while_it_runs(tmp_path: Path) -> None:
     folder, pod = tmp_path / "credentials", tmp_path / "pod"
     pod.mkdir()
-    take(folder, None, KUBERNETES)
+    take(folder, None, kubernetes=True)
 
     def mount() -> None:
         found = secrets(folder)["redis"]
@@ -395,7 +415,7 @@ async def test_redis_of_a_pod_reads_its_passwords_again_while_it_runs(tmp_path: 
         assert await opens(port, first)
         client = redis.asyncio.Redis(port=port, password=first)
         for step in STEPS:
-            take(folder, step, KUBERNETES)
+            take(folder, step)
             mount()
             await client.acl_load()
             assert await opens(port, first) is (step != "retire")

@@ -15,9 +15,10 @@ import yaml  # type: ignore[import-untyped]
 
 from compose.cli.app import run
 from compose.credentials import files_for_kubernetes, files_of_credentials, make
+from compose.deployment import DEPLOYMENT
 from compose.errors import StackRefused
 from compose.passwords import ADMIN_KEY, CLUSTER_PASSWORD, REDIS_PASSWORD, password_file, user_file
-from compose.secrets_yaml import SECRETS_YAML, Kubernetes
+from compose.secrets_yaml import SECRETS_YAML
 from compose.server_conf import CA_CERT, CA_KEY
 from shared.permissions import KINDS, USERS
 
@@ -61,7 +62,7 @@ def test_each_kind_of_pod_has_a_secret_with_these_keys(tmp_path: Path) -> None:
 
 
 def test_a_secret_has_what_the_folder_has(tmp_path: Path) -> None:
-    make(tmp_path, renew=False, kubernetes=Kubernetes())
+    make(tmp_path, renew=False, kubernetes=True)
     found = secrets(tmp_path)
     for user in USERS:
         assert found[user]["nats-user"] == text(tmp_path, user_file(user)) == user
@@ -73,7 +74,7 @@ def test_a_secret_has_what_the_folder_has(tmp_path: Path) -> None:
 
 
 def test_no_secret_has_what_belongs_to_others(tmp_path: Path) -> None:
-    make(tmp_path, renew=False, cluster=("nats-0.nats:6222",), kubernetes=Kubernetes())
+    make(tmp_path, renew=False, cluster=("nats-0.nats:6222",), kubernetes=True)
     found = secrets(tmp_path)
     everything = {name: "\n".join(one.values()) for name, one in found.items()}
     passwords = {name: text(tmp_path, name) for name in (*map(password_file, USERS), CLUSTER_PASSWORD)}
@@ -126,9 +127,28 @@ def test_a_folder_of_other_deployments_becomes_one_of_kubernetes_and_not_back_by
     assert run(["credentials", str(tmp_path), "--kubernetes"]) == 0
     found = secrets(tmp_path)
     assert {user: found[user]["nats-password"] for user in KINDS} == before
-    assert run(["credentials", str(tmp_path), "--rotate", "add"]) == 1
-    assert "give --kubernetes" in capsys.readouterr().err
+    assert run(["credentials", str(tmp_path), "--rotate", "add"]) == 0
+    printed = capsys.readouterr().out.split()
+    assert str(tmp_path / SECRETS_YAML) in printed
+    assert 'user: "pool-2"' in secrets(tmp_path)["nats"]["nats.conf"]
+
+
+def test_a_folder_whose_secrets_are_of_before_there_was_a_record_is_not_guessed_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["credentials", str(tmp_path), "--kubernetes", "--namespace", "a", "--cluster", "b:1"]) == 0
+    (tmp_path / DEPLOYMENT).unlink()
+    found = secrets(tmp_path)
+    for arguments, says in (
+        ((), "give --kubernetes"),
+        (("--kubernetes", "--rotate", "add"), "give --cluster (--cluster= for one server) and --namespace"),
+    ):
+        assert run(["credentials", str(tmp_path), *arguments]) == 1
+        assert says in capsys.readouterr().err
     assert secrets(tmp_path) == found
+    told = ("--kubernetes", "--namespace", "a", "--cluster", "b:1")
+    assert run(["credentials", str(tmp_path), *told, "--rotate", "add"]) == 0
+    assert run(["credentials", str(tmp_path), "--rotate", "switch"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -180,15 +200,28 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
 
 
 def test_an_authority_that_is_not_whole_is_refused(tmp_path: Path) -> None:
-    make(tmp_path, renew=False, kubernetes=Kubernetes())
-    make(tmp_path / "other", renew=False, kubernetes=Kubernetes())
+    make(tmp_path, renew=False, kubernetes=True)
+    make(tmp_path / "other", renew=False, kubernetes=True)
     for key in ("", (tmp_path / "other" / CA_KEY).read_text()):
         (tmp_path / CA_KEY).write_text(key)
         with pytest.raises(StackRefused, match="--renew makes another authority"):
-            make(tmp_path, renew=False, kubernetes=Kubernetes())
+            make(tmp_path, renew=False, kubernetes=True)
     (tmp_path / CA_KEY).unlink()
     with pytest.raises(StackRefused, match=r"ca\.key cannot be read"):
-        make(tmp_path, renew=False, kubernetes=Kubernetes())
+        make(tmp_path, renew=False, kubernetes=True)
+
+
+def test_a_lost_authority_is_not_silently_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["credentials", str(tmp_path), "--kubernetes"]) == 0
+    authority = (tmp_path / CA_CERT).read_text()
+    for name in (CA_CERT, CA_KEY):
+        (tmp_path / name).unlink()
+        before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert run(["credentials", str(tmp_path), "--kubernetes"]) == 1
+        assert re.search(r"ca\.crt is lost.* --renew makes another", " ".join(capsys.readouterr().err.split()))
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+    assert run(["credentials", str(tmp_path), "--renew"]) == 0
+    assert {one["ca.crt"] for one in secrets(tmp_path).values()} == {(tmp_path / CA_CERT).read_text()} != {authority}
 
 
 WITHOUT = """

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from compose.credentials import make
-from compose.secrets_yaml import NATS_MEMBERS, SECRETS_YAML, Kubernetes
+from compose.secrets_yaml import NATS_MEMBERS, SECRETS_YAML
 from tests.compose.kubernetes.rules import Secrets
 
 
@@ -14,7 +14,7 @@ from tests.compose.kubernetes.rules import Secrets
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
     """As the command makes them, and each key as a file."""
     folder = tmp_path_factory.mktemp("credentials")
-    make(folder, kubernetes=Kubernetes(), cluster=NATS_MEMBERS)
+    make(folder, kubernetes=True, cluster=NATS_MEMBERS)
     mounted = tmp_path_factory.mktemp("mounted")
     keys: dict[str, frozenset[str]] = {}
     for secret in yaml.safe_load_all((folder / SECRETS_YAML).read_text()):
