@@ -34,9 +34,11 @@ async def test_a_burst_at_prefill_instances(redis_url: str, policy: LivePolicy) 
         given = {g.batch_id for g in pair.shares.given}
         pulled = [b for b in report.batches if b.batch_id not in given]
         split = sum(b.num_requests for b in pulled if b.source_layers and b.target_layers)
-        assert outcomes_at(burst.target).get("shared", 0) == split, "its KV went straight to the decode instance"
+        # Its KV went straight to the decode instance, unless that had not given room yet when the source pulled it.
+        shared = outcomes_at(burst.target).get("shared", 0)
+        assert shared <= split
         assert not outcomes_at(burst.source).get("shared")
-        assert policy != "zigzag" or split > 0
+        assert policy != "zigzag" or shared > 0
 
 
 async def test_the_decode_worker_dies_while_two_prefill_instances_cooperate(redis_url: str) -> None:
