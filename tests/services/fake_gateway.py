@@ -36,12 +36,23 @@ def expected_tokens(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, 
     return tuple(tokens[len(prompt) :])
 
 
+_PATIENT_S = 3600.0
+
+
 class FakeGateway:
     """Keeps every part that arrived, in order, by (request, attempt)."""
 
     def __init__(
-        self, broker: MemoryBroker, gateway_id: str = "gw", incarnation: str = "1", model_hash: str = ""
+        self,
+        broker: MemoryBroker,
+        gateway_id: str = "gw",
+        incarnation: str = "1",
+        model_hash: str = "",
+        *,
+        patient: bool = True,
     ) -> None:
+        """``patient``: until the first ``beat``, workers are told with each request not to take it for dead, however
+        slow the machine is."""
         self.bus = broker.bus(f"gateway-{gateway_id}-{incarnation}")
         self.gateway_id = gateway_id
         self.incarnation = incarnation
@@ -50,6 +61,7 @@ class FakeGateway:
         self.parts: dict[tuple[str, int], list[StreamPart]] = {}
         self.batches: list[TokenBatch] = []
         self._arrived = asyncio.Event()
+        self._patient = patient
 
     async def start(self) -> None:
         await self.bus.subscribe(
@@ -94,6 +106,8 @@ class FakeGateway:
             may_wait=may_wait,
         )
         named = worker if isinstance(worker, Process) else process(worker)
+        if self._patient:
+            await self._beat(_PATIENT_S)
         return await self.bus.request(subjects.worker_submit(named), request, Ack, timeout_s=RPC_TIMEOUT_S)
 
     async def resend(self, worker_id: str, request_id: str, *, attempt: int = 1, offset: int = 0) -> Ack:
@@ -110,6 +124,11 @@ class FakeGateway:
         await self.bus.publish(subjects.worker_ack(process(worker_id)), AckTerminal(streams=streams))
 
     async def beat(self, lease_s: float) -> None:
+        """From now on only this counts."""
+        self._patient = False
+        await self._beat(lease_s)
+
+    async def _beat(self, lease_s: float) -> None:
         message = GatewayHeartbeat(gateway_id=self.gateway_id, lease_s=lease_s, incarnation=self.incarnation)
         await self.bus.publish(subjects.gateway_heartbeat(), message)
 

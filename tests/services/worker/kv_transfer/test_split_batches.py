@@ -221,7 +221,7 @@ async def test_a_split_that_is_over_before_the_source_has_room_for_it_is_settled
             await asyncio.gather(over(self), receive(self, batch_id, *of, kv_direct=True, **how))
 
         monkeypatch.setattr(Puller, "receive", receive_late)
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: gone)
         await eventually(lambda: gone)
         await burst.ends(without=tuple(gone) if how == "cancelled" else ())
         await eventually(lambda: burst.cluster.live_reports)

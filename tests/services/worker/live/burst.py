@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -70,11 +71,11 @@ class Burst:
         prompts: dict[str, tuple[int, ...]] = PROMPTS,
         before: Callable[[], Awaitable[None]] | None = None,
         role: Role = "colocated",
-        until_split: bool = False,
+        until_split: bool | Callable[[], object] = False,
     ) -> None:
         """``delay_s``: of each message of the weights. ``before``: done while only the first instance is there.
         ``role``: of source and target; with prefill instances a third worker decodes. ``until_split``: of the weights
-        only one layer comes before both members have run layers of one batch."""
+        only one layer comes before both members have run layers of one batch, or before something else."""
         cluster = self.cluster
         self.prompts, self.max_tokens = dict(prompts), max_tokens
         await cluster.add_model()
@@ -91,19 +92,24 @@ class Burst:
             if worker is not self.target:  # whoever the weights come from
                 worker.transport.delay_s = delay_s
                 if until_split:
-                    worker.transport.holds = self._waits_for_split
+                    is_split = until_split if callable(until_split) else self._is_split
+                    worker.transport.holds = functools.partial(self._waits_for_split, is_split)
         self._waits_for_pair = True
         for request_id in prompts:
             await self.submit(request_id)
         self.plan_id = (await cluster.start_scale(2, live="always", role=role)).plan_id
 
-    def _waits_for_split(self) -> bool:
+    def _is_split(self) -> bool:
+        source = self.source.service.parts.pair_roles.source
+        return source is not None and source.record.first_cooperative_s is not None
+
+    def _waits_for_split(self, is_split: Callable[[], object]) -> bool:
         pair, source = self.live_target_of(self.target), self.source.service.parts.pair_roles.source
         return (
             pair is not None
             and source is not None
             and pair.instance.copy.layers_ready > 0
-            and source.record.first_cooperative_s is None
+            and not is_split()
             and time.monotonic() < source.record.started_s + HOLD_S
         )
 

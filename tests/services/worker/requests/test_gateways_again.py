@@ -23,7 +23,7 @@ async def alone() -> AsyncIterator[LoneWorker]:
 
 async def gateway(alone: LoneWorker, incarnation: str) -> FakeGateway:
     """One process of the gateway ``gw``."""
-    process = FakeGateway(alone.broker, "gw", incarnation, alone.model.model_hash)
+    process = FakeGateway(alone.broker, "gw", incarnation, alone.model.model_hash, patient=False)
     await process.start()
     return process
 
@@ -39,7 +39,7 @@ async def test_its_heartbeat_ends_the_requests_of_the_process_before_and_no_othe
     earlier, later, other = (
         await gateway(alone, first),
         await gateway(alone, second),
-        FakeGateway(alone.broker, "other", model_hash=alone.model.model_hash),
+        FakeGateway(alone.broker, "other", model_hash=alone.model.model_hash, patient=False),
     )
     await other.start()
     instance_id = await alone.serve()
