@@ -157,6 +157,10 @@ class NatsLink:
             # After a TLS handshake that was broken off, the client waits for an end that nobody will tell it of.
             async with asyncio.timeout(_CLOSE_S):
                 await self.client.close()
+        # The client cancels it once, which is lost where it comes together with a refused connection.
+        reconnecting = self.client._reconnection_task
+        if reconnecting is not None and reconnecting is not asyncio.current_task():
+            await end(reconnecting)
         self._connected_since_s = None
 
     def _set_up(self) -> None:

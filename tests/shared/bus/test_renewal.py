@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from compose.ports import free_port
 from shared import subjects
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
@@ -156,7 +156,10 @@ async def test_refusals_end_a_process_also_while_another_server_is_away(
 ) -> None:
     monkeypatch.setattr("shared.bus.nats_link.REFUSED_FOR_S", 2.0)
     plain = NatsAccess(user="monitor", password=password_of("monitor"))
-    bus = await NatsBus.connect(f"{server.url},nats://127.0.0.1:{free_port()}", name="monitor", access=plain)
+    # Taken, and nobody listens.
+    away = socket.socket()
+    away.bind(("127.0.0.1", 0))
+    bus = await NatsBus.connect(f"{server.url},nats://127.0.0.1:{away.getsockname()[1]}", name="monitor", access=plain)
     try:
         await asyncio.to_thread(server.stop)
         server_wants(tmp_path, "third")
@@ -166,6 +169,7 @@ async def test_refusals_end_a_process_also_while_another_server_is_away(
         assert len(told) == len(set(told))
     finally:
         await bus.close()
+        away.close()
 
 
 async def test_a_process_that_is_refused_at_its_start_waits_for_its_password(
