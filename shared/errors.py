@@ -13,7 +13,8 @@
     │   └── PlanNotFound             plan_not_found          404
     ├── Conflict                     conflict                409
     │   ├── StaleTerm                stale_term              409
-    │   └── DuplicateId              duplicate_id            409
+    │   ├── DuplicateId              duplicate_id            409
+    │   └── WrongCluster             wrong_cluster           409
     ├── PayloadTooLarge              payload_too_large       413
     ├── BadCheckpoint                bad_checkpoint          422
     │   └── CheckpointChanged        checkpoint_changed      422
@@ -138,6 +139,12 @@ class DuplicateId(Conflict):
     """Another living process holds this gateway's or worker's id; the one that is told ends."""
 
     code = "duplicate_id"
+
+
+class WrongCluster(Conflict):
+    """These servers are another cluster's; the process that finds it ends."""
+
+    code = "wrong_cluster"
 
 
 class PayloadTooLarge(BlitzError):

@@ -143,6 +143,7 @@ TABLE: tuple[Row, ...] = (
             "release": _PLANNER,
             "set_floor": _PLANNER,
             "lead": ("monitor", "planner"),
+            "cluster": KINDS,
         },
     ),
     _row(subjects.route_changes, _POOL, ("gateway", "monitor", "planner")),

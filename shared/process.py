@@ -57,7 +57,9 @@ class ProcessState:
         """When this process ends at the latest, once it is to end."""
         self._ready = asyncio.Event()
         self._bus: Bus | None = None
-        self._has_bus = asyncio.Event()
+        self._failure: BlitzError | None = None
+        self._has_failed = asyncio.Event()
+        self._checks: list[asyncio.Task[None]] = []
 
     @property
     def ready(self) -> bool:
@@ -78,13 +80,25 @@ class ProcessState:
     def depend_on(self, bus: Bus) -> None:
         """Not ready while this connection is down; the process ends when it is gone for good."""
         self._bus = bus
-        self._has_bus.set()
+        self.fail_with(_lost(bus))
 
-    async def bus_lost(self) -> str:
-        """Wait until the bus is gone for good; returns why."""
-        await self._has_bus.wait()
-        assert self._bus is not None
-        return await self._bus.wait_lost()
+    def fail_with(self, check: Coroutine[Any, Any, None]) -> None:
+        """Run ``check`` beside the service; a ``BlitzError`` out of it ends the process."""
+
+        async def watch() -> None:
+            try:
+                await check
+            except BlitzError as error:
+                self._failure = self._failure or error
+                self._has_failed.set()
+
+        self._checks.append(asyncio.create_task(watch()))
+
+    async def failed(self) -> BlitzError:
+        """Wait until this process cannot go on (``fail_with``); gives why."""
+        await self._has_failed.wait()
+        assert self._failure is not None
+        return self._failure
 
     async def wait_stopping(self) -> None:
         """Return when the process must stop."""
@@ -123,8 +137,8 @@ def run_service(
 
     The first SIGTERM or SIGINT sets ``stopping``; a second one ends the process at once. ``drain_s`` later ``main``
     has begun to close what it has, and ``CLOSING_S`` after that the process ends, whatever still hangs in it. A
-    ``BlitzError`` out of ``main`` is one line on stderr and code 1, and so is a bus that is gone for good
-    (``ProcessState.depend_on``): then ``main`` is cancelled. ``health_port`` 0: no endpoint.
+    ``BlitzError`` out of ``main`` is one line on stderr and code 1, and so is what ``ProcessState.failed`` gives, a bus
+    that is gone for good above all: then ``main`` is cancelled. ``health_port`` 0: no endpoint.
     ``ready_fd``: a line is written to this file, and it is closed, once the process is ready. 0: none.
     """
     try:
@@ -169,7 +183,7 @@ async def _run(name: str, main: Main, health_host: str, health_port: int, ready_
 async def _outcome(name: str, main: Main, process: ProcessState) -> int:
     """Run ``main`` and say why it ended, if it should not have; gives the exit code."""
     try:
-        await _run_while_connected(name, main, process)
+        await _run_unless_it_fails(name, main, process)
     except Stopped:
         return 0
     except BlitzError as error:
@@ -204,23 +218,29 @@ async def _tell_when_ready(process: ProcessState, fd: int) -> None:
         _log.warning("this process is ready, and its starter could not be told (file %d): %s", fd, error)
 
 
-async def _run_while_connected(name: str, main: Main, process: ProcessState) -> None:
+async def _lost(bus: Bus) -> None:
     """Raises ``Unavailable`` when the bus is gone for good: a new process may be let in again, this one is not."""
+    reason = await bus.wait_lost()
+    raise Unavailable(f"the connection to NATS is gone for good ({reason}): this process ends and must be restarted")
+
+
+async def _run_unless_it_fails(name: str, main: Main, process: ProcessState) -> None:
+    """Raises what ``ProcessState.failed`` gives, once ``main`` has ended."""
     work = asyncio.ensure_future(main(process))
-    lost = asyncio.create_task(process.bus_lost())
+    failed = asyncio.create_task(process.failed())
     try:
-        await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, failed}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
         work.cancel()
-        reason = f"the connection to NATS is gone for good ({lost.result()}): this process ends and must be restarted"
+        error = failed.result()
         if not (await asyncio.wait({work}, timeout=CLEAN_UP_S))[0]:
-            _log.critical("%s: %s", name, reason)
+            _log.critical("%s: %s", name, error.message)
             logging.shutdown()
             os._exit(_EXIT_ERROR)
-        raise Unavailable(reason)
+        raise error
     finally:
-        lost.cancel()
+        failed.cancel()
 
 
 def _handle_signals(process: ProcessState, drain_s: float) -> None:

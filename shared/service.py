@@ -13,9 +13,11 @@ from typing import Any, Self, TypeVar
 
 from shared.bus.access import ANYBODY, NatsAccess
 from shared.bus.nats import NatsBus
+from shared.cluster import DEFAULT_CLUSTER, ask, ask_until_known
 from shared.ending import ANSWERS_S, closed
 from shared.process import LogFormat, ProcessState, run_service
 from shared.settings import Settings, SettingsError
+from shared.subjects import is_name
 from shared.telemetry import setup_telemetry
 
 
@@ -25,6 +27,7 @@ class ServiceConfig:
 
     nats_url: str = "nats://127.0.0.1:4222"
     nats: NatsAccess = ANYBODY
+    cluster: str = DEFAULT_CLUSTER
     health_port: int = 0
     """0: no endpoint."""
     health_host: str = "127.0.0.1"
@@ -62,6 +65,7 @@ def process_settings(env: Settings) -> dict[str, Any]:
             default="nats://127.0.0.1:4222",
         ),
         "nats": NatsAccess.from_env(env),
+        "cluster": _cluster(env),
         "log_level": env.log_level("BLITZ_LOG_LEVEL", "What is logged: this and above."),
         "log_format": env.choice(
             "BLITZ_LOG_FORMAT",
@@ -81,6 +85,19 @@ def process_settings(env: Settings) -> dict[str, Any]:
             minimum=0,
         ),
     }
+
+
+def _cluster(env: Settings) -> str:
+    key = "BLITZ_CLUSTER"
+    name = env.text(
+        key,
+        "Name of the cluster: letters, digits, `-` and `_`. A service that finds another cluster's pool on its NATS, "
+        "or another's registry in its Redis, changes nothing and ends with exit code 1.",
+        default=DEFAULT_CLUSTER,
+    )
+    if not is_name(name):
+        raise SettingsError(f"{key}={name!r:.200}: must be letters, digits, - and _", param=key)
+    return name
 
 
 def health_settings(env: Settings) -> dict[str, Any]:
@@ -166,7 +183,7 @@ async def connected(
 ) -> AsyncIterator[Connection]:
     """Telemetry and the bus, on which the process depends from now on. A server that is not there yet is waited for.
 
-    Raises ``NotPermitted``, ``Unavailable`` for a URL that is none, and ``Stopped``.
+    Raises ``NotPermitted``, ``Unavailable`` for a URL that is none, ``WrongCluster``, and ``Stopped``.
 
     ``id``, ``incarnation``: what the bus knows this process by, if others are to hear when it is gone.
     """
@@ -185,6 +202,8 @@ async def connected(
     connection = Connection(bus)
     connection.close_with("telemetry", lambda: asyncio.to_thread(flush))
     try:
+        if not await process.unless_stopping(ask(bus, config.cluster)):
+            process.fail_with(ask_until_known(bus, config.cluster))
         yield connection
     finally:
         process.ready = False

@@ -20,7 +20,7 @@ RECORD_STREAM = "BLITZ_RECORDS"
 
 POOL_OPERATIONS = (
     "heartbeat", "add_model", "set_model", "remove_model", "restore_model", "snapshot", "lease_batch",
-    "release", "set_floor", "retire_copy", "lead", "cordon_worker",
+    "release", "set_floor", "retire_copy", "lead", "cordon_worker", "cluster",
 )  # fmt: skip
 PLANNER_OPERATIONS = ("destinations", "scale", "record", "records", "split")
 

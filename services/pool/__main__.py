@@ -15,7 +15,7 @@ async def serve(config: PoolConfig, process: ProcessState) -> None:
         store = Store.connect(config.redis_url, config.redis_password, config.redis_password_file)
         connection.close_with("the connection to Redis", store.close)
         await store.check_password()
-        pool = PoolService(connection.bus, store, config.pool)
+        pool = PoolService(connection.bus, store, config.pool, cluster=config.cluster)
         process.ready_when(pool.ready)
         await pool.run(process.stopping)
 

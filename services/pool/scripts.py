@@ -20,6 +20,7 @@ Keys (prefix ``blitz:``):
     leads:<owner>     while this pool process leads: every change asks for it
     cordons           hash   id of a worker that is to be free -> when it last lived, ms
     unplaced          models without a host copy (tuple of Unplaced, msgpack)
+    cluster           whose registry this is
 """
 
 from __future__ import annotations
@@ -215,16 +216,22 @@ end
 return 1
 """
 
-# KEYS: leader:<service>, terms   ARGV: service, owner, ttl_ms, seat, the owner's last term ('0': it never led),
-#       prefix of the keys that fence ('': none)
+# KEYS: leader:<service>, terms, cluster   ARGV: service, owner, ttl_ms, seat, the owner's last term ('0': it never
+#       led), prefix of the keys that fence ('': none), the owner's cluster ('': not asked)
 # The owner leads if no other process does; or, if it never led, in place of a process that had the same seat. A new
 # leader gets a new term, one that was not missed goes on with its own.
 # Returns {'1', term, owner, ttl_ms, '1' if the terms were lost} or {'0', term, leader, ms that its lease has left,
-# '1' if its seat is the caller's}; {'ahead'} for a last term that no leader can have had. Terms start at the
-# milliseconds since 2025, and each leader adds one: a day is left for a clock that was set back.
+# '1' if its seat is the caller's}; {'ahead'} for a last term that no leader can have had; {'other', name} where another
+# cluster's registry is. Terms start at the milliseconds since 2025, and each leader adds one: a day is left for a clock
+# that was set back.
 LEAD = (
     NOW
     + """
+if ARGV[7] ~= '' then
+  redis.call('SET', KEYS[3], ARGV[7], 'NX')
+  local cluster = redis.call('GET', KEYS[3])
+  if cluster ~= ARGV[7] then return {'other', cluster} end
+end
 local newest = math.max(number(redis.call('HGET', KEYS[2], ARGV[1])), now - 1735689600000)
 if tonumber(ARGV[5]) > newest + 86400000 then return {'ahead'} end
 local known = redis.call('HMGET', KEYS[1], 'owner', 'term', 'seat')
@@ -278,7 +285,7 @@ return 1
 # ARGV: prefix, cursor   Returns the next cursor. What is of another type than this version writes, somebody else
 # wrote: it is kept under 'unreadable:' and its name, and is not in the way.
 SET_ASIDE = """
-local of = {workers = 'zset', epoch = 'string', unplaced = 'string'}
+local of = {workers = 'zset', epoch = 'string', unplaced = 'string', cluster = 'string'}
 for _, name in ipairs({'models', 'removed', 'floors', 'terms', 'cordons'}) do of[name] = 'hash' end
 local page = redis.call('SCAN', ARGV[2], 'MATCH', ARGV[1] .. '*', 'COUNT', 1000)
 local moved = {page[1]}

@@ -19,6 +19,7 @@ from services.pool.config import PoolSettings
 from services.pool.leading import LeadingPool, PoolMetrics
 from services.pool.store import LeaderStatus, Store
 from shared.bus.base import Bus
+from shared.cluster import DEFAULT_CLUSTER
 from shared.errors import BlitzError, Conflict
 from shared.outage import Outage
 
@@ -38,9 +39,11 @@ class PoolService:
         store: Store,
         settings: PoolSettings | None = None,
         *,
+        cluster: str = DEFAULT_CLUSTER,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
         self._bus = bus
+        self._cluster = cluster
         self._store = store
         self._settings = settings or PoolSettings()
         self._lead_s = max(self._settings.lease_s, MIN_LEAD_S)
@@ -59,7 +62,8 @@ class PoolService:
         store.fence(self._owner)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Lead, or wait to, until ``stopping``. Raises ``Conflict`` if a process with the same seat took over."""
+        """Lead, or wait to, until ``stopping``. Raises ``Conflict`` if a process with the same seat took over, and
+        ``WrongCluster`` if Redis is another cluster's."""
         try:
             while not stopping.is_set():
                 asked_s = time.monotonic()
@@ -86,7 +90,9 @@ class PoolService:
         try:
             if self._store.has_strangers and not leads:
                 await self._store.set_aside()
-            status = await self._store.lead("pool", self._owner, self._lead_s, seat=self._seat, last_term=self._term)
+            status = await self._store.lead(
+                *("pool", self._owner, self._lead_s), seat=self._seat, last_term=self._term, cluster=self._cluster
+            )
         except RedisError as error:
             self._outage.failed("Redis does not answer (%s); leases stand still until it does", error)
             return None
@@ -102,6 +108,7 @@ class PoolService:
             status,
             self._metrics,
             self._settings,
+            cluster=self._cluster,
             leads_until_s=asked_s + self._lead_s,
             knows_all=self._first,
         )

@@ -20,11 +20,11 @@ from services.pool.core.worker_entry import Lease
 from services.pool.recovery import RecoveredState, recover, worker_ids_in
 from services.pool.redis_password import FilePassword
 from services.pool.scripts import PREFIX
-from shared.errors import BadRequest, Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable
+from shared.errors import BadRequest, Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable, WrongCluster
 from shared.messages.codec import decode, encode
 from shared.messages.common import Role
 from shared.messages.registry import Floor, LeaseGrant, ModelRecord, Unplaced, WorkerHeartbeat
-from shared.subjects import Process
+from shared.subjects import MAX_NAME, Process
 
 log = logging.getLogger(__name__)
 
@@ -160,19 +160,27 @@ class Store:
             self.has_strangers = self.has_strangers or WRONG_TYPE in str(error)
             raise
 
-    async def lead(self, service: str, owner: str, ttl_s: float, *, seat: str = "", last_term: int = 0) -> LeaderStatus:
+    async def lead(
+        self, service: str, owner: str, ttl_s: float, *, seat: str = "", last_term: int = 0, cluster: str = ""
+    ) -> LeaderStatus:
         """Lead a kind of service, or go on; for ``ttl_s`` from now.
 
         ``seat``: of processes with one seat only one lives, so a new one need not wait until the old one's lease ends.
         ``last_term``: of this owner; 0 if it never led. Raises ``BadRequest`` if no leader can have had it.
+        ``cluster``: the first that comes has this Redis; raises ``WrongCluster`` for another. Empty: not asked.
         """
         fence = f"{PREFIX}leads:" if service == "pool" else ""
-        keys = [f"{PREFIX}leader:{service}", f"{PREFIX}terms"]
-        args = [service, owner, round(ttl_s * 1000), seat, str(last_term), fence]
+        keys = [f"{PREFIX}leader:{service}", f"{PREFIX}terms", f"{PREFIX}cluster"]
+        args = [service, owner, round(ttl_s * 1000), seat, str(last_term), fence, cluster]
         answer = await self._run(scripts.LEAD, keys=keys, args=args, fenced=False)
         verdict, *rest = [part.decode(errors="replace") for part in answer]
         if verdict == "ahead":
             raise BadRequest(f"no {service} can have led with term {last_term} yet", param="term")
+        if verdict == "other":
+            raise WrongCluster(
+                f"this Redis holds the registry of the cluster {rest[0][:MAX_NAME]!r}, and BLITZ_CLUSTER is "
+                f"{cluster!r}: give each its own Redis, or delete the key {PREFIX}cluster if it has another name now"
+            )
         term, leader, left_ms, flag = rest
         leads = verdict == "1"
         return LeaderStatus(
