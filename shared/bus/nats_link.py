@@ -17,6 +17,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from prometheus_client import Gauge
 
 from shared import subjects
 from shared.bus.access import NatsAccess
@@ -49,6 +50,12 @@ _ROUND_TRIP_S = 2.0
 _CANCEL_AGAIN_S = 0.1
 _CLOSE_S = 1.0
 
+WARN_BEFORE_S = 30 * 24 * 3600.0
+_CERTIFICATE_ENDS = Gauge(
+    "blitz_nats_certificate_end_timestamp_seconds",
+    "Until when the certificate is valid that the NATS server showed at the last connection (Unix time); 0: none.",
+)
+
 T = TypeVar("T")
 
 
@@ -57,7 +64,7 @@ class NatsLink:
 
     def __init__(self, access: NatsAccess) -> None:
         self._access = CurrentAccess(access)
-        self.client: Client = RenewingClient(self._access)
+        self.client = RenewingClient(self._access)
         self.refusals = AccessRefusals(access.user)
         self.up = asyncio.Event()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -170,7 +177,21 @@ class NatsLink:
         self._said.clear()
         self._access.accepted()
         self.refusals.user = self._access.user
+        self._look_at_certificate()
         self.up.set()
+
+    def _look_at_certificate(self) -> None:
+        ends_unix_s = self.client.server_certificate_ends_unix_s
+        if ends_unix_s is None:
+            return
+        _CERTIFICATE_ENDS.set(ends_unix_s)
+        left_s = ends_unix_s - time.time()
+        if left_s < WARN_BEFORE_S:
+            _log.warning(
+                "the NATS server's certificate is valid for another %.0f h: with a new one the server has to reload, or "
+                "nobody can connect then",
+                left_s / 3600,
+            )
 
     async def _on_disconnect(self) -> None:
         self._connected_since_s = None

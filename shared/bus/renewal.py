@@ -107,6 +107,13 @@ class RenewingClient(Client):
             context = self._system = super().ssl_context
         return context
 
+    @property
+    def server_certificate_ends_unix_s(self) -> float | None:
+        """Until when the certificate that the server showed is valid. None: it showed none."""
+        writer = getattr(self._transport, "_io_writer", None)
+        shown = writer.get_extra_info("peercert") if writer is not None else None
+        return float(ssl.cert_time_to_seconds(shown["notAfter"])) if shown else None
+
     async def _process_err(self, err_msg: str) -> None:
         """A connection whose credentials are no longer valid is made again with those in the files, if they are in
         files; else the client closes for good."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from shared import subjects
 from shared.bus.access import NatsAccess
@@ -25,6 +26,7 @@ from tests.wait_until import eventually
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+DAY_S = 24 * 3600.0
 CANCEL = Cancel(request_id="r", attempt=0)
 
 
@@ -147,6 +149,27 @@ async def test_certificates_that_are_replaced_are_used_at_the_next_connection(
         await eventually(lambda: bus.connected_since_s is not None)
     finally:
         await bus.close()
+
+
+async def test_a_certificate_that_ends_soon_is_told_of(
+    start: Start, certificates: Path, other: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = "blitz_nats_certificate_end_timestamp_seconds"
+    server = start()
+    await asks(f"tls://127.0.0.1:{server.port}", access(ca=certificates / "ca.crt"))
+    assert "certificate is valid" not in caplog.text
+    later_unix_s = REGISTRY.get_sample_value(ends)
+    server.stop()
+    config = tmp_path / "nats.conf"
+    config.write_text(config.read_text().replace(f"{certificates}/server", str(other.with_suffix(""))))
+    server.start(wait_for_greeting=False)
+    await asks(f"tls://127.0.0.1:{server.port}", access(ca=other))
+    sooner_unix_s = REGISTRY.get_sample_value(ends)
+    assert later_unix_s is not None
+    assert sooner_unix_s is not None
+    assert later_unix_s - sooner_unix_s > 300 * DAY_S
+    (left_h,) = re.findall(r"certificate is valid for another (\d+) h", caplog.text)
+    assert 9 * 24 <= int(left_h) <= 10 * 24
 
 
 def test_certificates_are_read_again_only_when_they_have_changed(
