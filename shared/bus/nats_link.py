@@ -188,8 +188,8 @@ class NatsLink:
         left_s = ends_unix_s - time.time()
         if left_s < WARN_BEFORE_S:
             _log.warning(
-                "the NATS server's certificate is valid for another %.0f h: with a new one the server has to reload, or "
-                "nobody can connect then",
+                "the NATS server's certificate is valid for another %.0f h: nobody can connect after that unless the "
+                "server reloads a new one",
                 left_s / 3600,
             )
 
