@@ -31,11 +31,12 @@ from services.planner.splitter import Splitter
 from services.planner.succession import Succession
 from shared import subjects
 from shared.bus.base import Bus, Subscription
-from shared.errors import BadRequest, BlitzError, Unavailable
+from shared.errors import BadRequest, BlitzError, StaleTerm, Unavailable
 from shared.leading import Leader
 from shared.load_feed import subscribe_load
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
+from shared.messages.decisions import Decisions, ListDecisions
 from shared.messages.destinations import Destinations, GetDestinations
 from shared.messages.live import LiveReport, PlanSplit
 from shared.messages.load import Demand, QueueReport
@@ -126,6 +127,7 @@ class PlannerService:
                 await self._respond("scale", StartScale, self._on_start_scale),
                 await self._respond("record", GetScaleRecord, self._tracker.on_get_record),
                 await self._respond("records", ListScaleRecords, self._on_list_records),
+                await self._respond("decisions", ListDecisions, self._on_list_decisions),
             ]
             self.subscribed.set()
             deciding = asyncio.create_task(self._round_runner.run())
@@ -160,7 +162,11 @@ class PlannerService:
     async def _respond(self, operation: str, kind: type[M], handler: Callable[[M], Awaitable[R]]) -> Subscription:
         async def guarded(message: M) -> R:
             await self._leader.let_others()
-            return await handler(message)
+            try:
+                return await handler(message)
+            except StaleTerm as error:
+                # The pool refused it, and nothing was changed: whoever leads now may be asked.
+                raise Unavailable(f"this planner leads no more: {error.message}", retry_after_s=0.5) from error
 
         # Another planner that led, and hangs, may still be there.
         return await self._bus.respond(subjects.planner(operation), kind, guarded)
@@ -187,6 +193,7 @@ class PlannerService:
                 except BlitzError as error:
                     log.info("what could move is looked at later: %s", error)
             await self._tracker.tell_waiters()
+            await self._stream.store_decisions(self._planner.decisions)
             await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _evacuate(self) -> None:
@@ -275,6 +282,10 @@ class PlannerService:
             unplanned=self._planner.rounds.unplanned(at, models),
             advice=self._planner.adviser.current(at.monotonic_s),
         )
+
+    async def _on_list_decisions(self, request: ListDecisions) -> Decisions:
+        found = self._planner.decisions.of(request.model, request.until_s, request.limit)
+        return Decisions(decisions=found)
 
 
 def _new_id(kind: str) -> str:

@@ -35,10 +35,18 @@ async def test_prefill_and_decode_instances_come_and_go_with_the_load(tmp_path: 
     async with Stack(config) as stack, openai_client(stack) as client:
         assert roles(await stack.wait_ready(READY_S)) == (1, 1, 0)
         text = await complete(client, MODEL, max_tokens=8)
-        burst = asyncio.gather(*(complete(client, MODEL, prompt=LONG, max_tokens=8) for _ in range(24)))
+        grown = asyncio.Event()
+
+        async def ask() -> set[str]:
+            answers = {await complete(client, MODEL, prompt=LONG, max_tokens=8)}
+            while not grown.is_set():
+                answers.add(await complete(client, MODEL, prompt=LONG, max_tokens=8))
+            return answers
+
+        burst = asyncio.gather(*(ask() for _ in range(24)))
         await until(stack, lambda status: roles(status)[0] >= 2)
-        answers = await burst
-        assert len(set(answers)) == 1
+        grown.set()
+        assert len(set().union(*await burst)) == 1
         await until(stack, lambda status: roles(status) == (1, 1, 0))
 
         await stack.admin.set_model(MODEL, SetModelBody(min_instances=0))

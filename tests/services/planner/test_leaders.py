@@ -11,7 +11,7 @@ from services.planner.core.operations.history import unpublished_leases
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import MAX_RECORDS, bounded_record
 from shared import subjects
-from shared.errors import NoResponder, PlanNotFound
+from shared.errors import NoResponder, PlanNotFound, StaleTerm, Unavailable
 from shared.leading import Leader
 from shared.messages.codec import encode
 from shared.messages.operations import ScaleRecord
@@ -227,3 +227,14 @@ async def test_nobody_answers_while_nobody_leads() -> None:
         await rig.records()
     rig.stopping.set()
     await rig.task
+
+
+async def test_who_asks_a_planner_that_leads_no_more_is_told_to_ask_again(rig: Rig) -> None:
+    """It does not know yet, but the pool does: nothing was changed, and the one that leads now may be asked."""
+    rig.spare("w0")
+    rig.pool.errors["set_floor"].append(StaleTerm("a planner of term 2 leads; yours is 1"))
+    with pytest.raises(Unavailable, match="this planner leads no more: a planner of term 2 leads") as caught:
+        await rig.scale(1)
+    assert type(caught.value) is Unavailable
+    assert rig.plans() == []
+    assert (await rig.scale(1)).direction == "out"

@@ -74,7 +74,9 @@ class Pool:
 
     async def know_model(self) -> ModelRecord:
         record = model("m")
-        await give(self.ask, record)
+        refusal = await give(self.ask, record)
+        if refusal is not None:
+            raise refusal
         return record
 
 
