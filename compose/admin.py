@@ -19,6 +19,7 @@ from shared.messages.admin import (
     SetModelBody,
     Status,
     TrafficStatus,
+    WhyStatus,
     WorkerList,
     WorkerStatus,
 )
@@ -154,6 +155,12 @@ class AdminClient:
         body = ScaleBody(instances=instances, hold_s=hold_s, live=live, role=role)
         path = f"/admin/models/{quote(model, safe='')}/scale"
         return await self._call("POST", path, ScaleRecord, body=body)
+
+    async def why(self, model: str, *, until_s: float | None = None, limit: int = 10) -> WhyStatus:
+        """What a model needs now, and the newest decisions on it; those made by then (Unix time). Raises
+        ``ModelNotFound``."""
+        at = f"&at={until_s!r}" if until_s is not None else ""
+        return await self._call("GET", f"/admin/why/{quote(model, safe='')}?limit={limit}{at}", WhyStatus)
 
     async def scale_record(self, plan_id: str, *, wait_s: float = 0.0) -> ScaleRecord:
         """An operation's record; waits up to ``wait_s`` for it to end. Raises ``PlanNotFound``."""

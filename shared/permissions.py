@@ -124,6 +124,7 @@ TABLE: tuple[Row, ...] = (
     _row(subjects.queue, _GATEWAY, ("gateway", "monitor", "planner")),
     _row(subjects.key_usage, _GATEWAY, _GATEWAY),
     _row(subjects.demand, ("monitor",), _PLANNER),
+    _row(subjects.verdicts, _GATEWAY, ("monitor",)),
     _row(subjects.progress, _WORKER, _PLANNER),
     _row(subjects.live_reports, _WORKER, _PLANNER),
     # The registry.
@@ -151,7 +152,14 @@ TABLE: tuple[Row, ...] = (
     *_operations(
         subjects.planner,
         "planner",
-        {"scale": _GATEWAY, "record": _GATEWAY, "records": _GATEWAY, "split": _WORKER, "destinations": _WORKER},
+        {
+            "scale": _GATEWAY,
+            "record": _GATEWAY,
+            "records": _GATEWAY,
+            "decisions": _GATEWAY,
+            "split": _WORKER,
+            "destinations": _WORKER,
+        },
     ),
     # What planners tell their successors, and what they tell workers.
     _row(subjects.scale_plans, _PLANNER, _PLANNER, stream=subjects.PLAN_STREAM),
@@ -160,6 +168,7 @@ TABLE: tuple[Row, ...] = (
     _row(subjects.zigzag_assignments, _PLANNER, _PLANNER, stream=subjects.PLAN_STREAM),
     _row(subjects.worker_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
     _row(subjects.scale_records, _PLANNER, _PLANNER, stream=subjects.RECORD_STREAM),
+    _row(subjects.decisions, _PLANNER, _PLANNER, stream=subjects.RECORD_STREAM),
     # The server's own: no client may send on the first, or listen on the second.
     _row(subjects.departures, (), ("gateway", "planner", "pool")),
     _row(subjects.nobody, KINDS, ()),
@@ -179,6 +188,7 @@ _REPLIES: dict[Kind, Replies] = {
     # of a core in a trial. Adding a model takes longer, so its answer may be "still reading, ask again".
     "pool": Replies(1, 60),
     "planner": Replies(1, 120),
+    "monitor": Replies(1, 60),
     "gateway": Replies(1, 120),
     # An event's acknowledgement is an answer, too, and is preceded by "still at it" where it takes long.
     "worker": Replies(16, 120),

@@ -16,13 +16,13 @@ PREFIX = "blitz.v1"
 PLAN_STREAM = "BLITZ_PLANS"
 """JetStream stream that keeps every plan."""
 RECORD_STREAM = "BLITZ_RECORDS"
-"""JetStream stream that keeps the newest records of scale operations, whatever their age."""
+"""JetStream stream that keeps the newest records of scale operations and of decisions, whatever their age."""
 
 POOL_OPERATIONS = (
     "heartbeat", "add_model", "set_model", "remove_model", "restore_model", "snapshot", "lease_batch",
     "release", "set_floor", "retire_copy", "lead", "cordon_worker", "cluster",
 )  # fmt: skip
-PLANNER_OPERATIONS = ("destinations", "scale", "record", "records", "split")
+PLANNER_OPERATIONS = ("decisions", "destinations", "scale", "record", "records", "split")
 
 MAX_NAME = 255
 _TOKEN = re.compile(r"[A-Za-z0-9_\-]+")
@@ -207,6 +207,11 @@ def key_usage() -> str:
     return f"{PREFIX}.load.gateway.keys"
 
 
+def verdicts() -> str:
+    """GetVerdicts -> Verdicts, RPC to the monitor that leads."""
+    return f"{PREFIX}.monitor.verdicts"
+
+
 def demand() -> str:
     """Demand, monitor to planner."""
     return f"{PREFIX}.demand"
@@ -255,6 +260,16 @@ def mutate_plans() -> str:
 def zigzag_assignments() -> str:
     """ZigzagAssignment events (JetStream)."""
     return f"{PREFIX}.plans.zigzag"
+
+
+def records() -> str:
+    """Everything in the record stream."""
+    return f"{PREFIX}.records.>"
+
+
+def decisions() -> str:
+    """DecisionsMade events (JetStream), planner to planners."""
+    return f"{PREFIX}.records.decisions"
 
 
 def scale_records() -> str:

@@ -23,6 +23,7 @@ from compose.cli.profile import profile
 from compose.cli.scale import scale
 from compose.cli.status import status
 from compose.cli.up import up
+from compose.cli.why import why
 from compose.cli.workers import app as workers_app
 from compose.errors import ProcessGaveUp, StackError
 from shared.errors import BlitzError
@@ -116,6 +117,7 @@ app.command()(pool)
 app.add_typer(models_app, name="models")
 app.add_typer(workers_app, name="workers")
 app.command()(scale)
+app.command()(why)
 app.command()(profile)
 app.command()(credentials)
 

@@ -20,6 +20,7 @@ from shared.messages.admin import (
     SetModelBody,
     Status,
     TrafficStatus,
+    WhyStatus,
 )
 from shared.messages.operations import ScaleRecord
 from shared.profile import Profile
@@ -33,6 +34,7 @@ _PAGES: tuple[tuple[str, Struct], ...] = (
     ("`GET /admin/status`", Status),
     ("`GET /admin/pool`", PoolStatus),
     ("`GET /admin/traffic`", TrafficStatus),
+    ("`GET /admin/why/{name}`", WhyStatus),
     ("`GET /admin/scale/{plan_id}`: the record", ScaleRecord),
     ("Profiles", Profile),
 )

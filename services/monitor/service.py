@@ -18,6 +18,7 @@ from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.leading import Leader
 from shared.load_feed import subscribe_load
+from shared.messages.decisions import GetVerdicts, Verdicts
 from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.registry import ModelRecord, RouteChanges
 from shared.outage import Outage
@@ -83,6 +84,7 @@ class MonitorService:
             *await subscribe_load(self._bus, self._on_load),
             await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
             await self._bus.subscribe(subjects.route_changes(), RouteChanges, self._on_routes),
+            await self._bus.respond(subjects.verdicts(), GetVerdicts, self._on_get_verdicts),
         ]
         self.subscribed.set()
         self._refresh.set()
@@ -128,6 +130,10 @@ class MonitorService:
         self._refresh.set()
         if self._watch.on_gone(gone.model for gone in event.gone):
             self._urgent.set()
+
+    async def _on_get_verdicts(self, request: GetVerdicts) -> Verdicts:
+        await self._leader.let_others()
+        return Verdicts(roles=self._watch.verdicts(request.model))
 
     async def _take_snapshot(self) -> None:
         try:
@@ -185,6 +191,7 @@ class MonitorService:
                 observed=wish.observed,
                 triggered_ago_s=wish.triggered_ago_s,
                 reason=wish.reason,
+                bound=wish.bound,
                 term=self._leader.term,
                 idle=wish.idle,
                 idle_for_s=wish.idle_for_s,

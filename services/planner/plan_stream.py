@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 
 from services.planner.core.operations.plan_events import OfPlan, as_of, own_part, own_plans, parts_of, target_parts
+from services.planner.core.rounds.decision_log import DecisionLog
 from services.planner.core.rounds.plan_writer import AnyPlan
 from shared import subjects
 from shared.bus.base import Bus, EventMaker
 from shared.errors import BlitzError
+from shared.messages.decisions import DecisionRecord, DecisionsMade
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.operations import ScaleRecord
 from shared.messages.plans import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from shared.subjects import Process
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 MAX_SENDING = 64
 """Events of one plan that wait for the stream's word at a time."""
@@ -33,6 +36,8 @@ class PlanStream:
         self._unheard: dict[str, ScaleRecord] = {}
         """Records that the stream has not taken yet."""
         self._storing = False
+        self._batch: tuple[str, tuple[DecisionRecord, ...]] = "", ()
+        """The decisions that are being stored, and what the stream knows them by: it takes them once."""
 
     async def publish(self, plan: AnyPlan, made_s: float) -> None:
         """First for the record, in parts; then to each target what it has to know."""
@@ -50,7 +55,7 @@ class PlanStream:
         await self.tell(plan, made_s)
         if isinstance(plan, DrainPlan):
             verb = "revive" if plan.revive else "drain"
-            log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
+            _log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
 
     async def tell(self, plan: AnyPlan, made_s: float) -> None:
         """Tell each target of a plan what it has to know; a target that has heard it ignores it. When the leader of a
@@ -104,11 +109,30 @@ class PlanStream:
                 try:
                     await self._bus.publish_event(subjects.scale_records(), record, message_id=f"record-{plan_id}")
                 except BlitzError as error:
-                    log.info("the record of %s is stored later: %s", plan_id, error)
+                    _log.info("the record of %s is stored later: %s", plan_id, error)
                     return
                 self._unheard.pop(plan_id, None)
         finally:
             self._storing = False
+
+    async def store_decisions(self, log: DecisionLog) -> None:
+        """Store what the log has not told yet; what the stream does not take now is left for the next call, which must
+        not come before this one is done."""
+        while True:
+            if not self._batch[1]:
+                self._batch = f"decisions-{secrets.token_hex(8)}", log.untold()
+            message_id, decisions = self._batch
+            if not decisions:
+                return
+            try:
+                await self._bus.publish_event(
+                    subjects.decisions(), DecisionsMade(decisions=decisions), message_id=message_id
+                )
+            except BlitzError as error:
+                _log.info("%d decisions are stored later: %s", len(decisions), error)
+                return
+            log.told(decisions)
+            self._batch = "", ()
 
 
 def _now(plan: OfPlan, made_s: float) -> Callable[[], OfPlan]:

@@ -28,6 +28,7 @@ from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Stored
 from shared.errors import BlitzError
 from shared.leading import Leader
+from shared.messages.decisions import DecisionsMade
 from shared.messages.live import ZigzagAssignment
 from shared.messages.operations import ScaleRecord
 from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
@@ -78,6 +79,8 @@ class Succession:
         records = [one.event for one in stored if one.event.status != "running"]
         for record in records:
             operations.remember(record)
+        made = await past(subjects.decisions(), DecisionsMade, limit=MAX_PAST_EVENTS)
+        self._planner.decisions.recall(decision for one in made for decision in one.event.decisions)
         # This leader repeats earlier plans under its own term: workers no longer listen to an earlier leader.
         stored_s: dict[str, float] = {}
 

@@ -55,7 +55,7 @@ class NatsBus(Bus):
             link.up,
             consumer_prefix=f"{prefix}-record",
             name=subjects.RECORD_STREAM,
-            subject=subjects.scale_records(),
+            subject=subjects.records(),
             limits=RECORD_LIMITS,
         )
         self._unbuffered: set[str] = set()
@@ -228,7 +228,7 @@ class NatsBus(Bus):
         return tuple(found)
 
     def _stream_of(self, subject: str) -> EventStream:
-        return self._records if subject == subjects.scale_records() else self._stream
+        return self._records if subject.startswith(subjects.records().removesuffix(">")) else self._stream
 
     async def subscribe_events(self, subject: str, kind: type[M], listener: EventListener[M]) -> Subscription:
         subscription = EventSubscription(self._stream, subject, kind, listener, self._malformed, self._forget)

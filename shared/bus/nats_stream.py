@@ -45,13 +45,14 @@ class StreamLimits:
     max_bytes: int = 64 << 20
     max_age_s: float = 3600.0
     """0: whatever their age."""
-    max_events: int = -1
+    max_events_each: int = -1
+    """On each subject."""
     num_replicas: int = 1
 
 
 PLAN_LIMITS = StreamLimits()
-RECORD_LIMITS = StreamLimits(max_age_s=0.0, max_events=500)
-"""The newest records survive, however old they are."""
+RECORD_LIMITS = StreamLimits(max_age_s=0.0, max_events_each=500)
+"""The newest records of each kind survive, however old they are."""
 
 
 class StreamClock:
@@ -150,7 +151,8 @@ class EventStream:
             wanted = {
                 "subjects": [self._subject],
                 "max_bytes": self._limits.max_bytes,
-                "max_msgs": self._limits.max_events,
+                "max_msgs": -1,
+                "max_msgs_per_subject": self._limits.max_events_each,
                 "max_age": self._limits.max_age_s,
                 "num_replicas": self._limits.num_replicas,
                 "discard": api.DiscardPolicy.OLD,

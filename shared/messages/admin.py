@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.messages.common import SERVED_BY, LiveChoice, Role, Serving
+from shared.messages.decisions import DecisionRecord, RoleVerdict
 from shared.messages.operations import Advice, Unplanned
 from shared.messages.traffic import WorkerTraffic
 
@@ -372,3 +373,19 @@ class TrafficStatus(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerTraffic, ...] = ()
     silent: tuple[str, ...] = ()
     """Workers that did not answer within half a second, by id."""
+
+
+class WhyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a model has as many instances as it has."""
+
+    model: str
+    roles: tuple[RoleVerdict, ...] = ()
+    """What it needs now; empty for a time in the past."""
+    queued_requests: int = 0
+    """That wait in gateways now."""
+    unplanned: tuple[Unplanned, ...] = ()
+    """What it needs now and cannot get."""
+    decisions: tuple[DecisionRecord, ...] = ()
+    """Newest first."""
+    silent: tuple[Literal["monitor", "planner"], ...] = ()
+    """Services that did not answer: their part is missing."""

@@ -139,3 +139,5 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     urgent: Count
     """Up to this number, prefill instances should rather become decode instances at once, while others load in their
     place: decode lacks them now, and more than prefill would."""
+    bound: str = ""
+    """The limit that made ``desired`` another number than the load asks for; ``reason`` has it, too. Empty: none."""

@@ -16,6 +16,7 @@ from services.gateway.errors import UnsupportedMediaType
 from services.gateway.http import asgi
 from services.gateway.http.asgi import JSON, client_of, header
 from services.gateway.http.status import pool_of, status_of
+from services.gateway.http.why import why
 from services.gateway.request_bodies.body import read_body, required, shown
 from services.gateway.service import Gateway
 from shared import subjects
@@ -33,6 +34,7 @@ from shared.messages.admin import (
 )
 from shared.messages.codec import Message
 from shared.messages.common import Ack
+from shared.messages.decisions import MAX_DECISIONS
 from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from shared.messages.registry import AddModel, CordonWorker, ModelRecord, RemoveModel, SetModel
 from shared.messages.traffic import GetTraffic, WorkerTraffic
@@ -44,6 +46,9 @@ M = TypeVar("M", bound=Message)
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_WAIT_S = 600.0
+MAX_UNIX_S = 1e12
+MAX_RECORDS = 1000
+"""In one answer."""
 DEFAULT_HOLD_S = 300.0
 ADD_TIMEOUT_S = 600.0
 """Registering reads every byte of a checkpoint, to hash it."""
@@ -265,12 +270,16 @@ def admin_router(gateway: Gateway) -> APIRouter:
         )
         return _json(await planner("scale", message, ScaleRecord))
 
+    @router.get("/why/{name:path}")
+    async def explain(name: str, at: str = "", limit: str = "10") -> Response:
+        """What a model needs now and cannot get, and the newest decisions; with ``at`` (Unix seconds) those that were
+        made by then."""
+        return _json(await why(gateway, name, _at_s(at), _limit(limit, MAX_DECISIONS)))
+
     @router.get("/scale")
     async def list_scale_records(limit: str = "20") -> Response:
         """The newest scale operations."""
-        if not limit.isdecimal() or len(limit) > asgi.MAX_DIGITS or not 1 <= int(limit) <= 1000:
-            raise BadRequest(f"limit must be an integer from 1 to 1000, not {shown(limit)}", param="limit")
-        return _json(await planner("records", ListScaleRecords(limit=int(limit)), ScaleRecords))
+        return _json(await planner("records", ListScaleRecords(limit=_limit(limit, MAX_RECORDS)), ScaleRecords))
 
     @router.get("/scale/{plan_id}")
     async def get_scale_record(plan_id: str, wait_s: str = "0") -> Response:
@@ -280,6 +289,24 @@ def admin_router(gateway: Gateway) -> APIRouter:
         return _json(await planner("record", message, ScaleRecord, wait + RPC_TIMEOUT_S))
 
     return router
+
+
+def _limit(text: str, most: int) -> int:
+    if not text.isdecimal() or len(text) > asgi.MAX_DIGITS or not 1 <= int(text) <= most:
+        raise BadRequest(f"limit must be an integer from 1 to {most}, not {shown(text)}", param="limit")
+    return int(text)
+
+
+def _at_s(text: str) -> float | None:
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_UNIX_S:
+        raise BadRequest(f"at must be a Unix time in seconds, not {shown(text)}", param="at")
+    return value
 
 
 def _wait_s(text: str) -> float:

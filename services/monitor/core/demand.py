@@ -66,12 +66,19 @@ class Verdict(NamedTuple):
     """Of these, those that would not be missed if what was needed lately came again."""
     urgent: int = 0
     """Up to this number, prefill instances had better be decode instances at once, while others load in their place."""
+    limit: object = ""
+    """Says in words what made it another number than the load asks for; empty: nothing did."""
+
+    @property
+    def bound(self) -> str:
+        """What limit holds, for people; empty: none."""
+        return str(self.limit)
 
     @property
     def reason(self) -> str:
-        """For people. Put into words only on demand: hundreds of verdicts are made ten times a second, and nearly
-        all of them are what is there."""
-        return str(self.why)
+        """The load and the bound, for people. Put into words only on demand: hundreds of verdicts are made ten times a
+        second, and nearly all of them are what is there."""
+        return f"{self.why}; {self.limit}" if self.limit else str(self.why)
 
 
 class _Prompts(NamedTuple):

@@ -83,11 +83,11 @@ def _needed(verdict: Verdict, wanted: int, here: There) -> int:
 def _limited(verdict: Verdict, desired: int, model: ModelRecord, here: There, role: Role) -> Verdict:
     """With another number; what limits and floors keep is not idle."""
     idle = max(0, min(verdict.idle, here.observed - bounded(0, model, here.floor, role))) if verdict.idle else 0
-    why = verdict.why if desired == verdict.desired else _Limited(verdict, desired, model, here.floor)
-    return Verdict(desired, verdict.needed, why, idle, min(verdict.spare, idle), verdict.urgent)
+    limit = verdict.limit if desired == verdict.desired else _Limit(verdict, desired, model, here.floor)
+    return Verdict(desired, verdict.needed, verdict.why, idle, min(verdict.spare, idle), verdict.urgent, limit)
 
 
-class _Limited(NamedTuple):
+class _Limit(NamedTuple):
     """Why it is another number."""
 
     verdict: Verdict
@@ -98,12 +98,10 @@ class _Limited(NamedTuple):
     def __str__(self) -> str:
         if self.desired < self.verdict.desired:
             for_what = "kept" if self.verdict.spare else "needed"
-            limit = f"{self.verdict.desired} would be {for_what}, and max_instances is {self.model.max_instances}"
-        elif self.floor is not None and self.desired == self.floor.instances:
-            limit = f"{self.desired} asked for by hand"
-        else:
-            limit = f"min_instances is {self.model.min_instances}"
-        return f"{self.verdict.reason}; {limit}"
+            return f"{self.verdict.desired} would be {for_what}, and max_instances is {self.model.max_instances}"
+        if self.floor is not None and self.desired == self.floor.instances:
+            return f"{self.desired} asked for by hand"
+        return f"min_instances is {self.model.min_instances}"
 
 
 def _by_hand(there: There) -> Verdict:

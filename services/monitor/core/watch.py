@@ -29,6 +29,7 @@ from services.monitor.core.demand import ModelDemand, Verdict
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.roles import ROLES, There, verdicts
 from shared.messages.common import TAKES_PROMPTS, Role, is_scaled_by_load
+from shared.messages.decisions import RoleVerdict
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import ModelRecord
 from shared.profile import Profile
@@ -52,6 +53,7 @@ class Wish(NamedTuple):
     desired: int
     observed: int
     reason: str
+    bound: str
     triggered_ago_s: float
     idle: int
     idle_for_s: float | None
@@ -85,6 +87,8 @@ class _Group:
     triggered_s: float = 0.0
     met: bool = True
     """Whether what was wanted at the last evaluation was there."""
+    verdict: Verdict | None = None
+    """Of the last evaluation."""
     idle: int = 0
     """Instances that another model may have at once, and since when so many."""
     idle_since_s: float | None = None
@@ -256,7 +260,7 @@ class Watch:
             if crowded and not model.record.advise and any(found[r].desired < there[r].serving for r in there):
                 crowded = False  # a worker will be spare
             for role, group in model.groups.items():
-                verdict = found[role]
+                verdict = group.verdict = found[role]
                 if is_scaled_by_load(model.record.serving, role):
                     self._figures[name, role] = Figures(verdict.desired, verdict.needed)
                 else:
@@ -284,6 +288,24 @@ class Watch:
             return sorted(self._models.items())
         return sorted(self._models.items(), key=lambda item: (*item[1].keeps, item[0]))
 
+    def verdicts(self, name: str) -> tuple[RoleVerdict, ...]:
+        """What a model needs now, of the roles on which its load decides."""
+        model = self._models.get(name)
+        if model is None:
+            return ()
+        return tuple(
+            RoleVerdict(
+                role=role,
+                desired=verdict.desired,
+                needed=verdict.needed,
+                there=group.there.observed,
+                seen=str(verdict.why),
+                bound=verdict.bound,
+            )
+            for role, group in model.groups.items()
+            if (verdict := group.verdict) is not None and (name, role) in self._figures
+        )
+
     def published(self, wish: Wish) -> None:
         """It reached the bus. One that did not is repeated like the others."""
         model = self._models.get(wish.model)
@@ -301,6 +323,7 @@ def _wish(name: str, role: Role, group: _Group, verdict: Verdict, now_s: float) 
         desired=desired,
         observed=observed,
         reason=verdict.reason,
+        bound=verdict.bound,
         triggered_ago_s=now_s - group.triggered_s,
         idle=group.idle,
         idle_for_s=None if group.idle_since_s is None else now_s - group.idle_since_s,

@@ -39,6 +39,7 @@ from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.refusals import WorkerRefusals
 from services.planner.core.placement.evacuation import evacuations
 from services.planner.core.rounds.advice import Adviser
+from services.planner.core.rounds.decision_log import DecisionLog
 from services.planner.core.rounds.fleet import Fleet
 from services.planner.core.rounds.migrations import Migrations
 from services.planner.core.rounds.moment import Moment
@@ -80,7 +81,8 @@ class Planner:
         self.migrations = Migrations(operations, self.pairs.load, advises, new_id, enabled=settings.migration)
         self.scaler = Scaler(operations, self.pairs, self.refusals, self.mutations, overheads, settings, new_id)
         self.writer = PlanWriter(operations, self.pairs, self.migrations, settings, new_id)
-        self.rounds = Rounds(operations, self.scaler, self.fleet, self.adviser, self.mutations)
+        self.decisions = DecisionLog()
+        self.rounds = Rounds(operations, self.scaler, self.fleet, self.adviser, self.mutations, self.decisions)
         self.tracker = Tracker(operations, self.refusals, self.mutations, overheads)
         self.splits = Splits(operations)
         self._monitor_term = 0
@@ -108,6 +110,7 @@ class Planner:
                 role=demand.role,
                 deficit=demand.deficit,
                 urgent=demand.urgent,
+                bound=demand.bound,
                 fewer=demand.desired < demand.observed,
             )
             self.rounds.demand(request, moment, origin)
@@ -125,7 +128,10 @@ class Planner:
     def evacuations(self, view: RegistryView, moment: Moment) -> list[Step]:
         """Instances that go because their workers are to be free; nothing is leased for it."""
         found = evacuations(view, self.operations.instances_to_drain(), self.pairs.is_at_work)
-        return [self.scaler.evacuation(going, view, moment) for going in found]
+        steps = [self.scaler.evacuation(going, view, moment) for going in found]
+        for step in steps:
+            self.decisions.took(step, view.floors.get((step.model.name, step.request.role)), moment, "drain")
+        return steps
 
     def forget(self, moment: Moment) -> None:
         """Forget what has not been repeated, or is long over."""

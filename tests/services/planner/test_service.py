@@ -259,7 +259,7 @@ async def test_a_wish_for_a_role_is_leased_planned_held_and_recorded_as_such(rig
     assert (plan.role, len(plan.targets)) == (role, 1)
     assert [(lease.role, lease.worker_ids) for lease in rig.pool.leases] == [(role, ("w0",))]
     assert [(f.role, f.instances) for f in rig.pool.floors_set] == [(role, 1)]
-    what = "1 instances" if role == "colocated" else f"1 {role} instances"
+    what = "1 instance" if role == "colocated" else f"1 {role} instance"
     assert (made.role, made.reason) == (role, f"asked for {what}")
     assert [record.role for record in await rig.records()] == [role]
     # The second time it is on its way, the third time it is there.
@@ -324,8 +324,8 @@ async def test_a_role_without_spare_workers_is_news_even_if_another_was_refused(
         await rig.demand(1, role)  # type: ignore[arg-type]
         await eventually(lambda number=number: rig.refused("no_capacity") == number)
     assert [line.partition(":")[0] for line in refusals(caplog)] == [
-        "no plan for m (1 prefill instances wanted)",
-        "no plan for m (1 decode instances wanted)",
+        "no plan for m (1 prefill instance wanted)",
+        "no plan for m (1 decode instance wanted)",
     ]
 
 
@@ -354,7 +354,7 @@ async def test_a_models_most_instances_bound_all_roles_together(rig: Rig) -> Non
 async def test_a_number_that_instances_of_other_roles_leave_no_place_for_is_refused(rig: Rig) -> None:
     rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving") for i in range(4))
     rig.pool.workers += (worker_record("w4"),)
-    with pytest.raises(Conflict, match="1 prefill instances and those of other roles are more than the model's max"):
+    with pytest.raises(Conflict, match="1 prefill instance and those of other roles are more than the model's max"):
         await rig.scale(1, role="prefill")
     assert rig.plans() == []
     assert [(f.role, f.instances) for f in rig.pool.floors_set] == [("prefill", 1), ("prefill", 0)]

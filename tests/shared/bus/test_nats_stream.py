@@ -117,7 +117,8 @@ async def test_records_are_kept_on_as_many_servers_as_plans_and_bounded_by_numbe
     await bus.keep_plan_stream(SMALL)
     async with await nats.connect(server.url) as client:
         config = (await client.jetstream().stream_info(subjects.RECORD_STREAM)).config
-    assert (config.num_replicas, config.max_msgs, config.max_age) == (1, 500, 0)
+    assert (config.num_replicas, config.max_msgs_per_subject, config.max_age) == (1, 500, 0)
+    assert config.subjects == [subjects.records()]
 
 
 @pytest.mark.parametrize("server_ahead_s", [-30.0, 0.0, 30.0])

@@ -25,7 +25,8 @@ _LATE = {
 
 def instances_of(number: int, role: Role) -> str:
     """So many instances, in words; the usual role goes without saying."""
-    return f"{number} instances" if role == "colocated" else f"{number} {role} instances"
+    noun = "instance" if number == 1 else "instances"
+    return f"{number} {noun}" if role == "colocated" else f"{number} {role} {noun}"
 
 
 def explain(edges: Sequence[Edge], pruned: Sequence[str], tails: Sequence[str]) -> tuple[str, ...]:

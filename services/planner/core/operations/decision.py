@@ -49,6 +49,8 @@ class ScaleRequest:
     fewer: bool = False
     """It says what could go. By the time that it is decided on, more may have gone, or have another role: that is no
     reason to get them back."""
+    bound: str = ""
+    """As in ``Demand``."""
     for_another: bool = False
     """The instances go because another model has requests and no worker."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from services.planner.core.operations.decision import ScaleRequest
+from services.planner.core.operations.decision import Decision, ScaleRequest
 from services.planner.core.operations.shares import shares
 from services.planner.core.placement.allocation import Want
 from services.planner.core.rounds.advice import Adviser
+from services.planner.core.rounds.decision_log import DecisionLog
 from services.planner.core.rounds.fleet import About, Fleet
 from services.planner.core.rounds.moment import Situation
 from services.planner.core.rounds.round import Round
@@ -54,13 +55,20 @@ class Decider:
     """What is put off goes back to ``room``."""
 
     def __init__(
-        self, room: WaitingRoom, unplanned: UnplannedDemands, scaler: Scaler, fleet: Fleet, adviser: Adviser
+        self,
+        room: WaitingRoom,
+        unplanned: UnplannedDemands,
+        scaler: Scaler,
+        fleet: Fleet,
+        adviser: Adviser,
+        decisions: DecisionLog,
     ) -> None:
         self._room = room
         self._unplanned = unplanned
         self._scaler = scaler
         self._fleet = fleet
         self._adviser = adviser
+        self._decisions = decisions
 
     def decide(self, deciding: Round, at: Situation, spent_s: Callable[[], float]) -> None:
         """Fill the round. ``spent_s``: how long it has taken; what does not fit into ``MAX_ROUND_S`` is put off."""
@@ -161,6 +169,8 @@ class Decider:
         if not steps:
             self._unplanned.met(one.about)
             now.round.settled.append(one)
+            model, floor = now.at.view.models[request.model], now.at.view.floors.get(one.about)
+            self._decisions.kept(request, self._scaler.decision(request, model, now.at), model, floor, now.at.moment)
             return
         if steps[-1].decision.drain and not shrinks:
             now.shrinking.append(one)
@@ -185,4 +195,8 @@ class Decider:
         now.wants.setdefault((request.model, request.role), self._fleet.want(request, missing, now.at))
 
     def _refuse(self, one: Waiting, error: BlitzError, now: _Deciding) -> None:
-        now.round.refused.append(self._unplanned.refuse(one, error, now.at.moment.monotonic_s, decided=True))
+        request, view, moment = one.request, now.at.view, now.at.moment
+        now.round.refused.append(self._unplanned.refuse(one, error, moment.monotonic_s, decided=True))
+        model = view.models.get(request.model)
+        decision = self._scaler.decision(request, model, now.at) if model else Decision(request.desired, 0, 0, (), ())
+        self._decisions.refused(request, decision, model, view.floors.get(one.about), error, moment)

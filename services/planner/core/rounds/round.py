@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.planner.core.rounds.step import Step
 from services.planner.core.rounds.unplanned import Refused
 from services.planner.core.rounds.waiting import Waiting
-from shared.messages.registry import LeaseGrant, LeaseWorkers
+from shared.messages.common import Role
+from shared.messages.registry import Floor, LeaseGrant, LeaseWorkers
 
 
 @dataclass(slots=True)
@@ -19,6 +21,8 @@ class Round:
     settled: list[Waiting] = field(default_factory=list)
     """Nothing is to do about them."""
     refused: list[Refused] = field(default_factory=list)
+    floors: Mapping[tuple[str, Role], Floor] = field(default_factory=dict)
+    """By model and role, as of the snapshot."""
     no_room: Exception | None = None
     """Why no room could be made, where the planner itself failed. What is planned is carried out all the same."""
 

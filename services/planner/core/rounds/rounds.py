@@ -13,6 +13,7 @@ from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operations import Operations
 from services.planner.core.rounds.advice import Adviser
 from services.planner.core.rounds.decider import Decider
+from services.planner.core.rounds.decision_log import DecisionLog
 from services.planner.core.rounds.fleet import About, Fleet
 from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.mutations import Mutations
@@ -34,7 +35,13 @@ class Rounds:
     """A round is begun, decided and granted. One at a time: what it grants counts in the next one."""
 
     def __init__(
-        self, operations: Operations, scaler: Scaler, fleet: Fleet, adviser: Adviser, mutations: Mutations
+        self,
+        operations: Operations,
+        scaler: Scaler,
+        fleet: Fleet,
+        adviser: Adviser,
+        mutations: Mutations,
+        decisions: DecisionLog,
     ) -> None:
         self._operations = operations
         self._scaler = scaler
@@ -42,7 +49,8 @@ class Rounds:
         self._mutations = mutations
         self._room = WaitingRoom()
         self._unplanned = UnplannedDemands()
-        self._decider = Decider(self._room, self._unplanned, scaler, fleet, adviser)
+        self._decisions = decisions
+        self._decider = Decider(self._room, self._unplanned, scaler, fleet, adviser, decisions)
         self._leasing: frozenset[About] = frozenset()
         """Of what the round brings instances that has its leases asked for."""
 
@@ -90,6 +98,7 @@ class Rounds:
         begun.waiting += self._room.take_demands()
         with self._operations.at_rest():
             at = self._scaler.situation(self._mutations.seen(view, moment), moment)
+            begun.floors = at.view.floors
             self._decider.decide(begun, at, spent_s)
         self._leasing = frozenset([one.about for one, step in begun.steps if not step.decision.drain])
 
@@ -105,6 +114,7 @@ class Rounds:
             verdict = by_plan.get(step.needs or step.plan_id)
             if verdict is None or verdict.grant is not None:
                 granted.append(Granted(one, step, verdict.grant if verdict is not None else None))
+                self._decisions.took(step, decided.floors.get((step.model.name, step.request.role)), moment)
                 continue
             # Another plan took a worker since the snapshot; the next snapshot shows it.
             error = verdict.error.as_error() if verdict.error is not None else Conflict("no lease")

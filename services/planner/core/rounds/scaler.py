@@ -216,6 +216,10 @@ class Scaler:
             return 0
         return self._decide(request, model, at.clusters.of_model(model.name), at, promised).load
 
+    def decision(self, request: ScaleRequest, model: ModelRecord, at: Situation) -> Decision:
+        """How many instances a request comes to within limits, and how many there are."""
+        return self._decide(request, model, at.clusters.of_model(model.name), at, ())
+
     def _decide(
         self,
         request: ScaleRequest,

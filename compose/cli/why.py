@@ -1,0 +1,131 @@
+"""``blitzscale why``: what a model needs, what was decided on it, and why."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from compose.admin import AdminClient
+from compose.cli.options import URL_DEFAULT, Json, Url, show
+from shared.messages.admin import WhyStatus
+from shared.messages.common import Role
+from shared.messages.decisions import MAX_DECISIONS, DecisionRecord, RoleVerdict
+
+_AGO = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhd])")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_ASKED_BY = {"load": "the load", "hand": "by hand", "room": "for another model", "drain": "its worker is drained"}
+_OUTCOMES = {
+    "load": "loads",
+    "revive": "revives",
+    "mutate": "changes roles",
+    "drain": "gives back",
+    "keep": "keeps",
+    "refuse": "cannot",
+}
+_STYLES = {"load": "green", "revive": "green", "mutate": "cyan", "drain": "yellow", "refuse": "red"}
+
+
+def why(
+    model: Annotated[str, typer.Argument(help="The model's name.")],
+    at: Annotated[
+        str,
+        typer.Option(
+            help="Decisions up to then: a time of today (14:05), one with its date (2026-01-31T14:05, UTC with a Z), "
+            "or ago (90s, 15m, 2h).",
+            metavar="TIME",
+        ),
+    ] = "",
+    limit: Annotated[int, typer.Option(min=1, max=MAX_DECISIONS, help="Decisions to show.", metavar="N")] = 5,
+    url: Url = URL_DEFAULT,
+    as_json: Json = False,
+) -> None:
+    """Say why a model has as many instances as it has: its load, what was decided, at what cost, and what else would
+    have been."""
+    until_s = moment(at, time.time()) if at else None
+
+    async def question(client: AdminClient) -> WhyStatus:
+        return await client.why(model, until_s=until_s, limit=limit)
+
+    show(url, as_json, question, lambda found, console: _shown(found, console, of_now=until_s is None))
+
+
+def moment(text: str, now_s: float) -> float:
+    """Unix seconds. Raises ``typer.BadParameter``."""
+    if ago := _AGO.fullmatch(text):
+        return now_s - float(ago["number"]) * _UNITS_S[ago["unit"]]
+    today = datetime.fromtimestamp(now_s).astimezone()
+    try:
+        if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text):
+            time_of_day = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M").time()
+            found = datetime.combine(today.date(), time_of_day, today.tzinfo)
+            # Of a whole minute or second, what happened in it counts.
+            found += timedelta(seconds=0 if text.count(":") == 2 else 59)
+        else:
+            found = datetime.fromisoformat(text)
+            found = found if found.tzinfo else found.astimezone()
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no time: such as 14:05, 2026-01-31T14:05 or 15m", param_hint="--at"
+        ) from None
+    return found.timestamp()
+
+
+def _shown(found: WhyStatus, console: Console, *, of_now: bool) -> Iterator[Text | Padding]:
+    del console
+    if of_now:
+        for verdict in found.roles:
+            yield Text(f"{found.model}: {_of_role(verdict)}", style="bold")
+            yield _rows([("load", verdict.seen), *([("bound", verdict.bound)] if verdict.bound else [])])
+        waiting = [("waiting", f"{found.queued_requests} requests in gateways")] if found.queued_requests else []
+        waiting += [("not now", f"{_number(u.wanted, u.role)} wanted: {u.why}") for u in found.unplanned]
+        if waiting:
+            yield _rows(waiting)
+    for service in found.silent:
+        yield Text(f"no {service} answers: its part is missing", style="red")
+    for decision in found.decisions:
+        yield _headline(decision)
+        rows = [("seen", decision.seen), ("bound", decision.bound), ("chosen", decision.chosen)]
+        rows += [("cost", decision.cost), ("otherwise", decision.otherwise), ("operation", decision.plan_id)]
+        yield _rows([(name, value) for name, value in rows if value])
+    if not found.decisions and "planner" not in found.silent:
+        yield Text("nothing was decided" if of_now else "nothing was decided by then, as far as is remembered")
+
+
+def _of_role(verdict: RoleVerdict) -> str:
+    return (
+        f"{_number(verdict.desired, verdict.role)} wanted, {verdict.there} there; the load fills {verdict.needed:.2f}"
+    )
+
+
+def _headline(decision: DecisionRecord) -> Text:
+    at = datetime.fromtimestamp(decision.at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    line = Text(f"{at}  ")
+    line.append(_OUTCOMES.get(decision.outcome, decision.outcome), style=_STYLES.get(decision.outcome, "bold"))
+    asked = f", {decision.asked} asked for" if decision.asked != decision.wanted else ""
+    line.append(
+        f": {decision.there} to {_number(decision.wanted, decision.role)}{asked}, {_ASKED_BY[decision.asked_by]}"
+    )
+    return line
+
+
+def _number(number: int, role: Role) -> str:
+    noun = "instance" if number == 1 else "instances"
+    return f"{number} {noun}" if role == "colocated" else f"{number} {role} {noun}"
+
+
+def _rows(rows: list[tuple[str, str]]) -> Padding:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True, min_width=9)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return Padding(table, (0, 0, 0, 2))
