@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from bench.replay.cli import app
 from shared.messages.admin import InstanceStatus, ModelStatus, PoolStatus, PoolTotals, Status
 from tests.bench.fake_server import fake_server
+from tests.wait_until import eventually
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +28,7 @@ def _trace_file(tmp_path: Path, rows: int, every_s: float = 0.02) -> Path:
     return path
 
 
-async def _run(*arguments: str, interrupt_after_s: float | None = None) -> tuple[int, str, str]:
+async def _run(*arguments: str, interrupt_when: Callable[[], object] | None = None) -> tuple[int, str, str]:
     """Run the command as a process of its own: the fake server needs this one's event loop."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -40,8 +42,9 @@ async def _run(*arguments: str, interrupt_after_s: float | None = None) -> tuple
         # A test run in the background of a shell ignores SIGINT, and its children would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    if interrupt_after_s is not None:
-        await asyncio.sleep(interrupt_after_s)
+    if interrupt_when is not None:
+        await eventually(interrupt_when)
+        await asyncio.sleep(1.0)  # for what was answered to be read
         process.send_signal(signal.SIGINT)
     out, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode is not None
@@ -106,8 +109,9 @@ async def test_an_interrupt_prints_and_writes_what_was_measured(tmp_path: Path) 
     result_file = tmp_path / "result.json"
     async with fake_server(lambda n: "ok" if n == 0 else "silent") as server:
         status, out, err = await _run(
-            str(_trace_file(tmp_path, rows=3)), "--url", server.url, "--json", str(result_file), interrupt_after_s=3.0
-        )
+            str(_trace_file(tmp_path, rows=3)), "--url", server.url, "--json", str(result_file),
+            interrupt_when=lambda: len(server.bodies) == 3 and server.running == 2,
+        )  # fmt: skip
     assert status == 130
     assert "void: interrupted: 2 of 3" in err
     document = json.loads(result_file.read_text())

@@ -223,10 +223,14 @@ async def test_requests_in_every_phase_finish_where_they_were_to(redis_url: str,
 
 async def test_the_source_of_a_pair_that_becomes_a_decode_instance_parts_with_it(redis_url: str) -> None:
     async with live_cluster(redis_url) as cluster:
-        burst = Burst(cluster)
-        await burst.start(delay_s=0.15)
+        burst, has_parted = Burst(cluster), list[bool]()
+        await burst.start(delay_s=0.15, until_split=lambda: has_parted)
         await burst.live_source()
+        roles = burst.source.service.parts.pair_roles
         await give_role(burst.source, "decode")
+        # No more weights before: it does not go on until the target has everything.
+        await eventually(lambda: roles.source is None)
+        has_parted.append(True)
         await burst.ends()
         record = await cluster.record(burst.plan_id)
         ((pair,), (target,)) = record.live, record.targets

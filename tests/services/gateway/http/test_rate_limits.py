@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,12 @@ def remaining(response: httpx.Response) -> tuple[str, str]:
 
 
 async def test_a_key_over_its_requests_gets_429_with_a_time_that_means_something(
-    make_stack: StackFactory, tmp_path: Path
+    make_stack: StackFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = keys_file(tmp_path, key("a", requests_per_minute=2, tokens_per_minute=1000), key("b"))
     stack = await make_stack(1, keys_file=path)
+    now_s = time.monotonic()
+    monkeypatch.setattr(stack.gateway.api_keys, "_clock", lambda: now_s)  # nothing is replenished meanwhile
     first, second, third = [await post(stack, "a") for _ in range(3)]
     assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)
     assert first.headers["x-ratelimit-limit-requests"] == "2"

@@ -43,7 +43,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def pair_and_decoder(redis_url: str, **worker: object) -> AsyncIterator[Burst]:
     """A burst at a pair of prefill instances. Afterwards nothing is left at those that live."""
-    fields: dict[str, object] = {"mock": SLOW, "stall_s": 2.0}
+    fields: dict[str, object] = {"mock": SLOW, "stall_s": 8.0}
     async with live_cluster(redis_url, num_workers=3, **(fields | worker)) as cluster:
         burst = Burst(cluster)
         yield burst
@@ -99,7 +99,8 @@ def left(burst: Burst, outcome: str) -> int:
 @PHASES
 async def test_the_decode_instance_is_killed(redis_url: str, when: When) -> None:
     async with pair_and_decoder(redis_url) as burst:
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        # No more weights before it is so.
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: when(burst))
         await eventually(lambda: when(burst))
         await burst.decoder.kill()
         # What it had taken over, or may have, is the gateway's to try again; the pair decodes the others.
@@ -116,7 +117,8 @@ async def test_the_decode_instance_is_killed(redis_url: str, when: When) -> None
 @PHASES
 async def test_the_target_is_killed(redis_url: str, when: When) -> None:
     async with pair_and_decoder(redis_url) as burst:
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        # No more weights before it is so.
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: when(burst))
         await eventually(lambda: when(burst))
         live = burst.live_target_of(burst.target)
         assert live is not None
@@ -130,7 +132,8 @@ async def test_the_target_is_killed(redis_url: str, when: When) -> None:
 @PHASES
 async def test_the_source_is_killed(redis_url: str, when: When) -> None:
     async with pair_and_decoder(redis_url, max_queued_requests=64) as burst:
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        # No more weights before it is so.
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: when(burst))
         await eventually(lambda: when(burst))
         await burst.source.kill()
         await eventually(lambda: burst.live_target_of(burst.target) is None)

@@ -142,7 +142,7 @@ async def test_a_real_model_gives_the_same_tokens_as_alone(redis_url: str, monke
                 await gateway.end_of(name)
                 alone[request_id] = gateway.tokens(name)
 
-        await burst.start(delay_s=0.06, max_tokens=3, before=ask_alone)
+        await burst.start(delay_s=0.06, max_tokens=3, before=ask_alone, until_split=True)
         for request_id in PROMPTS:
             await gateway.end_of(request_id)
         assert {r: gateway.tokens(r) for r in PROMPTS} == alone

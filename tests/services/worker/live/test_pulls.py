@@ -101,7 +101,7 @@ async def test_a_pull_whose_answer_is_lost_is_asked_again_and_is_one_claim() -> 
 
 @pytest.mark.parametrize("carries", [Carries.PAIR, Carries.PAIR_KV])
 async def test_tensors_that_are_lost_are_computed_again_and_the_claim_is_settled(carries: Carries) -> None:
-    async with running_ends(batch_tokens=9, tensors_s=0.3) as ends:
+    async with running_ends(batch_tokens=9, tensors_s=3.0) as ends:
         source = await _handed_over(ends, 2)
 
         def lose(buffer: Buffer, tag: int) -> tuple[Buffer, int]:
