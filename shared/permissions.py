@@ -125,7 +125,7 @@ TABLE: tuple[Row, ...] = (
     _row(subjects.key_usage, _GATEWAY, _GATEWAY),
     _row(subjects.demand, ("monitor",), _PLANNER),
     _row(subjects.verdicts, _GATEWAY, ("monitor",)),
-    _row(subjects.progress, _WORKER, _PLANNER),
+    _row(subjects.progress, _WORKER, ("gateway", "planner")),
     _row(subjects.live_reports, _WORKER, _PLANNER),
     # The registry.
     *_operations(

@@ -8,7 +8,7 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -78,6 +78,8 @@ class Gateway:
         self.seeds = random.Random()
         """Draws the seeds of requests without one. The system seeds it once, not per request."""
         self.draining = False
+        self.at_drain: list[Callable[[], None]] = []
+        """Called when shutdown begins, for those who wait for something else."""
         self._queue_reports = QueueReports(config.gateway_id, self.dispatcher.router, self.dispatcher.requests.arrivals)
         self._stale = asyncio.Event()
         self.api_keys = ApiKeys(
@@ -90,6 +92,11 @@ class Gateway:
         self._rival_heard = asyncio.Event()
         self._warned = False
         self._held_since_s = time.monotonic()
+
+    @property
+    def incarnation(self) -> str:
+        """Which start of a gateway this is."""
+        return self._incarnation
 
     def gauges(self) -> tuple[ModelGauges, ...]:
         """Each model's requests here now. On the event loop, which owns what it is read from."""
@@ -200,6 +207,8 @@ class Gateway:
     async def drain(self) -> None:
         """Refuse new requests and wait for those in flight, up to the drain timeout."""
         self.draining = True
+        for tell in self.at_drain:
+            tell()
         try:
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await self.dispatcher.requests.wait_idle()

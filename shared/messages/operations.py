@@ -8,6 +8,7 @@ import msgspec
 
 from shared.messages.codec import Message
 from shared.messages.common import LiveChoice, LivePolicy, Role
+from shared.messages.plans import SourceKind
 
 
 class StartScale(Message, frozen=True, kw_only=True, tag="start_scale.v1"):
@@ -47,6 +48,18 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of a mutation: when the first request came for its new role."""
     was: Role | None = None
     """Of a mutation: the role before."""
+
+
+class HopRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A way on which a target gets weights, or a stripe of them."""
+
+    source: str
+    """Worker id of the copy's holder; empty for a disk."""
+    source_kind: SourceKind
+    target: str
+    """Worker id."""
+    share: float = 1.0
+    """Of the model's bytes."""
 
 
 class LiveBatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +158,8 @@ class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
     trigger_to_working_ms: float | None = None
     """Of a mutation: until one of its targets got its first request in the new role. Null: not before the record
     was kept."""
+    hops: tuple[HopRecord, ...] = ()
+    """In the order of the chains; the first 500."""
     advice: bool = False
     """Not carried out: the load asked for it, and the model is only to be advised on."""
 

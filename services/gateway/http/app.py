@@ -35,6 +35,7 @@ from services.gateway.http.asgi import (
     send_error,
 )
 from services.gateway.http.cors import Cors
+from services.gateway.http.events import events_router
 from services.gateway.http.generation import Generation
 from services.gateway.http.models import models_router
 from services.gateway.http.operations import operations_router
@@ -220,6 +221,7 @@ def _rest(gateway: Gateway) -> FastAPI:
     app.include_router(models_router(gateway))
     app.include_router(operations_router(gateway))
     app.include_router(admin_router(gateway))
+    app.include_router(events_router(gateway))
     app.add_exception_handler(BlitzError, _on_blitz_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

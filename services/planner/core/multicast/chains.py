@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from services.planner.core.multicast.edges import Edge
 from services.planner.core.multicast.explain import names
 from services.planner.core.multicast.topology import Gpu, Topology
 from services.planner.core.multicast.traffic import Link, LinkLoad, Source
+from shared.messages.operations import HopRecord
 from shared.messages.plans import Chain, Copy, Hop, Stripe
 
 MAX_FALLBACKS = 8
 SOON_S = 1e-6
+MAX_HOPS = 500
+"""In a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,15 @@ def links_of(chains: Iterable[Chain]) -> tuple[Link, ...]:
     """Who sends to whom: the source and target workers of all stripes between two workers."""
     stripes = (s for chain in chains for hop in chain.hops for s in hop.stripes)
     return tuple(dict.fromkeys((s.source, s.target) for s in stripes if s.source not in ("", s.target)))
+
+
+def hops_of(chains: Iterable[Chain]) -> tuple[HopRecord, ...]:
+    """The ways of all stripes, for people; at most ``MAX_HOPS``."""
+    stripes = (s for chain in chains for hop in chain.hops for s in hop.stripes)
+    return tuple(
+        HopRecord(source=s.source, source_kind=s.source_kind, target=s.target, share=s.share)
+        for s in itertools.islice(stripes, MAX_HOPS)
+    )
 
 
 def predicted_s_of(chains: Iterable[Chain]) -> dict[str, float]:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
-from services.planner.core.multicast.chains import gbps_of, links_of, predicted_s_of
+from services.planner.core.multicast.chains import gbps_of, hops_of, links_of, predicted_s_of
 from services.planner.core.multicast.overhead import Loaded, Way, ways_of
 from services.planner.core.multicast.traffic import Link
 from services.planner.core.operations.pair_record import LivePair
 from services.planner.core.operations.target import Direction, NamedTarget, Target, since_ms
 from shared.messages.common import Role
 from shared.messages.live import LiveReport, ZigzagAssignment
-from shared.messages.operations import ScaleRecord
+from shared.messages.operations import HopRecord, ScaleRecord
 from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import WorkerRecord
@@ -70,6 +70,8 @@ class Operation:
     """A target that has not ended by then has failed, too."""
     links: tuple[Link, ...] = ()
     """Who sends weights to whom."""
+    hops: tuple[HopRecord, ...] = ()
+    """The same for people, with shares."""
     gbps: Mapping[Link, float] = field(default_factory=dict)
     """As predicted, between GPUs; also what targets of a hop send each other."""
     predicted_s: Mapping[str, float] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class Operation:
             accept_by_s=planned_s + plan.valid_s,
             deadline_s=planned_s + (plan.give_up_s or float("inf")),
             links=links_of(plan.chains),
+            hops=hops_of(plan.chains),
             gbps=gbps_of(plan.chains, plan.model.weights_bytes),
             predicted_s=predicted_s_of(plan.chains),
             overhead_s={t: hop.overhead_s for chain in plan.chains for hop in chain.hops for t in hop.targets},
@@ -416,6 +419,7 @@ class Operation:
             left_out=self.left_out,
             trace_id=self.trace_id,
             advice=self.advice,
+            hops=self.hops,
             live=tuple(pair.record(self.triggered_s, details=details) for pair in self.pairs.values()),
             trigger_to_working_ms=self._ms(min((t.working_s for t in targets if t.working_s), default=None)),
         )

@@ -216,7 +216,7 @@ def bounded_record(operation: Operation) -> ScaleRecord:
     """The record of an operation that has ended, as small as a message has to be."""
     brief = operation.record(details=False)
     targets = tuple(msgspec.structs.replace(t, layer_ready_ms=()) for t in brief.targets)
-    briefest = msgspec.structs.replace(brief, targets=targets)
+    briefest = msgspec.structs.replace(brief, targets=targets, hops=())
     for record in (operation.record(), brief, briefest):
         if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
             return record

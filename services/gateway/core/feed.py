@@ -1,0 +1,112 @@
+"""What readers of the feed see: a state of entities, and the newest changes to it, numbered. Pure.
+
+There is no queue per reader. A frame is made once, as bytes; a reader says which one it saw last, and gets those after
+it, or the whole state where they are not kept any more. So a slow reader costs nothing, and resumes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MAX_RING_BYTES = 4 << 20
+"""Of frames that are kept for readers who come back."""
+MAX_STATE_BYTES = 8 << 20
+"""Of all entities. What does not fit is left out, and the state says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The changes of one moment, as an event of a stream."""
+
+    sequence: int
+    event: bytes
+
+
+class FeedState:
+    """Entities by their names (``model/NAME``, ``worker/ID``, ...), each a JSON value."""
+
+    def __init__(
+        self, incarnation: str, *, ring_bytes: int = MAX_RING_BYTES, state_bytes: int = MAX_STATE_BYTES
+    ) -> None:
+        """``incarnation``: of this gateway's process; no other has its numbers."""
+        self._incarnation = incarnation
+        self._ring_bytes, self._state_bytes = ring_bytes, state_bytes
+        self._entities: dict[str, bytes] = {}
+        self._size = 0
+        self._ring: deque[Frame] = deque()
+        self._ring_size = 0
+        self._sequence = 0
+        self.is_cut = False
+        """Something did not fit."""
+
+    @property
+    def sequence(self) -> int:
+        """Of the newest frame; 0: there was none."""
+        return self._sequence
+
+    def put(self, at_s: float, found: Mapping[str, Any], *, kinds: Iterable[str]) -> bool:
+        """The entities of these kinds are ``found``, and no others. ``at_s``: Unix time, for people. Whether anything
+        is new."""
+        prefixes = tuple(f"{kind}/" for kind in kinds)
+        changed: dict[str, msgspec.Raw] = {}
+        for name, value in found.items():
+            encoded = msgspec.json.encode(value)
+            before = self._entities.get(name, b"")
+            if before == encoded:
+                continue
+            if self._size + len(encoded) - len(before) > self._state_bytes:
+                self.is_cut = True
+                continue
+            self._entities[name] = encoded
+            self._size += len(encoded) - len(before)
+            changed[name] = msgspec.Raw(encoded)
+        gone = [name for name in self._entities if name.startswith(prefixes) and name not in found]
+        for name in gone:
+            self._size -= len(self._entities.pop(name))
+        if not changed and not gone:
+            return False
+        self._sequence += 1
+        data = msgspec.json.encode({"at_s": at_s, "changed": changed, "gone": gone})
+        frame = Frame(self._sequence, self._event("frame", data))
+        self._ring.append(frame)
+        self._ring_size += len(frame.event)
+        while self._ring and self._ring_size > self._ring_bytes:
+            self._ring_size -= len(self._ring.popleft().event)
+        return True
+
+    def clear(self) -> None:
+        """Nothing is known any more: nobody looks."""
+        self._entities.clear()
+        self._ring.clear()
+        self._size = self._ring_size = 0
+        self.is_cut = False
+
+    def last_seen(self, event_id: str) -> int | None:
+        """The sequence in a reader's last event id. None: it is no id of this process."""
+        incarnation, _, number = event_id.rpartition("-")
+        known = incarnation == self._incarnation and number.isdecimal() and len(number) < 20
+        return int(number) if known else None
+
+    def since(self, sequence: int | None) -> tuple[int, list[bytes]]:
+        """The number of the newest frame, and what brings a reader there who saw that of ``sequence`` last."""
+        if sequence is not None and sequence == self._sequence:
+            return sequence, []
+        first = self._ring[0].sequence if self._ring else self._sequence + 1
+        if sequence is None or not first - 1 <= sequence < self._sequence:
+            return self._sequence, [self._snapshot()]
+        skipped = sequence + 1 - first
+        return self._sequence, [frame.event for frame in list(self._ring)[skipped:]]
+
+    def _snapshot(self) -> bytes:
+        entities = {name: msgspec.Raw(encoded) for name, encoded in self._entities.items()}
+        return self._event("snapshot", msgspec.json.encode({"entities": entities, "is_cut": self.is_cut}))
+
+    def _event(self, kind: str, data: bytes) -> bytes:
+        return b"event: %s\nid: %s-%d\ndata: %s\n\n" % (
+            kind.encode(), self._incarnation.encode(), self._sequence, data,
+        )  # fmt: skip

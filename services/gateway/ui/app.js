@@ -1,0 +1,76 @@
+// The page: asks for a key where one is wanted, and shows what the feed says. It only reads.
+
+import { Feed, STALE_MS, ofKind } from "/ui/feed.js";
+import { showModels, showWorkers } from "/ui/cluster.js";
+import { announce, showOperations } from "/ui/operations.js";
+
+const KEY = "blitz.admin-key";
+const at = (id) => document.getElementById(id);
+let connected = false;
+let due = false;
+let announcedMs = -Infinity;
+
+const feed = new Feed(onState, onConnection, onRefused);
+
+function onState() {
+  at("main").hidden = false;
+  at("login").hidden = true;
+  // Once per picture of the screen, however many frames came.
+  if (!due) {
+    due = true;
+    requestAnimationFrame(() => {
+      due = false;
+      draw();
+    });
+  }
+}
+
+function draw() {
+  const entities = feed.entities;
+  const [cluster] = ofKind(entities, "cluster");
+  showModels(at("models"), entities);
+  showOperations(at("operation"), at("past"), entities);
+  showWorkers(at("workers"), entities);
+  if (connected) {
+    const silent = cluster && cluster.silent.length ? `; silent: ${cluster.silent.join(", ")}` : "";
+    at("connection").textContent = `live${silent}`;
+    at("connection").className = silent ? "stale" : "live";
+  }
+  const text = announce(entities);
+  // At most every five seconds: a screen reader would never end.
+  if (text && text !== at("announce").textContent && performance.now() - announcedMs > 5000) {
+    announcedMs = performance.now();
+    at("announce").textContent = text;
+  }
+}
+
+function onConnection(text, isFine) {
+  connected = isFine;
+  at("connection").textContent = text;
+  at("connection").className = isFine ? "live" : "stale";
+}
+
+function onRefused(message) {
+  sessionStorage.removeItem(KEY);
+  at("main").hidden = true;
+  at("login").hidden = false;
+  at("refused").textContent = message;
+  onConnection("not connected", false);
+}
+
+at("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const key = at("key").value.trim();
+  at("key").value = "";
+  at("refused").textContent = "";
+  sessionStorage.setItem(KEY, key);
+  feed.start(key);
+});
+
+setInterval(() => {
+  if (connected && performance.now() - feed.lastHeardMs > STALE_MS) {
+    onConnection("nothing was heard for a while: what you see may be old", false);
+  }
+}, 1000);
+
+feed.start(sessionStorage.getItem(KEY) || "");

@@ -1,0 +1,64 @@
+// Models with their instances, and workers with what their GPU and host memory holds.
+
+import { ofKind } from "/ui/feed.js";
+import { bytes, el, show, table } from "/ui/dom.js";
+
+const STATES = ["serving", "live", "loading", "draining", "failed", "spare", "stopping"];
+
+const state = (name) => el("span", { class: `state ${STATES.includes(name) ? name : ""}` }, name);
+
+export function showModels(place, entities) {
+  const workers = ofKind(entities, "worker");
+  const models = ofKind(entities, "model");
+  if (!models.length) return show(place, el("p", {}, "No model is registered: ", el("code", {}, "blitzscale models add DIR")));
+  const rows = models.map((model) => {
+    const mine = workers.filter((worker) => worker.model === model.name);
+    const sum = (field) => mine.reduce((total, worker) => total + (worker[field] || 0), 0);
+    const states = Object.entries(model.states).map(([name, number]) => {
+      const [role, is] = name.split(" ");
+      return el("span", { class: "chip" }, `${number} ${role === "colocated" ? "" : `${role} `}`, state(is));
+    });
+    return [
+      model.name,
+      states.length ? states : "none",
+      `${model.min}–${model.max >= 1000000 ? "∞" : model.max}`,
+      model.queued + sum("queued"),
+      sum("running"),
+      bytes(model.bytes),
+    ];
+  });
+  const lacks = ofKind(entities, "unplanned").map((lack) =>
+    el("p", { class: "lack" }, `${lack.model}: ${lack.wanted} ${lack.role} wanted, and not possible now: ${lack.why}`),
+  );
+  show(place, table("Models: instances by state", ["model", "instances", "limits", "waiting", "running", "weights"], rows), lacks);
+}
+
+export function showWorkers(place, entities) {
+  const models = new Map(ofKind(entities, "model").map((model) => [model.name, model]));
+  const names = new Map(ofKind(entities, "model").map((model) => [model.hash, model.name]));
+  const [cluster] = ofKind(entities, "cluster");
+  const cards = ofKind(entities, "worker").map((worker) => {
+    const model = models.get(worker.model);
+    const layers = model ? model.layers : 0;
+    return el(
+      "li",
+      { class: "worker" },
+      el("h3", {}, worker.id),
+      el("p", {}, state(worker.state), worker.cordoned ? " drained by hand" : ""),
+      worker.model
+        ? el("p", {}, `${worker.model}${worker.role === "colocated" ? "" : `, ${worker.role}`}: `, `${worker.layers} of ${layers} layers`)
+        : el("p", {}, "no instance"),
+      worker.model ? el("progress", { max: layers || 1, value: worker.layers, "aria-label": `layers of ${worker.model} on ${worker.id}` }) : null,
+      worker.running === undefined
+        ? null
+        : el("p", {}, `${worker.running} running, ${worker.queued} waiting, KV ${worker.kv_total ? Math.round((100 * worker.kv_used) / worker.kv_total) : 0} %`),
+      worker.copies.length
+        ? el("p", {}, "host copies: ", worker.copies.map((copy) => `${names.get(copy.hash) || copy.hash} (${copy.state}, ${bytes(copy.bytes)})`).join(", "))
+        : null,
+    );
+  });
+  const more = cluster && cluster.summarised
+    ? el("p", {}, `${cluster.workers} workers: `, Object.entries(cluster.states).map(([name, number]) => `${number} ${name}`).join(", "), ". Those that take part in an operation:")
+    : null;
+  show(place, more, el("ul", { class: "workers" }, cards));
+}

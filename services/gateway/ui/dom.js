@@ -1,0 +1,62 @@
+// Elements from names, attributes and children. Strings become text, never markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === false || value === undefined || value === null) continue;
+    element.setAttribute(name, value === true ? "" : String(value));
+  }
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return element;
+}
+
+export const el = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
+export const svg = (name, attributes = {}, ...children) =>
+  fill(document.createElementNS(SVG, name), attributes, children);
+
+/** Sentences need room, and figures stay on a line. */
+const kind = (cell) => (typeof cell !== "string" ? false : cell.length > 40 ? "words" : "short");
+
+/** A table with a caption; rows are lists of cells, the first of which names the row. */
+export function table(caption, columns, rows) {
+  return el(
+    "div",
+    { class: "scrolls", tabindex: 0, role: "region", "aria-label": caption },
+    el(
+      "table",
+      {},
+      el("caption", {}, caption),
+      el("thead", {}, el("tr", {}, columns.map((column) => el("th", { scope: "col" }, column)))),
+      el(
+        "tbody",
+        {},
+        rows.map((cells) =>
+          el("tr", {}, cells.map((cell, index) => (index ? el("td", { class: kind(cell) }, cell) : el("th", { scope: "row" }, cell)))),
+        ),
+      ),
+    ),
+  );
+}
+
+/** Replace what an element shows, unless it shows just that; what is opened stays open, and the focus stays. */
+export function show(place, ...children) {
+  const next = el("div", {}, ...children);
+  if (place.shown === next.outerHTML) return;
+  const open = new Set([...place.querySelectorAll("details[open]")].map((each) => each.id));
+  const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
+  place.shown = next.outerHTML;
+  for (const each of next.querySelectorAll("details")) if (open.has(each.id)) each.open = true;
+  place.replaceChildren(...next.childNodes);
+  if (focused) document.getElementById(focused)?.focus();
+}
+
+export function bytes(number) {
+  if (number >= 1e9) return `${(number / 1e9).toFixed(2)} GB`;
+  return `${(number / 1e6).toFixed(1)} MB`;
+}
+
+export const ms = (value) => (value === null || value === undefined ? "–" : `${value.toFixed(0)} ms`);

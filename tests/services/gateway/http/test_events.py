@@ -1,0 +1,226 @@
+"""``/admin/events``: who may read, what is in it, and how it ends. ``/ui``: the page's files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from services.gateway import feed as module
+from services.gateway.feed import shown, without_paths
+from shared import subjects
+from shared.messages.operations import HopRecord, ListScaleRecords, ScaleRecord, ScaleRecords, TargetRecord, Unplanned
+from shared.messages.progress import ScaleProgress
+from tests.services.gateway.conftest import Stack, StackFactory
+from tests.wait_until import WAIT_S, eventually
+
+RECORD = ScaleRecord(
+    plan_id="plan-1", model="tiny", status="running", direction="out", desired=2, reason="load",
+    triggered_at_s=1.0, targets=(TargetRecord(worker_id="w1", instance_id="i"),),
+    hops=(HopRecord(source="w0", source_kind="gpu", target="w1"),),
+)  # fmt: skip
+
+
+class Reader:
+    """Follows the feed as a browser does."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.response = response
+        self.entities: dict[str, Any] = {}
+        self.last_id = ""
+        self.kinds: list[str] = []
+        self.ended = False
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        kind = ""
+        async for line in self.response.aiter_lines():
+            name, _, value = line.partition(": ")
+            if name == "event":
+                kind = value
+                self.kinds.append(kind)
+            elif name == "id":
+                self.last_id = value
+            elif name == "data":
+                found = json.loads(value)
+                self.entities = found["entities"] if kind == "snapshot" else self.entities | found["changed"]
+                for gone in found.get("gone", ()):
+                    self.entities.pop(gone, None)
+        self.ended = True
+
+
+@asynccontextmanager
+async def reading(stack: Stack, **headers: str) -> AsyncIterator[Reader]:
+    async with stack.http.stream("GET", "/admin/events", headers=headers) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        reader = Reader(response)
+        try:
+            yield reader
+        finally:
+            reader.task.cancel()
+            await asyncio.gather(reader.task, return_exceptions=True)
+
+
+async def planner(stack: Stack) -> None:
+    async def records(_: ListScaleRecords) -> ScaleRecords:
+        lack = Unplanned(model="tiny", role="colocated", wanted=3, why="no worker is spare", for_s=2.0)
+        return ScaleRecords(records=(RECORD,), unplanned=(lack,))
+
+    await stack.broker.bus("planner").respond(subjects.planner("records"), ListScaleRecords, records)
+
+
+async def test_it_shows_the_registry_and_an_operation_as_it_happens(make_stack: StackFactory) -> None:
+    stack = await make_stack(2)
+    await planner(stack)
+    async with reading(stack) as reader:
+        await eventually(lambda: {"worker/w1", "model/tiny", "operation/plan-1"} <= reader.entities.keys())
+        assert reader.entities["worker/w0"]["model"] == "tiny"
+        assert reader.entities["model/tiny"]["states"] == {"colocated serving": 2}
+        assert reader.entities["cluster/now"]["silent"] == []
+        assert reader.entities["operation/plan-1"]["hops"] == [
+            {"source": "w0", "source_kind": "gpu", "target": "w1", "share": 1.0}
+        ]
+        assert reader.entities["unplanned/tiny/colocated"]["why"] == "no worker is spare"
+        events = [("accepted", -1, 0), ("layer_ready", 0, 100), ("layer_ready", 1, 250)]
+        for number, (event, layer, received) in enumerate(events):
+            message = ScaleProgress(
+                plan_id="plan-1", worker_id="w1", instance_id="i", event=event, after_s=number / 10,  # type: ignore[arg-type]
+                layer=layer, received_bytes=received,
+            )  # fmt: skip
+            await stack.broker.bus("w1").publish(subjects.progress(), message)
+        await eventually(lambda: reader.entities.get("load/plan-1/w1", {}).get("layers") == 2)
+        load = reader.entities["load/plan-1/w1"]
+        assert (load["bytes"], load["after_s"], load["event"]) == (250, 0.2, "layer_ready")
+    assert reader.kinds[0] == "snapshot"
+
+
+async def test_a_reader_that_comes_back_gets_only_what_it_missed(make_stack: StackFactory) -> None:
+    stack = await make_stack(1)
+    async with reading(stack) as stays:
+        async with reading(stack) as reader:
+            await eventually(lambda: reader.last_id)
+        stack.workers[0].state = "draining"
+        await stays_seen(stays)
+        async with reading(stack, **{"Last-Event-ID": reader.last_id}) as again:
+            await eventually(lambda: again.kinds)
+            assert set(again.kinds) == {"frame"}
+
+
+async def stays_seen(reader: Reader) -> None:
+    await eventually(lambda: reader.entities.get("worker/w0", {}).get("state") == "draining")
+
+
+async def test_without_readers_nothing_is_asked_or_heard(make_stack: StackFactory) -> None:
+    stack = await make_stack(1)
+    assert not any(listener.subject == subjects.progress() for listener in stack.broker.listeners)
+    async with reading(stack) as reader:
+        await eventually(lambda: reader.kinds)
+        assert any(listener.subject == subjects.progress() for listener in stack.broker.listeners)
+    await eventually(lambda: not any(x.subject == subjects.progress() for x in stack.broker.listeners))
+
+
+async def test_who_is_silent_is_named(make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECORDS_TIMEOUT_S", 0.1)
+    stack = await make_stack(1)
+    async with reading(stack) as reader:
+        await eventually(lambda: reader.entities.get("cluster/now", {}).get("silent") == ["planner"])
+
+
+async def test_one_reader_too_many_is_refused(make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_READERS", 1)
+    stack = await make_stack(1)
+    async with reading(stack) as reader:
+        await eventually(lambda: reader.kinds)
+        refused = await stack.http.get("/admin/events")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            async with stack.http.stream("GET", "/admin/events") as response:
+                if response.status_code == 200:
+                    break
+
+
+async def test_a_gateway_that_drains_ends_its_feeds_at_once(make_stack: StackFactory) -> None:
+    stack = await make_stack(1)
+    async with reading(stack) as reader:
+        await eventually(lambda: reader.kinds)
+        await stack.gateway.drain()
+        await eventually(lambda: reader.ended, 4.0)
+        refused = await stack.http.get("/admin/events")
+        assert refused.status_code == 503
+
+
+async def test_many_workers_are_counted_and_those_of_an_operation_are_shown(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_WORKERS", 2)
+    stack = await make_stack(4)
+    await planner(stack)
+    async with reading(stack) as reader:
+        await eventually(lambda: {n for n in reader.entities if n.startswith("worker/")} == {"worker/w0", "worker/w1"})
+        assert reader.entities["cluster/now"]["summarised"] is True
+        assert reader.entities["cluster/now"]["workers"] == 4
+
+
+async def test_it_wants_the_admin_key_where_there_is_one(make_stack: StackFactory) -> None:
+    stack = await make_stack(1, admin_keys=("secret",))
+    assert (await stack.http.get("/admin/events")).status_code == 401
+    assert (await stack.http.get("/admin/events?key=secret")).status_code == 401
+    async with reading(stack, Authorization="Bearer secret") as reader:
+        await eventually(lambda: reader.kinds)
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Host": "evil.example"}])
+async def test_pages_of_other_sites_are_refused(make_stack: StackFactory, headers: dict[str, str]) -> None:
+    stack = await make_stack(1)
+    assert (await stack.http.get("/admin/events", headers=headers)).status_code == 403
+
+
+@pytest.mark.parametrize("name", ["", "/app.js", "/feed.js", "/dom.js", "/cluster.js", "/operations.js", "/style.css"])
+async def test_the_page_may_load_and_run_nothing_but_its_own_files(make_stack: StackFactory, name: str) -> None:
+    stack = await make_stack(1, admin_keys=("secret",))
+    page = await stack.http.get(f"/ui{name}")
+    assert page.status_code == 200
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert page.headers["cache-control"] == "no-store"
+    # Nothing that the policy would stop, and nothing that turns text into markup.
+    for forbidden in (
+        "innerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "http://",
+        "https://",
+        "onclick=",
+        "style=",
+    ):
+        assert forbidden not in page.text.replace("http://www.w3.org/2000/svg", ""), forbidden
+
+
+@pytest.mark.parametrize("name", ["none.js", "%2e%2e/service.py", "..%2fservice.py", ".", "index.html.bak"])
+async def test_only_the_pages_files_are_served(make_stack: StackFactory, name: str) -> None:
+    stack = await make_stack(1)
+    assert (await stack.http.get(f"/ui/{name}")).status_code in (404, 200 if name == "." else 404)
+
+
+def test_paths_are_left_out() -> None:
+    assert without_paths("cannot read /srv/models/a/model.safetensors: gone") == "cannot read …/model.safetensors: gone"
+    assert without_paths("org/model at 3/4, see https://x.example/a/b") == "org/model at 3/4, see https://x.example/a/b"
+    failed = TargetRecord(worker_id="w", instance_id="i", failure='open("/data/m/x.json") failed')
+    record = ScaleRecord(
+        plan_id="p", model="org/m", status="failed", direction="out", desired=1, reason="r", triggered_at_s=0.0,
+        targets=(failed,),
+    )  # fmt: skip
+    found = json.loads(bytes(shown(record)))
+    assert found["targets"][0]["failure"] == 'open("…/x.json") failed'
+    assert found["model"] == "org/m"
