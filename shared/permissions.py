@@ -144,7 +144,6 @@ TABLE: tuple[Row, ...] = (
             "release": _PLANNER,
             "set_floor": _PLANNER,
             "lead": ("monitor", "planner"),
-            "cluster": KINDS,
         },
     ),
     _row(subjects.route_changes, _POOL, ("gateway", "monitor", "planner")),
@@ -172,6 +171,8 @@ TABLE: tuple[Row, ...] = (
     # The server's own: no client may send on the first, or listen on the second.
     _row(subjects.departures, (), ("gateway", "planner", "pool")),
     _row(subjects.nobody, KINDS, ()),
+    # Of the stream that it belongs to only the name is of use.
+    _row(subjects.cluster, (), ()),
 )
 
 
@@ -193,6 +194,8 @@ _REPLIES: dict[Kind, Replies] = {
     # An event's acknowledgement is an answer, too, and is preceded by "still at it" where it takes long.
     "worker": Replies(16, 120),
 }
+NAMES_CLUSTER: frozenset[str] = frozenset({"planner", "pool"})
+"""Who may say first what the cluster is called."""
 SERVICE_VERBS = ("PING", "INFO", "STATS")
 
 
@@ -221,6 +224,10 @@ def _service(kind: Kind) -> Grant:
             publish += [f"{_JS}.STREAM.INFO.{row.stream}", f"{_JS}.CONSUMER.INFO.{row.stream}.*"]
             # Consumers are named and have one filter: only then does the server look at it.
             publish.append(f"{_JS}.CONSUMER.CREATE.{row.stream}.*.{row.subject}")
+    # Whose servers these are: all ask, and who keeps the truth says so first. Nobody changes it.
+    publish += [f"{_JS}.STREAM.INFO.{subjects.CLUSTER_STREAM}"]
+    if kind in NAMES_CLUSTER:
+        publish += [f"{_JS}.STREAM.CREATE.{subjects.CLUSTER_STREAM}"]
     subscribe.append(f"{inbox_prefix(kind)}.>")
     replies = _REPLIES.get(kind)
     if replies is not None:

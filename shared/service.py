@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from shared.bus.access import ANYBODY, NatsAccess
 from shared.bus.nats import NatsBus
-from shared.cluster import DEFAULT_CLUSTER, ask, ask_until_known
+from shared.cluster import DEFAULT_CLUSTER, is_ours, until_it_is_ours
 from shared.ending import ANSWERS_S, closed
 from shared.process import LogFormat, ProcessState, run_service
 from shared.settings import Settings, SettingsError
@@ -91,8 +91,8 @@ def _cluster(env: Settings) -> str:
     key = "BLITZ_CLUSTER"
     name = env.text(
         key,
-        "Name of the cluster: letters, digits, `-` and `_`. A service that finds another cluster's pool on its NATS, "
-        "or another's registry in its Redis, changes nothing and ends with exit code 1.",
+        "Name of the cluster: letters, digits, `-` and `_`. NATS and Redis keep the first "
+        "that comes; a service of another one changes nothing there, and ends with exit code 1.",
         default=DEFAULT_CLUSTER,
     )
     if not is_name(name):
@@ -202,8 +202,8 @@ async def connected(
     connection = Connection(bus)
     connection.close_with("telemetry", lambda: asyncio.to_thread(flush))
     try:
-        if not await process.unless_stopping(ask(bus, config.cluster)):
-            process.fail_with(ask_until_known(bus, config.cluster))
+        if not await process.unless_stopping(is_ours(bus, kind, config.cluster)):
+            process.fail_with(until_it_is_ours(bus, kind, config.cluster))
         yield connection
     finally:
         process.ready = False

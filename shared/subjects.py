@@ -17,10 +17,12 @@ PLAN_STREAM = "BLITZ_PLANS"
 """JetStream stream that keeps every plan."""
 RECORD_STREAM = "BLITZ_RECORDS"
 """JetStream stream that keeps the newest records of scale operations and of decisions, whatever their age."""
+CLUSTER_STREAM = "BLITZ_CLUSTER"
+"""JetStream stream that keeps the name of the cluster whose servers these are, as its description, and nothing else."""
 
 POOL_OPERATIONS = (
     "heartbeat", "add_model", "set_model", "remove_model", "restore_model", "snapshot", "lease_batch",
-    "release", "set_floor", "retire_copy", "lead", "cordon_worker", "cluster",
+    "release", "set_floor", "retire_copy", "lead", "cordon_worker",
 )  # fmt: skip
 PLANNER_OPERATIONS = ("decisions", "destinations", "scale", "record", "records", "split")
 
@@ -265,6 +267,11 @@ def zigzag_assignments() -> str:
 def records() -> str:
     """Everything in the record stream."""
     return f"{PREFIX}.records.>"
+
+
+def cluster() -> str:
+    """Nobody sends or listens here: the subject that ``CLUSTER_STREAM`` has to have."""
+    return f"{PREFIX}.cluster"
 
 
 def decisions() -> str:

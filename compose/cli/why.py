@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -39,8 +39,8 @@ def why(
     at: Annotated[
         str,
         typer.Option(
-            help="Decisions up to then: a time of today (14:05), one with its date (2026-01-31T14:05, UTC with a Z), "
-            "or ago (90s, 15m, 2h).",
+            help="Decisions up to then: a time of today (14:05, this machine's), one with its date (2026-01-31T14:05, "
+            "UTC with a Z), or ago (90s, 15m, 2h). Times are shown in UTC.",
             metavar="TIME",
         ),
     ] = "",
@@ -62,13 +62,13 @@ def moment(text: str, now_s: float) -> float:
     """Unix seconds. Raises ``typer.BadParameter``."""
     if ago := _AGO.fullmatch(text):
         return now_s - float(ago["number"]) * _UNITS_S[ago["unit"]]
-    today = datetime.fromtimestamp(now_s).astimezone()
+    # Of a whole minute or second, what happened in it counts.
+    whole_s = 1.0 if re.search(r":\d{2}:\d{2}", text) else 60.0
     try:
         if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text):
             time_of_day = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M").time()
-            found = datetime.combine(today.date(), time_of_day, today.tzinfo)
-            # Of a whole minute or second, what happened in it counts.
-            found += timedelta(seconds=0 if text.count(":") == 2 else 59)
+            # With the offset that was in force then, not with today's.
+            found = datetime.combine(datetime.fromtimestamp(now_s).date(), time_of_day).astimezone()
         else:
             found = datetime.fromisoformat(text)
             found = found if found.tzinfo else found.astimezone()
@@ -76,7 +76,7 @@ def moment(text: str, now_s: float) -> float:
         raise typer.BadParameter(
             f"{text!r} is no time: such as 14:05, 2026-01-31T14:05 or 15m", param_hint="--at"
         ) from None
-    return found.timestamp()
+    return found.timestamp() + whole_s
 
 
 def _shown(found: WhyStatus, console: Console, *, of_now: bool) -> Iterator[Text | Padding]:

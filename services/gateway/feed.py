@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.feed import FeedState
+from services.gateway.core.feed import FeedEntities
 from services.gateway.service import Gateway
 from shared import subjects
 from shared.bus.base import Subscription
@@ -47,12 +47,12 @@ COMMENT = b": alive\n\n"
 _PATH = re.compile(r"(?<![\w.:/])/(?:[^\s/\"\\:]+/)+")
 
 
-class Feed:
+class ClusterFeed:
     """One per gateway. ``read`` is a reader's stream."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._state = FeedState(gateway.incarnation)
+        self._state = FeedEntities(gateway.incarnation)
         self._num_readers = 0
         self._work: asyncio.Task[None] | None = None
         self._fresh = asyncio.Event()

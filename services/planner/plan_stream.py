@@ -14,7 +14,7 @@ from services.planner.core.rounds.decision_log import DecisionLog
 from services.planner.core.rounds.plan_writer import AnyPlan
 from shared import subjects
 from shared.bus.base import Bus, EventMaker
-from shared.errors import BlitzError
+from shared.errors import BlitzError, PayloadTooLarge
 from shared.messages.decisions import DecisionRecord, DecisionsMade
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.operations import ScaleRecord
@@ -128,6 +128,8 @@ class PlanStream:
                 await self._bus.publish_event(
                     subjects.decisions(), DecisionsMade(decisions=decisions), message_id=message_id
                 )
+            except PayloadTooLarge:
+                _log.warning("%d decisions are too large for the stream: not stored", len(decisions))
             except BlitzError as error:
                 _log.info("%d decisions are stored later: %s", len(decisions), error)
                 return

@@ -30,13 +30,14 @@ from services.planner.round_runner import RoundRunner
 from services.planner.splitter import Splitter
 from services.planner.succession import Succession
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, StaleTerm, Unavailable
 from shared.leading import Leader
 from shared.load_feed import subscribe_load
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
-from shared.messages.decisions import Decisions, ListDecisions
+from shared.messages.decisions import MAX_DECISIONS, Decisions, ListDecisions
 from shared.messages.destinations import Destinations, GetDestinations
 from shared.messages.live import LiveReport, PlanSplit
 from shared.messages.load import Demand, QueueReport
@@ -54,6 +55,9 @@ RECOVERY_WAIT_S = 4.0
 LOOK_EVERY_S = 1.0
 """How often to look whether instances of workers that are to be free can go, and whether requests should move so that
 others can begin."""
+STORE_EVERY_S = 60.0
+"""Decisions are stored together: the stream keeps so many messages."""
+LAST_STORE_S = 0.5
 MAX_LISTED = 100
 MAX_REFUSED_LISTED = 100
 
@@ -86,6 +90,8 @@ class PlannerService:
         self._splitter = Splitter(self._stream, self._planner.splits, metrics)
         self._round_runner = RoundRunner(self._planner, self._leases, self._reader, self._publisher, leader, metrics)
         self._tracker = OperationTracker(self._stream, leader, self._planner, self._leases)
+        self._storing = OwnedTasks()
+        self._store_at_s = 0.0
         self._moves = Counter(
             "blitz_planner_moves_total",
             "Orders to move requests so that one that waits for KV can begin.",
@@ -145,6 +151,7 @@ class PlannerService:
             await self._splitter.close()
             await self._succession.finish()
             await self._tracker.finish()
+            await self._store_last_decisions()
 
     async def _hold(self, stopping: asyncio.Event, deciding: asyncio.Task[None]) -> None:
         holding = asyncio.create_task(self._leader.hold(stopping))
@@ -165,7 +172,7 @@ class PlannerService:
             try:
                 return await handler(message)
             except StaleTerm as error:
-                # The pool refused it, and nothing was changed: whoever leads now may be asked.
+                # Whoever leads now may be asked, and does what is left to do.
                 raise Unavailable(f"this planner leads no more: {error.message}", retry_after_s=0.5) from error
 
         # Another planner that led, and hangs, may still be there.
@@ -193,8 +200,22 @@ class PlannerService:
                 except BlitzError as error:
                     log.info("what could move is looked at later: %s", error)
             await self._tracker.tell_waiters()
-            await self._stream.store_decisions(self._planner.decisions)
+            self._store_decisions()
             await asyncio.sleep(CHECK_INTERVAL_S)
+
+    def _store_decisions(self) -> None:
+        """Now and then, and as soon as a message is full."""
+        num_untold, now_s = len(self._planner.decisions.untold()), time.monotonic()
+        due = num_untold == MAX_DECISIONS or (num_untold > 0 and now_s >= self._store_at_s)
+        if due and not len(self._storing):
+            self._store_at_s = now_s + STORE_EVERY_S
+            self._storing.start(self._stream.store_decisions(self._planner.decisions))
+
+    async def _store_last_decisions(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_STORE_S):
+                await self._storing.finish()
+                await self._stream.store_decisions(self._planner.decisions)
 
     async def _evacuate(self) -> None:
         """Have instances go whose workers are to be free. Raises ``BlitzError``."""

@@ -79,8 +79,8 @@ class Succession:
         records = [one.event for one in stored if one.event.status != "running"]
         for record in records:
             operations.remember(record)
-        made = await past(subjects.decisions(), DecisionsMade, limit=MAX_PAST_EVENTS)
-        self._planner.decisions.recall(decision for one in made for decision in one.event.decisions)
+        # Explanations must not keep anybody from leading.
+        self._tasks.start(self._recall_decisions())
         # This leader repeats earlier plans under its own term: workers no longer listen to an earlier leader.
         stored_s: dict[str, float] = {}
 
@@ -115,6 +115,14 @@ class Succession:
             left = unheeded(drain, operation, view.workers) if drain is not None else None
             if left is not None:
                 self._tasks.start(self._tell_again(left, stored_s[left.plan_id]))
+
+    async def _recall_decisions(self) -> None:
+        try:
+            made = await self._bus.past_events(subjects.decisions(), DecisionsMade, limit=MAX_PAST_EVENTS)
+        except BlitzError as error:
+            log.info("what earlier planners decided is not known: %s", error)
+            return
+        self._planner.decisions.recall(decision for one in made for decision in one.event.decisions)
 
     def _mine(self, events: Iterable[Stored[E]]) -> list[E]:
         return [msgspec.structs.replace(stored.event, term=self._leader.term) for stored in events]

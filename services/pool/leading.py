@@ -37,9 +37,7 @@ from shared.messages.copies import RetireCopy
 from shared.messages.identity import GetHolder, Holder
 from shared.messages.registry import (
     AddModel,
-    ClusterName,
     CordonWorker,
-    GetCluster,
     GetSnapshot,
     HeartbeatAck,
     Lead,
@@ -85,14 +83,12 @@ class LeadingPool:
         metrics: PoolMetrics,
         settings: PoolSettings,
         *,
-        cluster: str,
         leads_until_s: float,
         knows_all: bool = False,
     ) -> None:
         """``leads_until_s``: as ``leads_until``. ``knows_all``: there is no worker yet that could be unknown, so grants
         need not wait."""
         self._bus = bus
-        self._cluster = ClusterName(name=cluster)
         self._store = store
         self._lease_s = lease_s = settings.lease_s
         self._metrics = metrics
@@ -134,7 +130,6 @@ class LeadingPool:
         await self._respond("retire_copy", RetireCopy, self._on_retire_copy)
         await self._respond("cordon_worker", CordonWorker, self._on_cordon)
         await self._respond("lead", Lead, self._terms.lead)
-        await self._respond("cluster", GetCluster, self._on_cluster)
         self._subscriptions.append(await self._bus.watch_departures(self._on_departure))
         self._publisher = asyncio.create_task(self._routes.run())
 
@@ -351,9 +346,6 @@ class LeadingPool:
         return Ack()
 
     # --- readers -----------------------------------------------------------------------------
-
-    async def _on_cluster(self, _: GetCluster) -> ClusterName:
-        return self._cluster
 
     async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
         async with self._pages:

@@ -108,7 +108,6 @@ class PoolService:
             status,
             self._metrics,
             self._settings,
-            cluster=self._cluster,
             leads_until_s=asked_s + self._lead_s,
             knows_all=self._first,
         )

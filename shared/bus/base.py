@@ -95,6 +95,10 @@ class Bus(Protocol):
     async def subscribe_events(self, subject: str, kind: type[M], listener: EventListener[M]) -> Subscription:
         """Receive events appended from now on; each is acknowledged when ``listener`` returns."""
 
+    async def cluster_name(self, claim: str = "") -> str:
+        """The name of the cluster whose servers these are; empty: they keep none. ``claim``: kept from now on, if they
+        keep none. Raises ``Unavailable`` while they cannot say, and ``NotPermitted``."""
+
     async def wait_lost(self) -> str:
         """Wait until the connection has ended for good, other than by ``close``: nothing will bring it back. Returns
         why."""

@@ -22,7 +22,8 @@ from shared.bus.departures import DepartureListener, departure_of
 from shared.bus.nats_events import EventSubscription
 from shared.bus.nats_link import NatsLink, answer_to, drain, drop_unsent, round_trip
 from shared.bus.nats_service import RpcService
-from shared.bus.nats_stream import RECORD_LIMITS, EventStream, StreamLimits
+from shared.bus.nats_stream import RECORD_LIMITS, EventStream, StreamLimits, cluster_name
+from shared.bus.refusals import JETSTREAM
 from shared.bus.wire import (
     MalformedLog,
     check_size,
@@ -35,6 +36,9 @@ from shared.errors import DeadlineExceeded, NoResponder, NotPermitted, Unavailab
 from shared.messages.codec import MalformedMessage, Message, decode, encode, prepare
 
 _log = logging.getLogger(__name__)
+
+CLUSTER_TIMEOUT_S = 1.0
+"""For the servers to say whose they are."""
 
 
 class NatsBus(Bus):
@@ -235,6 +239,18 @@ class NatsBus(Bus):
         await subscription.start()
         self._subscriptions.add(subscription)
         return subscription
+
+    async def cluster_name(self, claim: str = "") -> str:
+        with self._refusals.watch("publish", JETSTREAM) as refused:
+            try:
+                async with asyncio.timeout(CLUSTER_TIMEOUT_S) as limit:
+                    refused.ends(limit)
+                    return await cluster_name(self._stream.jetstream, claim)
+            except nats.js.errors.NotFoundError:
+                return ""
+            except (TimeoutError, nats.errors.Error) as error:
+                refused.check("ask for the cluster's name", self._refusals.user)
+                raise Unavailable(f"the cluster's name cannot be read: {str(error) or 'no answer'}") from error
 
     async def wait_lost(self) -> str:
         return await asyncio.shield(self._link.lost)

@@ -177,8 +177,8 @@ class NatsLink:
         self._said.clear()
         self._access.accepted()
         self.refusals.user = self._access.user
-        self._look_at_certificate()
         self.up.set()
+        self._look_at_certificate()
 
     def _look_at_certificate(self) -> None:
         ends_unix_s = self.client.server_certificate_ends_unix_s

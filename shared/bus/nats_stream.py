@@ -50,6 +50,8 @@ class StreamLimits:
     num_replicas: int = 1
 
 
+_FEW_SERVERS = 10074
+"""JetStream's code where there are fewer servers than replicas."""
 PLAN_LIMITS = StreamLimits()
 RECORD_LIMITS = StreamLimits(max_age_s=0.0, max_events_each=500)
 """The newest records of each kind survive, however old they are."""
@@ -252,3 +254,30 @@ class EventStream:
         finally:
             with contextlib.suppress(nats.errors.Error):  # gone with its connection
                 await reading.unsubscribe()
+
+
+async def cluster_name(jetstream: JetStreamContext, claim: str) -> str:
+    """The name that the servers keep. ``claim``: the first that comes is kept; empty: only look.
+
+    Raises ``NotFoundError`` where there is none yet, and ``nats.errors.Error`` or ``TimeoutError`` while JetStream is
+    away. The server decides between two claims: it makes a stream once, and says so to the second.
+    """
+    try:
+        return (await ending(jetstream.stream_info(subjects.CLUSTER_STREAM))).config.description or ""
+    except nats.js.errors.NotFoundError:
+        if not claim:
+            raise
+    config = api.StreamConfig(
+        name=subjects.CLUSTER_STREAM, subjects=[subjects.cluster()], description=claim, max_msgs=1, max_bytes=1024
+    )
+    for replicas in (3, 1):
+        try:
+            await ending(jetstream.add_stream(config.evolve(num_replicas=replicas)))
+        except nats.js.errors.APIError as error:
+            if error.err_code == _NAME_IN_USE:
+                break
+            if error.err_code != _FEW_SERVERS or replicas == 1:
+                raise
+        else:
+            break
+    return (await ending(jetstream.stream_info(subjects.CLUSTER_STREAM))).config.description or ""

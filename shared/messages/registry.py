@@ -227,16 +227,6 @@ class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):
     name: str
 
 
-class GetCluster(Message, frozen=True, kw_only=True, tag="get_cluster.v1"):
-    """Ask the pool whose registry it keeps."""
-
-
-class ClusterName(Message, frozen=True, kw_only=True, tag="cluster_name.v1"):
-    """The cluster whose services speak here."""
-
-    name: str
-
-
 class GetSnapshot(Message, frozen=True, kw_only=True, tag="get_snapshot.v1"):
     """Ask the pool for its state, page by page (``shared.registry`` reads it whole). Pages are bounded by bytes, models
     and what belongs to them included; ``cursor`` leads from one to the next."""

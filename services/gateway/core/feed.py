@@ -27,7 +27,7 @@ class Frame:
     event: bytes
 
 
-class FeedState:
+class FeedEntities:
     """Entities by their names (``model/NAME``, ``worker/ID``, ...), each a JSON value."""
 
     def __init__(

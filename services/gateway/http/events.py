@@ -12,7 +12,7 @@ from importlib import resources
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.feed import Feed
+from services.gateway.feed import ClusterFeed
 from services.gateway.http.asgi import header
 from services.gateway.service import Gateway
 from shared.errors import NotFound
@@ -31,7 +31,7 @@ _PAGE = resources.files("services.gateway") / "ui"
 def events_router(gateway: Gateway) -> APIRouter:
     """The routes, bound to one gateway."""
     router = APIRouter(tags=["page"])
-    feed = Feed(gateway)
+    feed = ClusterFeed(gateway)
 
     @router.get("/admin/events")
     async def events(request: Request) -> Response:

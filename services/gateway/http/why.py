@@ -36,7 +36,7 @@ async def why(gateway: Gateway, model: str, until_s: float | None, limit: int) -
     known = model in gateway.routes.models
     if until_s is not None or not known:
         decisions = await decided
-        if not known and not (decisions is not None and decisions.decisions):
+        if not known and decisions is not None and not decisions.decisions:
             gateway.find_model(model)
         return WhyStatus(
             model=model, decisions=decisions.decisions if decisions is not None else (), silent=tuple(silent)

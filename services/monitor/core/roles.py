@@ -99,7 +99,7 @@ class _Limit(NamedTuple):
         if self.desired < self.verdict.desired:
             for_what = "kept" if self.verdict.spare else "needed"
             return f"{self.verdict.desired} would be {for_what}, and max_instances is {self.model.max_instances}"
-        if self.floor is not None and self.desired == self.floor.instances:
+        if self.floor is not None and self.desired == min(self.floor.instances, self.model.max_instances):
             return f"{self.desired} asked for by hand"
         return f"min_instances is {self.model.min_instances}"
 

@@ -62,7 +62,7 @@ def test_at_a_time_only_decisions_are_asked_for(gateway: FakeGateway, capsys: py
     assert "nothing was decided by then" in capsys.readouterr().out
     assert (
         gateway.requests[-1][0]
-        == f"GET /admin/why/demo?limit=5&at={datetime(2026, 1, 31, 14, 5, tzinfo=UTC).timestamp()!r}"
+        == f"GET /admin/why/demo?limit=5&at={datetime(2026, 1, 31, 14, 6, tzinfo=UTC).timestamp()!r}"
     )
     assert run(["why", "demo", "--at", "noonish"]) == 2
     assert "'noonish' is no time" in capsys.readouterr().err
@@ -85,9 +85,12 @@ def test_times_may_be_relative(text: str, ago_s: float) -> None:
 def test_a_time_of_day_is_of_today_and_of_all_of_its_minute() -> None:
     now = datetime.now().astimezone()
     noon = now.replace(hour=12, minute=0, second=0, microsecond=0)
-    assert moment("12:00", now.timestamp()) == noon.timestamp() + 59
-    assert moment("12:00:30", now.timestamp()) == noon.timestamp() + 30
-    assert moment(noon.isoformat(), now.timestamp()) == noon.timestamp()
+    assert moment("12:00", now.timestamp()) == noon.timestamp() + 60
+    assert moment("12:00:30", now.timestamp()) == noon.timestamp() + 31
+    assert moment(noon.isoformat(), now.timestamp()) == noon.timestamp() + 1
+    assert moment("2026-01-31T14:05Z", now.timestamp()) == datetime(2026, 1, 31, 14, 6, tzinfo=UTC).timestamp()
+    with_its_second = "2026-11-26T22:33:32Z"  # as decisions are shown: that of 22:33:32.9 is one of them
+    assert moment(with_its_second, 0.0) > datetime(2026, 11, 26, 22, 33, 32, 900_000, tzinfo=UTC).timestamp()
     for wrong in ("25:00", "12:61", "", "yesterday"):
         with pytest.raises(typer.BadParameter):
             moment(wrong, now.timestamp())

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from services.planner.core.rounds.decision_log import MAX_MODELS, MAX_OF_MODEL, MAX_UNTOLD, DecisionLog
 from shared import subjects
+from shared.bus.base import M, Stored
+from shared.errors import Unavailable
 from shared.messages.decisions import MAX_DECISIONS, DecisionRecord, Decisions, ListDecisions
 from shared.messages.load import Demand
 from tests.records import model, worker_record
@@ -99,6 +102,72 @@ async def test_another_model_that_waits_is_the_reason_why_an_instance_goes(rig: 
     assert refused.outcome == "refuse"
 
 
+async def test_how_many_could_not_be_had_is_one_refusal_however_the_load_varies(rig: Rig) -> None:
+    rig.pool.workers = (worker_record("w0", rig.model, "serving"),)
+    for desired in (2, 3, 2, 4, 3):
+        await rig.demand(desired)
+        await rig.scale(1)
+    assert len([one for one in await decisions(rig) if one.outcome == "refuse"]) == 1
+
+
+async def test_a_worker_that_is_drained_by_hand_is_the_reason(rig: Rig) -> None:
+    cordoned = msgspec.structs.replace(worker_record("w0", rig.model, "serving"), cordoned=True)
+    rig.pool.workers = (cordoned, worker_record("w1", rig.model, "serving"))
+    await eventually(rig.plans)
+    (one,) = await decisions(rig)
+    assert (one.asked_by, one.outcome, one.there, one.wanted) == ("drain", "drain", 2, 1)
+    assert one.chosen == "w0 give up their instances: their workers are drained by hand"
+    assert one.otherwise == "their workers would not become free"
+
+
+async def test_of_an_advised_model_that_is_the_bound(rig: Rig) -> None:
+    advised = model("m", min_instances=0, max_instances=4, advise=True)
+    rig.pool.models = (advised,)
+    rig.pool.workers = (worker_record("w0", advised, "serving"), worker_record("w1"))
+    await rig.demand(3)
+    await rig.scale(1)
+    by_load = next(one for one in await decisions(rig) if one.asked_by == "load")
+    assert (by_load.outcome, by_load.there, by_load.wanted) == ("keep", 1, 1)
+    assert by_load.bound == "3 would be wanted, and the model is only to be advised on"
+    assert by_load.otherwise == "without it, another number would be wanted"
+
+
+async def test_decisions_that_cannot_be_read_back_keep_nobody_from_leading(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.die()
+    rig.pool.leader = ""
+    heir = Rig(broker=rig.broker, pool=rig.pool)
+    past_events = heir.bus.past_events
+
+    async def past(subject: str, kind: type[M], *, limit: int) -> tuple[Stored[M], ...]:
+        if subject == subjects.decisions():
+            raise Unavailable("not now")
+        return await past_events(subject, kind, limit=limit)
+
+    monkeypatch.setattr(heir.bus, "past_events", past)
+    await heir.start()
+    assert await decisions(heir) == []
+    await heir.stop()
+
+
+async def test_what_was_decided_last_is_stored_when_a_planner_ends(rig: Rig) -> None:
+    rig.spare("w0", "w1")
+    await rig.demand(1)
+    await eventually(lambda: any(e.subject == subjects.decisions() for e in rig.broker.events))
+    await rig.scale(2)
+    before = await decisions(rig)
+    await rig.stop()
+    heir = Rig(broker=rig.broker, pool=rig.pool)
+    await heir.start()
+
+    async def known() -> bool:
+        return await decisions(heir) == before
+
+    await eventually(known)
+    await heir.stop()
+
+
 async def test_the_next_planner_knows_what_this_one_decided(rig: Rig) -> None:
     rig.spare("w0", "w1")
     await rig.demand(1)
@@ -110,7 +179,11 @@ async def test_the_next_planner_knows_what_this_one_decided(rig: Rig) -> None:
     rig.pool.leader = ""
     heir = Rig(broker=rig.broker, pool=rig.pool)
     await heir.start()
-    assert await decisions(heir) == before
+
+    async def known() -> bool:
+        return await decisions(heir) == before
+
+    await eventually(known)
     await heir.stop()
 
 
@@ -135,9 +208,11 @@ def test_what_was_decided_by_a_time_is_found_newest_first() -> None:
 def test_models_and_decisions_are_bounded() -> None:
     log = DecisionLog()
     log.recall(made(number, f"m{number % (MAX_MODELS + 5)}") for number in range(2 * MAX_MODELS))
+    assert log.of("m1997", None, 5) == (), "others were decided on since"
+    assert len(log.of("m7", None, 5)) == 1
+    log = DecisionLog()
     log.recall(made(number) for number in range(MAX_OF_MODEL + 5))
     assert len(log.of("m", None, 1000)) == MAX_OF_MODEL
-    assert log.of("m7", None, 5) == ()
 
 
 def test_what_the_stream_does_not_take_is_kept_up_to_a_limit() -> None:

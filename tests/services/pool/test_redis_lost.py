@@ -203,6 +203,6 @@ async def test_who_leads_again_with_its_old_term_numbers_nothing_as_before(pool:
         status = LeaderStatus(leads=True, term=7, leader="me", expires_in_s=2.0)
         metrics = PoolMetrics(CollectorRegistry())
         bus = pool.broker.bus("pool")
-        return LeadingPool(bus, pool.store, status, metrics, PoolSettings(lease_s=1.0), cluster="c", leads_until_s=0.0)
+        return LeadingPool(bus, pool.store, status, metrics, PoolSettings(lease_s=1.0), leads_until_s=0.0)
 
     assert made().registry.publisher != made().registry.publisher

@@ -55,6 +55,7 @@ class MemoryBroker:
         self.buffer_bytes = buffer_bytes
         self.event_timeout_s = event_timeout_s
         self.events: list[MemoryEvent] = []
+        self.cluster = ""
         self.listeners: list[MemoryListening[Message]] = []
         self.responders: list[MemoryResponding[Message, Message]] = []
         self.readers: set[MemoryReading[Message]] = set()
@@ -260,6 +261,13 @@ class MemoryBus(Bus):
         self.broker.readers.add(subscription)
         self._subscriptions.add(subscription)
         return subscription
+
+    async def cluster_name(self, claim: str = "") -> str:
+        self._check_open()
+        if self.connected_since_s is None:
+            raise Unavailable("the cluster's name cannot be read: the bus is disconnected")
+        self.broker.cluster = self.broker.cluster or claim
+        return self.broker.cluster
 
     async def wait_lost(self) -> str:
         return await asyncio.shield(self._lost_future())

@@ -65,7 +65,8 @@ class Adviser:
             self._given.pop(about, None)
             return request
         self._advise(request, now, wanted, at.moment)
-        return dataclasses.replace(request, desired=least)
+        bound = f"{wanted} would be wanted, and the model is only to be advised on"
+        return dataclasses.replace(request, desired=least, bound=bound)
 
     def _advise(self, request: ScaleRequest, now: int, wanted: int, moment: Moment) -> None:
         now_s = moment.monotonic_s

@@ -18,6 +18,7 @@ from services.planner.core.rounds.step import NoSpareWorker
 from services.planner.core.rounds.unplanned import UnplannedDemands
 from services.planner.core.rounds.waiting import ROOM_WAIT_S, Waiting, WaitingRoom
 from shared.errors import BlitzError, Internal
+from shared.messages.registry import ModelRecord
 
 MAX_ROUND_S = 0.05
 """Of planning: what is left waits for the next round, which begins at once."""
@@ -169,8 +170,10 @@ class Decider:
         if not steps:
             self._unplanned.met(one.about)
             now.round.settled.append(one)
-            model, floor = now.at.view.models[request.model], now.at.view.floors.get(one.about)
-            self._decisions.kept(request, self._scaler.decision(request, model, now.at), model, floor, now.at.moment)
+            model = now.at.view.models.get(request.model)
+            if model is not None:
+                floor, decision = now.at.view.floors.get(one.about), self._decision(request, model, now.at)
+                self._decisions.kept(request, decision, model, floor, now.at.moment)
             return
         if steps[-1].decision.drain and not shrinks:
             now.shrinking.append(one)
@@ -198,5 +201,14 @@ class Decider:
         request, view, moment = one.request, now.at.view, now.at.moment
         now.round.refused.append(self._unplanned.refuse(one, error, moment.monotonic_s, decided=True))
         model = view.models.get(request.model)
-        decision = self._scaler.decision(request, model, now.at) if model else Decision(request.desired, 0, 0, (), ())
+        decision = self._decision(request, model, now.at)
         self._decisions.refused(request, decision, model, view.floors.get(one.about), error, moment)
+
+    def _decision(self, request: ScaleRequest, model: ModelRecord | None, at: Situation) -> Decision:
+        """For the log, which never ends a round."""
+        if model is not None:
+            try:
+                return self._scaler.decision(request, model, at)
+            except Exception:  # noqa: BLE001 (where planning fails, this does as well: it has been told)
+                pass
+        return Decision(request.desired, 0, 0, (), ())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal
 
 from services.planner.core.multicast.explain import instances_of, names
@@ -11,7 +12,7 @@ from services.planner.core.operations.decision import Decision, ScaleRequest
 from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.step import Step
 from shared.errors import BlitzError
-from shared.messages.common import SERVED_BY
+from shared.messages.common import SERVED_BY, Role
 from shared.messages.decisions import MAX_DECISIONS, DecisionRecord
 from shared.messages.registry import Floor, ModelRecord
 
@@ -20,11 +21,15 @@ MAX_MODELS = 2_000
 """Those that were decided on last."""
 MAX_UNTOLD = 2_000
 """Decisions that the stream has not taken yet."""
+MAX_SAID = 20_000
+"""Models, roles and who asked."""
 MAX_CHARS = 600
 MAX_LINES = 6
 """Of a plan's explanation; its record has all."""
 
 AskedBy = Literal["load", "hand", "room", "drain"]
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+"""Errors come from anywhere, and are shown in terminals."""
 
 
 class DecisionLog:
@@ -33,11 +38,13 @@ class DecisionLog:
     def __init__(self) -> None:
         self._of: OrderedDict[str, deque[DecisionRecord]] = OrderedDict()
         self._untold: deque[DecisionRecord] = deque(maxlen=MAX_UNTOLD)
+        self._said: dict[tuple[str, Role, AskedBy], Hashable] = {}
+        """What was last noted, if it is not to be noted again while it stays so."""
 
     def took(self, step: Step, floor: Floor | None, moment: Moment, asked_by: AskedBy | None = None) -> None:
         """A step is carried out. ``floor``: of its model and role."""
         request, decision = step.request, step.decision
-        outcome, chosen, cost = _of_step(step)
+        outcome, chosen, cost = _of_step(step, asked_by)
         self.add(
             DecisionRecord(
                 at_s=moment.unix_s,
@@ -46,13 +53,14 @@ class DecisionLog:
                 asked_by=asked_by or _asked_by(request),
                 seen=_seen(request),
                 asked=max(0, request.desired),
-                there=decision.current,
+                there=decision.current + (len(decision.drain) if asked_by == "drain" else 0),
                 wanted=decision.desired,
-                bound=bound_of(request, decision, step.model, floor),
+                # A change of roles is one step of several: that it is less than was asked for is no bound.
+                bound=_cut(request.bound) if step.mutate else bound_of(request, decision, step.model, floor),
                 outcome=outcome,
                 chosen=_cut(chosen),
                 cost=_cut(cost),
-                otherwise=_cut(_otherwise(request, decision.current, outcome)),
+                otherwise=_cut(_otherwise(request, decision.current, outcome, asked_by)),
                 plan_id=step.plan_id,
             )
         )
@@ -62,9 +70,10 @@ class DecisionLog:
     ) -> None:
         """Nothing was to do. Noted if that is because of a bound, or an answer to somebody."""
         bound = bound_of(request, decision, model, floor)
-        if not bound and not request.by_hand:
+        if decision.desired != decision.current or not (bound or request.by_hand):
             return
         self._add_unless_repeated(
+            ("keep", decision.desired, decision.current),
             DecisionRecord(
                 at_s=moment.unix_s,
                 model=request.model,
@@ -77,8 +86,8 @@ class DecisionLog:
                 bound=bound,
                 outcome="keep",
                 chosen=f"nothing to do: {instances_of(decision.current, request.role)} are there or on their way",
-                otherwise=f"without it, {request.desired} would be wanted" if bound else "the same",
-            )
+                otherwise=_without(request) if bound else "the same",
+            ),
         )
 
     def refused(
@@ -92,6 +101,7 @@ class DecisionLog:
     ) -> None:
         """Nothing could be done."""
         self._add_unless_repeated(
+            ("refuse", error.code),
             DecisionRecord(
                 at_s=moment.unix_s,
                 model=request.model,
@@ -105,7 +115,7 @@ class DecisionLog:
                 outcome="refuse",
                 chosen=_cut(error.message),
                 otherwise=f"it stays at {instances_of(decision.current, request.role)} until that changes",
-            )
+            ),
         )
 
     # --- for readers -------------------------------------------------------------------------
@@ -127,22 +137,24 @@ class DecisionLog:
                 self._untold.popleft()
 
     def recall(self, decisions: Iterable[DecisionRecord]) -> None:
-        """What earlier planners decided, oldest first, in place of everything known."""
+        """What earlier planners decided, oldest first; what this one has decided since comes after it."""
+        since = [one for known in self._of.values() for one in known]
         self._of.clear()
-        self._untold.clear()
-        for one in decisions:
+        for one in (*decisions, *sorted(since, key=lambda one: one.at_s)):
             self._keep(one)
 
     # --- what is kept ------------------------------------------------------------------------
 
-    def _add_unless_repeated(self, one: DecisionRecord) -> None:
-        about = one.role, one.asked_by
-        last = next((d for d in reversed(self._of.get(one.model, ())) if (d.role, d.asked_by) == about), None)
-        if last is None or _essence(last) != _essence(one):
+    def _add_unless_repeated(self, essence: Hashable, one: DecisionRecord) -> None:
+        about = one.model, one.role, one.asked_by
+        if self._said.get(about) != essence:
             self.add(one)
+            if len(self._said) < MAX_SAID:
+                self._said[about] = essence
 
     def add(self, one: DecisionRecord) -> None:
         """Note a decision."""
+        self._said.pop((one.model, one.role, one.asked_by), None)
         self._keep(one)
         self._untold.append(one)
 
@@ -156,19 +168,14 @@ class DecisionLog:
             self._of.popitem(last=False)
 
 
-def _essence(one: DecisionRecord) -> tuple[object, ...]:
-    """The same decision, whatever the load was exactly."""
-    return one.outcome, one.wanted, one.there, one.bound.partition(" for ")[0], one.chosen
-
-
 def bound_of(request: ScaleRequest, decision: Decision, model: ModelRecord, floor: Floor | None) -> str:
     """The limit that made the wanted number another one than was asked for; empty: none did."""
     wanted, role = decision.desired, request.role
     if request.bound:
-        # The monitor knows what the load asks for beyond it.
+        # Monitor and adviser know what the load asks for beyond it.
         return _cut(request.bound)
     if wanted > request.desired:
-        if floor is not None and floor.instances == wanted:
+        if floor is not None and min(floor.instances, model.max_instances) == wanted:
             return f"{instances_of(wanted, role)} asked for by hand, for another {floor.left_s:.0f} s"
         return f"min_instances {model.min_instances}{_each(model)}"
     if wanted < request.desired:
@@ -187,7 +194,7 @@ def _asked_by(request: ScaleRequest) -> AskedBy:
     return "hand" if request.by_hand else "load"
 
 
-def _of_step(step: Step) -> tuple[Literal["load", "revive", "mutate", "drain"], str, str]:
+def _of_step(step: Step, asked_by: AskedBy | None) -> tuple[Literal["load", "revive", "mutate", "drain"], str, str]:
     """Outcome, what was chosen, and its cost."""
     decision = step.decision
     left_out = [f"not done: {why}" for why in step.left_out]
@@ -195,10 +202,13 @@ def _of_step(step: Step) -> tuple[Literal["load", "revive", "mutate", "drain"], 
         return "mutate", "; ".join([*step.explain[:MAX_LINES], *left_out]), "a role changes within milliseconds"
     if decision.drain:
         gone = names([record.worker.worker_id for record in decision.drain])
-        return "drain", f"{gone} give up their instances: those that do least, or are the newest", _drain_cost(step)
+        why = "their workers are drained by hand" if asked_by == "drain" else "those that do least, or are the newest"
+        return "drain", f"{gone} give up their instances: {why}", _drain_cost(step)
     revived = names([record.worker.worker_id for record in decision.revive])
     if step.load is None:
-        return "revive", f"{revived} drained, and serve on: their weights are there", "nothing"
+        lacking = decision.desired - decision.current - len(decision.revive)
+        more = f"; {lacking} more have no worker" if lacking > 0 else ""
+        return "revive", f"{revived} drained, and serve on: their weights are there{more}", "nothing"
     chains = step.load.chains
     lines = [f"{revived} serve on"] if revived else []
     lines += [
@@ -223,12 +233,16 @@ def _drain_cost(step: Step) -> str:
     return f"their requests end there or move{kept}"
 
 
-def _otherwise(request: ScaleRequest, there: int, outcome: str) -> str:
+def _otherwise(request: ScaleRequest, there: int, outcome: str, asked_by: AskedBy | None) -> str:
     has = instances_of(there, request.role)
+    if asked_by == "drain":
+        return "their workers would not become free"
     if request.for_another:
         return "the model that waits would have no worker"
     if outcome == "drain":
-        return f"{has} would stay" if request.by_hand else f"{has} would stay, more than the load needs"
+        return (
+            f"{has} would stay" if request.by_hand or request.bound else f"{has} would stay, more than the load needs"
+        )
     if request.by_hand:
         return f"{has} would stay"
     if not there:
@@ -238,9 +252,15 @@ def _otherwise(request: ScaleRequest, there: int, outcome: str) -> str:
     return f"{has} would stay"
 
 
+def _without(request: ScaleRequest) -> str:
+    # A monitor that bounds says in words what it would ask for.
+    return "without it, another number would be wanted" if request.bound else f"without it, {request.desired} would be"
+
+
 def _seen(request: ScaleRequest) -> str:
     return _cut(request.reason.removesuffix(f"; {request.bound}") if request.bound else request.reason)
 
 
 def _cut(text: str) -> str:
+    text = _CONTROL.sub(" ", text)
     return text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 2] + " …"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.gateway.core.feed import FeedState
+from services.gateway.core.feed import FeedEntities
 
 
 def events(found: list[bytes]) -> list[tuple[str, str, Any]]:
@@ -20,12 +20,12 @@ def events(found: list[bytes]) -> list[tuple[str, str, Any]]:
     return rows
 
 
-def put(state: FeedState, **found: Any) -> bool:
+def put(state: FeedEntities, **found: Any) -> bool:
     return state.put(0.0, {f"a/{name}": value for name, value in found.items()}, kinds=["a"])
 
 
 def test_a_new_reader_gets_everything_and_then_what_changes() -> None:
-    state = FeedState("run")
+    state = FeedEntities("run")
     assert put(state, x=1, y={"b": 2})
     sequence, (snapshot,) = state.since(None)
     assert events([snapshot]) == [("snapshot", "run-1", {"entities": {"a/x": 1, "a/y": {"b": 2}}, "is_cut": False})]
@@ -42,14 +42,14 @@ def test_a_new_reader_gets_everything_and_then_what_changes() -> None:
 
 
 def test_only_the_kinds_that_were_looked_at_lose_entities() -> None:
-    state = FeedState("run")
+    state = FeedEntities("run")
     state.put(0.0, {"a/x": 1, "b/y": 2}, kinds=["a", "b"])
     state.put(0.0, {}, kinds=["a"])
     assert events(state.since(None)[1])[0][2]["entities"] == {"b/y": 2}
 
 
 def test_a_reader_that_comes_back_goes_on_if_what_it_missed_is_kept() -> None:
-    state = FeedState("run", ring_bytes=400)
+    state = FeedEntities("run", ring_bytes=400)
     for number in range(20):
         put(state, x=number)
     seen = state.last_seen("run-18")
@@ -62,7 +62,7 @@ def test_a_reader_that_comes_back_goes_on_if_what_it_missed_is_kept() -> None:
 
 
 def test_frames_are_kept_within_their_bytes() -> None:
-    state = FeedState("run", ring_bytes=10_000)
+    state = FeedEntities("run", ring_bytes=10_000)
     for number in range(10_000):
         put(state, x="x" * 50 + str(number))
     _, found = state.since(9_990)
@@ -71,7 +71,7 @@ def test_frames_are_kept_within_their_bytes() -> None:
 
 
 def test_what_does_not_fit_is_left_out_and_that_is_said() -> None:
-    state = FeedState("run", state_bytes=100)
+    state = FeedEntities("run", state_bytes=100)
     put(state, small=1, large="x" * 200)
     (_, _, data) = events(state.since(None)[1])[0]
     assert data == {"entities": {"a/small": 1}, "is_cut": True}
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_left_out_and_that_is_said() -> None:
 
 
 def test_names_and_texts_cannot_end_an_event() -> None:
-    state = FeedState("run")
+    state = FeedEntities("run")
     put(state, x="a\n\nevent: fake\ndata: {}\n\n\u2028\r")
     (_, _, data) = events(state.since(None)[1])[0]
     assert data["entities"]["a/x"] == "a\n\nevent: fake\ndata: {}\n\n\u2028\r"
