@@ -43,7 +43,7 @@ test: $(STAMP) ## Run the tests (ARGS="-k name ...")
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ARGS)
 
 # One process: there is one deployment. Longer than any other test: it builds images and waits for health checks.
-test-containers: $(STAMP) ## Build the images and test the docker-compose deployment (needs a Docker engine)
+test-containers: $(STAMP) ## Build the images and test docker-compose and the Kubernetes YAML (needs a Docker engine)
 	@$(BIN)/python -m tests.containers.engine
 	@$(BIN)/python -m pytest -n 0 -s -v --timeout 1800 --maxfail 5 tests/containers $(ARGS)
 

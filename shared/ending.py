@@ -39,6 +39,8 @@ async def closed(what: str, closing: Awaitable[object], within_s: float = PART_S
     done, _ = await asyncio.wait({task}, timeout=within_s)
     if not done:
         _log.warning("%s did not close within %g s: left behind", what, within_s)
+        # However that ends: several parts that are gathered end with an error, which nobody else would look at.
+        task.add_done_callback(lambda left: left.cancelled() or left.exception())
         task.cancel()
         return False
     if task.cancelled():

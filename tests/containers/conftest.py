@@ -1,7 +1,8 @@
-"""Images are made once per run, and one deployment serves most tests."""
+"""Images are made once per run. One deployment serves most tests of docker-compose, and one those of Kubernetes."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from tests.containers.deployment import Deployment, credentials
 from tests.containers.engine import NoEngine, engine_version, say
 from tests.containers.images import BUILD_TIMEOUT_S, base_image, build_environment, make_external, package_index
+from tests.containers.kubernetes import KubernetesDeployment
 
 PROJECT = "blitzscale-test"
+ORDER = {"test_kubernetes.py": -1, "test_a_deployment.py": 1}
+"""The two deployments are never there together: Kubernetes' is gone after its file. What stops the other comes last."""
 
 
 @pytest.fixture(scope="session")
@@ -27,22 +31,44 @@ def images() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def deployment(images: dict[str, str]) -> Iterator[Deployment]:
-    """Everything is up, and the demo model is served."""
+def built(images: dict[str, str]) -> Deployment:
+    """The images are there, and nothing runs."""
     made = Deployment(PROJECT, images, credentials("credentials"))
     made.down()
     with package_index():
         made.compose("build", timeout_s=BUILD_TIMEOUT_S)
+    return made
+
+
+@pytest.fixture(scope="session")
+def deployment(built: Deployment) -> Iterator[Deployment]:
+    """Everything is up, and the demo model is served."""
     try:
-        say(f"up and healthy after {made.up():.1f} s")
-        made.serve_demo()
+        say(f"up and healthy after {built.up():.1f} s")
+        built.serve_demo()
+        yield built
+    finally:
+        built.down()
+
+
+@pytest.fixture(scope="session")
+def service_images(built: Deployment) -> dict[str, str]:
+    """By service."""
+    return {service: f"{PROJECT}-{service}:here" for service in ("gateway", "monitor", "planner", "pool", "worker")}
+
+
+@pytest.fixture(scope="module")
+def kubernetes(service_images: dict[str, str]) -> Iterator[KubernetesDeployment]:
+    """The cluster, empty: the first test fills it."""
+    if os.geteuid() != 0:
+        pytest.skip("pods need root: for iptables, addresses and mounts")
+    made = KubernetesDeployment(service_images)
+    try:
         yield made
     finally:
-        made.down()
+        made.cluster.close()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What stops the deployment comes last."""
-    last = "test_a_deployment.py"
-    items.sort(key=lambda item: item.path.name == last)
+    items.sort(key=lambda item: ORDER.get(item.path.name, 0))

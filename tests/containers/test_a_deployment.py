@@ -39,7 +39,7 @@ SECRETS = {
     "nats": ["nats_conf"],
     "redis": ["redis_conf", "redis_password"],
     "jaeger": [],
-    "pool": ["nats_password", "redis_password"],
+    "pool": ["nats_password", "nats_user", "redis_password"],
 }
 READ_ANOTHERS_MEMORY = """
 import ctypes, os, pathlib
@@ -139,7 +139,7 @@ def test_a_container_sees_its_own_secrets_only(deployment: Deployment, service: 
         for mount in inspect(deployment.ids[service])[0]["Mounts"]
         if mount["Destination"].startswith("/run/secrets/")
     ]
-    assert sorted(seen) == SECRETS.get(service, ["nats_password"])
+    assert sorted(seen) == SECRETS.get(service, ["nats_password", "nats_user"])
 
 
 @pytest.mark.parametrize("service", [each for each in SERVICES if each != "gateway"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -116,6 +117,14 @@ async def test_a_part_that_does_not_close_is_named_and_left_behind(caplog: pytes
         "the slow did not close within 0.01 s: left behind",
         "the faulty did not close: broken",
     ]
+
+
+async def test_several_parts_that_are_left_behind_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not await closed("the slow", asyncio.gather(_never(), _never()), 0.01)
+        await asyncio.sleep(0.01)
+        gc.collect()
+    assert [r.getMessage() for r in caplog.records] == ["the slow did not close within 0.01 s: left behind"]
 
 
 async def test_tasks_and_threads_that_are_left_end_or_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
