@@ -31,7 +31,7 @@ from shared.ending import closed
 from shared.errors import BlitzError, DuplicateId, ModelNotFound, Unavailable
 from shared.identity import ASK_TIMEOUT_S, gives_way, hold, new_incarnation, refuse_if_held
 from shared.load_feed import subscribe_load
-from shared.messages.generation import GatewayHeartbeat, TokenBatch
+from shared.messages.generation import GOODBYE_S, GatewayHeartbeat, TokenBatch
 from shared.messages.identity import GetHolder, Holder
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import RouteChanges
@@ -199,6 +199,7 @@ class Gateway:
                 tasks.create_task(self.dispatcher.outbox.run())
                 tasks.create_task(self.tokenizers.run())
         finally:
+            await closed("the goodbye", self._say(subjects.gateway_heartbeat(), self._alive(GOODBYE_S)), CLOSE_PART_S)
             await closed("the dispatcher", self.dispatcher.close(), CLOSE_PART_S)
             await closed("the tokenizers", self.tokenizers.close(), CLOSE_PART_S)
             self.offload.close()
@@ -297,10 +298,12 @@ class Gateway:
             except TimeoutError:
                 continue
 
+    def _alive(self, lease_s: float) -> GatewayHeartbeat:
+        return GatewayHeartbeat(gateway_id=self.config.gateway_id, lease_s=lease_s, incarnation=self._incarnation)
+
     async def _heartbeat(self) -> None:
-        message = GatewayHeartbeat(gateway_id=self.config.gateway_id, lease_s=LEASE_S, incarnation=self._incarnation)
         while True:
-            await self._say(subjects.gateway_heartbeat(), message)
+            await self._say(subjects.gateway_heartbeat(), self._alive(LEASE_S))
             await asyncio.sleep(HEARTBEAT_EVERY_S)
 
     async def _report_queues(self) -> None:

@@ -142,6 +142,10 @@ class Resend(Message, frozen=True, kw_only=True, tag="resend.v1"):
     offset: int
 
 
+GOODBYE_S = 0.001
+"""Of a heartbeat: the lease with which a gateway ends. It has waited for its requests, or given them up."""
+
+
 class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag="gateway_heartbeat.v1"):
     """A gateway lives. Workers free its requests when this lapses for ``lease_s``."""
 

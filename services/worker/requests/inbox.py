@@ -24,6 +24,7 @@ from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, NoResponder, NotFound, SentBack
 from shared.messages.common import TAKES_PROMPTS, Ack
 from shared.messages.generation import (
+    GOODBYE_S,
     AckTerminal,
     Cancel,
     GatewayHeartbeat,
@@ -287,7 +288,10 @@ class Inbox:
         if connected_since_s is None:
             return
         for gone, lease_s in self._gateways.silent(now_s, now_s - max(connected_since_s, self._hears_since_s)):
-            log.warning("gateway %s was silent for %.1f s: its requests are freed", gone.gateway_id, lease_s)
+            if lease_s > GOODBYE_S:
+                log.warning("gateway %s was silent for %.1f s: its requests are freed", gone.gateway_id, lease_s)
+            else:
+                log.info("gateway %s has ended", gone.gateway_id)
             self._free(gone)
 
     def _free(self, gone: Gone | None) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from services.gateway.http.app import GatewayApp
 from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
+from shared import subjects
+from shared.messages.generation import GOODBYE_S, GatewayHeartbeat
 from shared.process import ProcessState
 from tests.plain_http import http_client
 from tests.services.gateway.checkpoint import model_record
@@ -22,6 +24,8 @@ async def test_what_does_not_finish_within_the_drain_ends_with_an_error_and_the_
     checkpoint: Path,
 ) -> None:
     broker = MemoryBroker()
+    said: list[GatewayHeartbeat] = []
+    await broker.bus("listener").subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, said.append)
     worker = FakeWorker(broker, "w0", script=say("hello world"))
     worker.pause_after = 5
     await worker.start()
@@ -44,6 +48,8 @@ async def test_what_does_not_finish_within_the_drain_ends_with_an_error_and_the_
         assert '"message":"the gateway is shutting down"' in rest[-2]
         async with asyncio.timeout(10):
             await serving
+    # Workers need not find out by its silence.
+    await eventually(lambda: said and said[-1].lease_s == GOODBYE_S)
     await eventually(lambda: worker.cancels)
     await worker.stop()
     listener.close()

@@ -15,10 +15,11 @@ from shared.errors import BadRequest
 from shared.messages.codec import MalformedMessage, decode
 from shared.messages.common import Ack
 from shared.messages.copies import HoldCopy
-from shared.messages.generation import DecodePlace, GatewayHeartbeat, SamplingParams, Submit
+from shared.messages.generation import GOODBYE_S, DecodePlace, GatewayHeartbeat, SamplingParams, Submit
 from tests.processes import INCARNATION, process
 from tests.services.fake_gateway import PROMPT, expected_tokens
 from tests.services.worker.lone_worker import LoneWorker, lone_worker, model_record
+from tests.wait_until import eventually
 
 
 @pytest.fixture
@@ -97,6 +98,17 @@ async def test_a_gateways_requests_are_not_freed_by_a_lease_that_is_no_time(alon
     alone.resume()
     await alone.gateway.end_of("r")
     assert alone.gateway.tokens("r") == expected_tokens(3)
+
+
+async def test_a_gateway_that_says_goodbye_has_ended(alone: LoneWorker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.gateway.submit("w0", instance_id, "r", max_tokens=3)
+    goodbye = GatewayHeartbeat(gateway_id=alone.gateway.gateway_id, lease_s=GOODBYE_S, incarnation="1")
+    await alone.gateway.bus.publish(subjects.gateway_heartbeat(), goodbye)
+    await eventually(lambda: f"gateway {alone.gateway.gateway_id} has ended" in caplog.messages)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("size", ["num_layers", "hidden_size", "vocab_size", "num_kv_heads"])
