@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from compose.cli.credentials import credentials
+from compose.cli.history import history
 from compose.cli.models import app as models_app
 from compose.cli.pool import pool
 from compose.cli.profile import profile
@@ -118,6 +119,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(workers_app, name="workers")
 app.command()(scale)
 app.command()(why)
+app.command()(history)
 app.command()(profile)
 app.command()(credentials)
 

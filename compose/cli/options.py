@@ -48,7 +48,8 @@ def show(
     if as_json:
         print_json(found)
         return
-    console = Console(highlight=False)
+    # Names and errors come from others: what looks like markup is none.
+    console = Console(highlight=False, markup=False)
     for each in shown(found, console):
         console.print(each)
 

@@ -205,5 +205,6 @@ def summary(url: str, status: Status, *, others: tuple[str, ...] = (), with_key:
         "",
         f"  blitzscale scale {model} 2 --url {url}      more instances now",
         f"  blitzscale status --url {url}        what runs;  Ctrl-C here stops everything",
+        f"  {url}/ui        the same as a page: watch it scale",
         "",
     )

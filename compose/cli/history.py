@@ -1,0 +1,56 @@
+"""``blitzscale history``: scale operations, the newest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from compose.admin import AdminClient
+from compose.cli.options import URL_DEFAULT, Json, Url, show
+from compose.cli.tables import fitting
+from shared.messages.operations import ScaleRecord, ScaleRecords
+
+MAX_LISTED = 100
+_COLUMNS = ("time", "model", "role", "what", "status", "first byte", "done", "MB", "id", "why")
+_SPARED = ("role", "MB", "first byte", "id")
+"""Columns that narrow terminals do without, the least important first."""
+_WHAT = {"out": "more", "in": "fewer", "mutate": "roles", "none": "nothing"}
+_STYLES = {"done": "green", "running": "cyan", "failed": "red"}
+
+
+def history(
+    model: Annotated[str, typer.Argument(help="Only this model's.", show_default="all models")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=MAX_LISTED, help="Operations to look at.", metavar="N")] = 20,
+    url: Url = URL_DEFAULT,
+    as_json: Json = False,
+) -> None:
+    """List scale operations, newest first, with their times from trigger to first byte and to the end."""
+
+    async def question(client: AdminClient) -> ScaleRecords:
+        found = await client.scale_records(limit=limit)
+        return ScaleRecords(records=tuple(record for record in found if model in ("", record.model)))
+
+    show(url, as_json, question, _table)
+
+
+def _table(found: ScaleRecords, console: Console) -> Iterator[Table]:
+    yield fitting(console, "Scale operations", _COLUMNS, [_row(record) for record in found.records], spared=_SPARED)
+
+
+def _row(record: ScaleRecord) -> tuple[str | Text, ...]:
+    at = datetime.fromtimestamp(record.triggered_at_s, UTC).strftime("%m-%d %H:%M:%SZ")
+    status = Text("advised" if record.advice else record.status, style=_STYLES.get(record.status, ""))
+    done_ms = record.trigger_to_serving_ms if record.direction != "in" else record.trigger_to_spare_ms
+    num_mb = f"{record.bytes / 1e6:.1f}" if record.bytes else "-"
+    times = (_ms(record.trigger_to_first_byte_ms), _ms(done_ms), num_mb)
+    return (at, record.model, record.role, _WHAT[record.direction], status, *times, record.plan_id, record.reason)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} ms"
