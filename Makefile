@@ -15,7 +15,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo https://dow
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-containers lint format kubernetes reference bench clean install
+.PHONY: help up test test-containers test-page lint format kubernetes reference bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -46,6 +46,10 @@ test: $(STAMP) ## Run the tests (ARGS="-k name ...")
 test-containers: $(STAMP) ## Build the images and test docker-compose and the Kubernetes YAML (needs a Docker engine)
 	@$(BIN)/python -m tests.containers.engine
 	@$(BIN)/python -m pytest -n 0 -s -v --timeout 1800 --maxfail 5 tests/containers $(ARGS)
+
+test-page: $(STAMP) ## Test the page in a browser (needs Chromium)
+	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[page]'
+	@$(BIN)/python -m pytest -n 0 -v tests/page $(ARGS)
 
 lint: $(STAMP) ## Check style, types, import order, names and wall clocks
 	@$(BIN)/ruff check .

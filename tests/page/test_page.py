@@ -1,0 +1,146 @@
+"""The page in a browser, beside a stack that scales: what is seen is what the records say.
+
+Needs Chromium, and playwright: ``make test-page``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Browser, Page, async_playwright
+
+from compose.config import StackConfig
+from compose.stack import Stack
+from shared.messages.operations import ScaleRecord
+from tests.stack.client import complete, openai_client
+from tests.stack.conftest import MODEL, NO_DEMAND, READY_S, mock_config
+from tests.wait_until import WAIT_S, eventually
+
+KEY = "an-admin-key"
+SIZES = [(1280, "light"), (1280, "dark"), (320, "light"), (320, "dark")]
+
+
+def chromium() -> str:
+    """The browser. Fails where there is none: without it nothing is shown."""
+    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    assert found, "there is no Chromium: install it, or set CHROMIUM"
+    return found
+
+
+@asynccontextmanager
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        launched = await playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield launched
+        await launched.close()
+
+
+@asynccontextmanager
+async def page_of(browser: Browser, url: str, width: int = 1280, scheme: str = "light") -> AsyncIterator[Page]:
+    """A tab with the page, in which nothing goes wrong unheard."""
+    context = await browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    page = await context.new_page()
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
+    await page.goto(f"{url}/ui")
+    yield page
+    assert not faults
+    await context.close()
+
+
+def config(state_dir: Path, **env: str) -> StackConfig:
+    return mock_config(state_dir, workers=4, **(NO_DEMAND | env))
+
+
+async def records(stack: Stack) -> tuple[ScaleRecord, ...]:
+    return await stack.admin.scale_records(limit=20)
+
+
+async def test_a_scale_operation_is_seen_as_its_record_says(tmp_path: Path) -> None:
+    async with Stack(config(tmp_path)) as stack, browser() as launched, openai_client(stack) as client:
+        await stack.wait_ready(READY_S)
+        async with page_of(launched, stack.url) as page:
+            await page.wait_for_selector("#models tbody tr")
+            assert await page.inner_text("#models tbody th") == MODEL
+            burst = asyncio.gather(*(complete(client, MODEL, prompt=[7] * 400, max_tokens=4) for _ in range(24)))
+            asked = await stack.admin.scale(MODEL, 4, hold_s=600.0, live="always")
+            await page.wait_for_selector(f"text=Targets of {asked.plan_id}")
+
+            async def ended() -> ScaleRecord | None:
+                (record,) = [r for r in await records(stack) if r.plan_id == asked.plan_id]
+                return record if record.status == "done" else None
+
+            await eventually(ended)
+            record = await ended()
+            assert record is not None
+            await page.wait_for_selector("#operation h3:has-text('done')")
+            await burst
+            # The chain: a box for each of its members, and a line for each hop.
+            boxes = await page.locator("#operation svg .name").all_text_contents()
+            assert set(boxes) == {h.source or "disk" for h in record.hops} | {h.target for h in record.hops}
+            assert await page.locator("#operation svg line").count() == len(record.hops)
+            assert len(record.hops) == 3
+            rows = await page.locator("#operation tbody").first.locator("tr").all_inner_texts()
+            for target in record.targets:
+                (row,) = [row for row in rows if row.startswith(target.worker_id)]
+                assert target.serving_ms is not None
+                assert "serves\t4 of 4\t" in row
+                assert row.endswith(f"{target.serving_ms:.0f} ms")
+            first = [p.first_cooperative_token_ms for p in record.live if p.first_cooperative_token_ms is not None]
+            shown = await page.locator(".first").all_inner_texts()
+            assert shown == (
+                [f"first token computed by both members of a pair after {min(first):.0f} ms"] if first else []
+            )
+            await page.wait_for_selector("#models :text('4 serving')")
+            assert await page.locator(".worker").count() == 4
+            past = await page.locator("#past tbody tr").count()
+            assert past == len(await records(stack))
+
+
+async def test_a_gateway_that_dies_is_told_of_and_its_successor_is_followed(tmp_path: Path) -> None:
+    async with Stack(config(tmp_path)) as stack, browser() as launched:
+        await stack.wait_ready(READY_S)
+        async with page_of(launched, stack.url) as page:
+            await page.wait_for_selector("#models tbody tr")
+            stack.kill("gateway")
+            await page.wait_for_selector("#connection.stale")
+            assert await page.locator("#models tbody tr").count() == 1, "what was known stays"
+            await page.wait_for_selector("#connection.live", timeout=1000 * WAIT_S)
+
+
+async def test_where_a_key_is_set_the_page_is_empty_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLITZ_ADMIN_KEY", KEY)
+    async with Stack(config(tmp_path)) as stack, browser() as launched:
+        await stack.wait_ready(READY_S)
+        async with page_of(launched, stack.url) as page:
+            await page.wait_for_selector("#login:not([hidden])")
+            assert MODEL not in await page.content()
+            await page.fill("#key", "wrong")
+            await page.press("#key", "Enter")
+            await page.wait_for_selector("#refused:has-text('not valid')")
+            await page.fill("#key", KEY)
+            await page.press("#key", "Enter")
+            await page.wait_for_selector("#models tbody tr")
+            assert KEY not in page.url
+            assert KEY not in await page.content()
+            assert await page.context.cookies() == []
+            await page.reload()
+            await page.wait_for_selector("#models tbody tr")
+        async with page_of(launched, stack.url) as another:
+            await another.wait_for_selector("#login:not([hidden])")
+
+
+@pytest.mark.parametrize(("width", "scheme"), SIZES)
+async def test_it_fits_its_window(tmp_path: Path, width: int, scheme: str) -> None:
+    async with Stack(config(tmp_path)) as stack, browser() as launched:
+        await stack.wait_ready(READY_S)
+        async with page_of(launched, stack.url, width, scheme) as page:
+            await page.wait_for_selector("#models tbody tr")
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
