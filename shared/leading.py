@@ -26,10 +26,10 @@ OTHERS_S = 0.5
 class Leader:
     """Whether this process leads: from the pool's answer until ``TTL_S`` after the question, by its own clock."""
 
-    def __init__(self, bus: Bus, service: Literal["planner", "monitor"], *, ttl_s: float = TTL_S) -> None:
+    def __init__(self, bus: Bus, service: Literal["planner", "monitor"], *, ttl_s: float | None = None) -> None:
         self._bus = bus
         self._service: Literal["planner", "monitor"] = service
-        self._ttl_s = ttl_s
+        self._ttl_s = TTL_S if ttl_s is None else ttl_s
         self._owner = f"{service}-{secrets.token_hex(6)}"
         self._until_s = float("-inf")
         self.term = 0

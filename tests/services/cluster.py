@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
@@ -19,7 +20,7 @@ from services.pool.config import PoolSettings
 from services.pool.core.copies_policy import KEEP_COPIES_S, CopiesPolicy
 from services.pool.service import PoolService
 from services.pool.store import Store
-from shared import subjects
+from shared import leading, subjects
 from shared.errors import NoResponder, Unavailable
 from shared.messages.codec import Message, decode
 from shared.messages.common import Ack, LiveChoice, Role
@@ -203,9 +204,13 @@ async def running_cluster(
 
     Every service ends with the block, whatever happened in it."""
     cluster = Cluster(redis_url, lambda worker_id: worker | each(worker_id))
+    patience = pytest.MonkeyPatch()
+    # All share one event loop: who is kept from it for a moment leads on.
+    patience.setattr(leading, "TTL_S", LEASE_S)
     try:
         pool = PoolSettings(lease_s=LEASE_S, first=True, copies=copies, keep_copies_s=keep_copies_s)
         await cluster.start(num_workers, monitor=monitor, live=live or LiveSettings(), strategy=strategy, pool=pool)
         yield cluster
     finally:
         await cluster.close()
+        patience.undo()

@@ -58,8 +58,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "visible_gpu": "",
         "host_cache_bytes": 0,
         "report_interval_s": 0.05,
-        # Workers of one event loop are silent when the machine is busy, and none is lost for that.
-        "stall_s": 30.0,
+        "stall_s": 3.0,
         "clock_skew_s": 1.0,
         "drain_timeout_s": 10.0,
         "profiles": None,

@@ -11,6 +11,7 @@ from shared import subjects
 from shared.messages import (
     common,
     copies,
+    decisions,
     destinations,
     disaggregated,
     feeds,
@@ -88,6 +89,8 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "planner.scale": (operations.StartScale, operations.ScaleRecord),
     "planner.record": (operations.GetScaleRecord, operations.ScaleRecord),
     "planner.records": (operations.ListScaleRecords, operations.ScaleRecords),
+    "planner.decisions": (decisions.ListDecisions, decisions.Decisions),
+    "monitor.verdicts": (decisions.GetVerdicts, decisions.Verdicts),
     "planner.split": (live.PlanSplit, common.Ack),
     "planner.destinations": (destinations.GetDestinations, destinations.Destinations),
     "plans.scale": (plans.ScalePlan, None),
@@ -96,6 +99,7 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "plans.zigzag": (live.ZigzagAssignment, None),
     "plans.worker.*.*": (live.WorkerOrder, None),
     "records.scale": (operations.ScaleRecord, None),
+    "records.decisions": (decisions.DecisionsMade, None),
     "nobody": (common.Ack, None),
 }
 """What each subject takes, and what it answers (None: nothing)."""

@@ -133,7 +133,7 @@ class DecisionLog:
     def told(self, decisions: Sequence[DecisionRecord]) -> None:
         """The stream has these, which ``untold`` gave."""
         for one in decisions:
-            if self._untold and self._untold[0] is one:
+            if self._untold and self._untold[0] == one:
                 self._untold.popleft()
 
     def recall(self, decisions: Iterable[DecisionRecord]) -> None:

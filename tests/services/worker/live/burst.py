@@ -39,6 +39,8 @@ async def live_cluster(
         "max_batch_tokens": NUM_TOKENS,
         "prefill_chunk_tokens": NUM_TOKENS,
         "max_running_requests": 16,
+        # Members of one event loop are silent when the machine is busy, and none is lost for that.
+        "stall_s": 30.0,
     }
     settings = LiveSettings(policy=policy)
     async with running_cluster(redis_url, num_workers, monitor=False, live=settings, **(fields | worker)) as cluster:
