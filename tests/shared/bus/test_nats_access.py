@@ -96,8 +96,8 @@ async def test_what_is_refused_is_a_typed_error_and_nobody_waits_for_it(buses: B
     started_s = time.monotonic()
     with pytest.raises(NotPermitted, match=r"user 'gateway' to ask on blitz.v1.pool.release"):
         await gateway.request(subjects.pool("release"), CANCEL, Ack, timeout_s=long_s)
-    with pytest.raises(NotPermitted, match=r"user 'gateway' to subscribe to blitz.v1.progress"):
-        await gateway.subscribe(subjects.progress(), Cancel, lambda message: None)
+    with pytest.raises(NotPermitted, match=r"user 'gateway' to subscribe to blitz.v1.demand"):
+        await gateway.subscribe(subjects.demand(), Cancel, lambda message: None)
     with pytest.raises(NotPermitted, match=r"user 'worker' to answer on blitz.v1.pool.snapshot"):
         await worker.respond(subjects.pool("snapshot"), Cancel, acknowledge)
     with pytest.raises(NotPermitted, match=r"user 'worker' to append blitz.v1.plans.scale"):
