@@ -14,6 +14,7 @@ import pytest
 from services.gateway import feed as module
 from services.gateway.feed import shown, without_paths
 from shared import subjects
+from shared.errors import NotPermitted
 from shared.messages.operations import HopRecord, ListScaleRecords, ScaleRecord, ScaleRecords, TargetRecord, Unplanned
 from shared.messages.progress import ScaleProgress
 from tests.services.gateway.conftest import Stack, StackFactory
@@ -130,6 +131,24 @@ async def test_who_is_silent_is_named(make_stack: StackFactory, monkeypatch: pyt
     stack = await make_stack(1)
     async with reading(stack) as reader:
         await eventually(lambda: reader.entities.get("cluster/now", {}).get("silent") == ["planner"])
+
+
+async def test_a_feed_that_cannot_be_made_is_made_later_for_those_who_wait(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AGAIN_S", 0.05)
+    stack = await make_stack(1)
+    subscribe, failures = stack.bus.subscribe, [NotPermitted("not now"), ZeroDivisionError("a fault")]
+
+    async def failing(subject: str, *rest: Any) -> Any:
+        if failures and subject == subjects.progress():
+            raise failures.pop()
+        return await subscribe(subject, *rest)
+
+    monkeypatch.setattr(stack.bus, "subscribe", failing)
+    async with reading(stack) as reader:
+        await eventually(lambda: "model/tiny" in reader.entities)
+    assert failures == []
 
 
 async def test_one_reader_too_many_is_refused(make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
