@@ -59,6 +59,8 @@ class ClusterFeed:
         self._state = FeedEntities(gateway.incarnation)
         self._num_readers = 0
         self._work: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        """Of those who looked before."""
         self._fresh = asyncio.Event()
         """Set, and replaced, with each frame."""
         self._view: RegistryView | None = None
@@ -87,11 +89,11 @@ class ClusterFeed:
         self._num_readers += 1
         try:
             if self._work is None:
-                self._work = asyncio.create_task(self._run())
+                self._work = asyncio.create_task(self._run(self._ending))
             sequence = self._state.last_seen(last_event_id)
             while not self._gateway.draining:
                 fresh = self._fresh
-                if self._state.sequence:
+                if not self._state.is_empty:
                     sequence, events = self._state.since(sequence)
                     for event in events:
                         yield event
@@ -104,12 +106,15 @@ class ClusterFeed:
             self._num_readers -= 1
             if not self._num_readers and self._work is not None:
                 self._work.cancel()
-                self._work = None
+                self._ending, self._work = self._work, None
 
     # --- while somebody looks ----------------------------------------------------------------
 
-    async def _run(self) -> None:
-        """Until cancelled. Readers wait for as long as it cannot go on."""
+    async def _run(self, before: asyncio.Task[None] | None) -> None:
+        """Until cancelled. Readers wait for as long as it cannot go on. ``before``: the last one, which may not have
+        put everything away yet."""
+        if before is not None:
+            await asyncio.wait([before])
         while True:
             try:
                 await self._follow()

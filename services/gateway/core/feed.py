@@ -45,9 +45,9 @@ class FeedEntities:
         """Something did not fit."""
 
     @property
-    def sequence(self) -> int:
-        """Of the newest frame; 0: there was none."""
-        return self._sequence
+    def is_empty(self) -> bool:
+        """Nothing is known."""
+        return not self._entities
 
     def put(self, at_s: float, found: Mapping[str, Any], *, kinds: Iterable[str]) -> bool:
         """The entities of these kinds are ``found``, and no others. ``at_s``: Unix time, for people. Whether anything
@@ -80,7 +80,8 @@ class FeedEntities:
         return True
 
     def clear(self) -> None:
-        """Nothing is known any more: nobody looks."""
+        """Nothing is known any more. Who saw something before gets everything anew."""
+        self._sequence += 1
         self._entities.clear()
         self._ring.clear()
         self._size = self._ring_size = 0

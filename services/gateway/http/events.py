@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.feed import ClusterFeed
 from services.gateway.http.asgi import header
 from services.gateway.service import Gateway
-from shared.errors import NotFound
+from shared.errors import NotFound, Unavailable
 
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
 _HEADERS = {
@@ -38,7 +38,10 @@ def events_router(gateway: Gateway) -> APIRouter:
         """The state of the cluster, and its changes as they happen. ``Last-Event-ID``: go on from there."""
         stream = feed.read(header(request.scope, b"last-event-id"))
         # Before the answer begins: a refusal is a status.
-        return _Events(request, await anext(stream), stream)
+        first = await anext(stream, None)
+        if first is None:
+            raise Unavailable("the gateway is shutting down", retry_after_s=1.0)
+        return _Events(request, first, stream)
 
     @router.get("/ui")
     async def page() -> Response:

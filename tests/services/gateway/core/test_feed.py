@@ -84,3 +84,14 @@ def test_names_and_texts_cannot_end_an_event() -> None:
     put(state, x="a\n\nevent: fake\ndata: {}\n\n\u2028\r")
     (_, _, data) = events(state.since(None)[1])[0]
     assert data["entities"]["a/x"] == "a\n\nevent: fake\ndata: {}\n\n\u2028\r"
+
+
+def test_after_everything_was_forgotten_nobody_keeps_what_is_gone() -> None:
+    state = FeedEntities("run")
+    put(state, x=1, y=2)
+    sequence, _ = state.since(None)
+    state.clear()
+    assert state.is_empty
+    put(state, x=1)
+    _, (event,) = state.since(sequence)
+    assert events([event]) == [("snapshot", "run-3", {"entities": {"a/x": 1}, "is_cut": False})]

@@ -126,6 +126,18 @@ async def test_without_readers_nothing_is_asked_or_heard(make_stack: StackFactor
     await eventually(lambda: not any(x.subject == subjects.progress() for x in stack.broker.listeners))
 
 
+async def test_who_comes_as_the_last_one_leaves_sees_everything(make_stack: StackFactory) -> None:
+    stack = await make_stack(2)
+    for _ in range(5):
+        async with reading(stack) as reader:
+            await eventually(lambda reader=reader: {"worker/w0", "worker/w1"} <= reader.entities.keys())
+    async with reading(stack) as reader:
+        await eventually(lambda: reader.kinds)
+        await asyncio.sleep(0.5)
+        assert {"worker/w0", "worker/w1", "model/tiny"} <= reader.entities.keys()
+        assert reader.kinds.count("snapshot") == 1
+
+
 async def test_who_is_silent_is_named(make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECORDS_TIMEOUT_S", 0.1)
     stack = await make_stack(1)
