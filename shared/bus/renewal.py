@@ -109,9 +109,12 @@ class RenewingClient(Client):
 
     @property
     def server_certificate_ends_unix_s(self) -> float | None:
-        """Until when the certificate that the server showed is valid. None: it showed none."""
+        """Until when the certificate that the server showed is valid. None: it showed none, or is gone."""
         writer = getattr(self._transport, "_io_writer", None)
-        shown = writer.get_extra_info("peercert") if writer is not None else None
+        try:
+            shown = writer.get_extra_info("peercert") if writer is not None else None
+        except AttributeError:  # asyncio's, of a connection that was lost in this moment
+            return None
         return float(ssl.cert_time_to_seconds(shown["notAfter"])) if shown else None
 
     async def _process_err(self, err_msg: str) -> None:

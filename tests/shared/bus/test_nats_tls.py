@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY
@@ -16,7 +17,7 @@ from prometheus_client import REGISTRY
 from shared import subjects
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
-from shared.bus.renewal import CurrentAccess
+from shared.bus.renewal import CurrentAccess, RenewingClient
 from shared.errors import NoResponder, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
@@ -188,3 +189,23 @@ def test_certificates_are_read_again_only_when_they_have_changed(
     after = current.tls()
     assert after is not before
     assert current.tls() is after
+
+
+async def test_until_when_a_certificate_is_valid_is_known_once_it_was_shown(start: Start, certificates: Path) -> None:
+    client = RenewingClient(CurrentAccess(access(ca=certificates / "ca.crt")))
+    assert client.server_certificate_ends_unix_s is None
+    await client.connect(
+        f"tls://127.0.0.1:{start().port}", user="gateway", password=password_of("gateway"), tls_handshake_first=True
+    )
+    assert client.server_certificate_ends_unix_s is not None
+    await client.close()
+
+
+def test_a_transport_that_is_half_gone_shows_no_certificate(certificates: Path) -> None:
+    class Gone:
+        def get_extra_info(self, name: str) -> object:
+            raise AttributeError(name)
+
+    client = RenewingClient(CurrentAccess(access(ca=certificates / "ca.crt")))
+    vars(client)["_transport"] = SimpleNamespace(_io_writer=Gone())
+    assert client.server_certificate_ends_unix_s is None
