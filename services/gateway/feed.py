@@ -21,7 +21,7 @@ from services.gateway.core.feed import FeedEntities
 from services.gateway.service import Gateway
 from shared import subjects
 from shared.bus.base import Subscription
-from shared.errors import BlitzError, Overloaded
+from shared.errors import BlitzError, Overloaded, PayloadTooLarge
 from shared.messages.load import LoadReport
 from shared.messages.operations import ListScaleRecords, ScaleRecord, ScaleRecords, Unplanned
 from shared.messages.progress import ScaleProgress
@@ -143,7 +143,7 @@ class ClusterFeed:
 
     def _on_progress(self, event: ScaleProgress) -> None:
         key = event.plan_id[:80], event.worker_id[:255]
-        known = self._loads.pop(key, None) or {"plan": key[0], "worker": key[1], "layers": 0, "layer_s": []}
+        known = self._loads.pop(key, None) or {"plan": key[0], "worker": key[1], "layers": 0}
         self._loads[key] = known
         while len(self._loads) > MAX_LOADS:
             self._loads.popitem(last=False)
@@ -152,7 +152,6 @@ class ClusterFeed:
         known["bytes"] = max(event.received_bytes, known.get("bytes", 0))
         if event.event == "layer_ready":
             known["layers"] = max(known["layers"], event.layer + 1)
-            known["layer_s"] = [*known["layer_s"], round(event.after_s, 4)][-256:]
         if event.event == "failed":
             known["detail"] = without_paths(event.detail[:300])
         if event.event in ("accepted", "live", "loaded", "serving", "failed", "spare"):
@@ -168,15 +167,20 @@ class ClusterFeed:
             await self._pause(REGISTRY_EVERY_S)
 
     async def _read_records(self) -> None:
-        message = ListScaleRecords(limit=NUM_RECORDS)
+        limit = NUM_RECORDS
         while True:
             try:
                 found = await self._gateway.bus.request(
-                    subjects.planner("records"), message, ScaleRecords, timeout_s=RECORDS_TIMEOUT_S
+                    subjects.planner("records"),
+                    ListScaleRecords(limit=limit),
+                    ScaleRecords,
+                    timeout_s=RECORDS_TIMEOUT_S,
                 )
                 self._shown = await self._as_shown(found.records)
                 self._records, self._unplanned = found.records, found.unplanned
                 self._silent.discard("planner")
+            except PayloadTooLarge:
+                limit = max(1, limit // 2)  # operations of many targets: fewer of them fit one message
             except BlitzError:
                 self._silent.add("planner")
             busy = any(record.status == "running" for record in self._records)
@@ -203,7 +207,11 @@ class ClusterFeed:
 
     async def _make_frames(self) -> None:
         while True:
-            if self._view is not None and self._state.put(time.time(), self._entities(self._view), kinds=KINDS):
+            if self._view is None and "pool" in self._silent:
+                nothing = {"workers": 0, "states": {}, "summarised": False, "silent": sorted(self._silent)}
+                if self._state.put(time.time(), {"cluster/now": nothing}, kinds=["cluster"]):
+                    self._wake()
+            elif self._view is not None and self._state.put(time.time(), self._entities(self._view), kinds=KINDS):
                 self._wake()
             many = self._view is not None and len(self._view.workers) > MAX_WORKERS
             await asyncio.sleep(FRAME_OF_MANY_EVERY_S if many else FRAME_EVERY_S)
@@ -317,7 +325,5 @@ def _worker(record: WorkerRecord, reports: dict[str, LoadReport]) -> dict[str, A
                 "queued_tokens": report.queued_tokens,
                 "kv_used": report.kv_blocks_used,
                 "kv_total": report.kv_blocks_total,
-                "decoded": report.decode_tokens_total,
-                "prefilled": report.prefill_tokens_total,
             }
     return found

@@ -15,13 +15,13 @@ const feed = new Feed(onState, onConnection, onRefused);
 function onState() {
   at("main").hidden = false;
   at("login").hidden = true;
-  // Once per picture of the screen, however many frames came.
+  // Four times a second at most, however many frames came.
   if (!due) {
     due = true;
-    requestAnimationFrame(() => {
+    setTimeout(() => {
       due = false;
       draw();
-    });
+    }, 250);
   }
 }
 
@@ -70,6 +70,7 @@ at("login").addEventListener("submit", (event) => {
 setInterval(() => {
   if (connected && performance.now() - feed.lastHeardMs > STALE_MS) {
     onConnection("nothing was heard for a while: what you see may be old", false);
+    feed.start(feed.key);
   }
 }, 1000);
 

@@ -10,6 +10,8 @@ const state = (name) => el("span", { class: `state ${STATES.includes(name) ? nam
 export function showModels(place, entities) {
   const workers = ofKind(entities, "worker");
   const models = ofKind(entities, "model");
+  const [cluster] = ofKind(entities, "cluster");
+  if (!models.length && cluster && cluster.silent.includes("pool")) return show(place, el("p", { class: "lack" }, "The pool does not answer: what is registered is not known."));
   if (!models.length) return show(place, el("p", {}, "No model is registered: ", el("code", {}, "blitzscale models add DIR")));
   const rows = models.map((model) => {
     const mine = workers.filter((worker) => worker.model === model.name);

@@ -42,16 +42,26 @@ export function table(caption, columns, rows) {
   );
 }
 
-/** Replace what an element shows, unless it shows just that; what is opened stays open, and the focus stays. */
+/** Make an element show this. Only what differs is touched: focus, scrolling, selection and what is opened stay. */
 export function show(place, ...children) {
-  const next = el("div", {}, ...children);
-  if (place.shown === next.outerHTML) return;
-  const open = new Set([...place.querySelectorAll("details[open]")].map((each) => each.id));
-  const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
-  place.shown = next.outerHTML;
-  for (const each of next.querySelectorAll("details")) if (open.has(each.id)) each.open = true;
-  place.replaceChildren(...next.childNodes);
-  if (focused) document.getElementById(focused)?.focus();
+  alike(place, el("div", {}, ...children));
+}
+
+function alike(now, next) {
+  const fresh = [...next.childNodes];
+  while (now.childNodes.length > fresh.length) now.lastChild.remove();
+  fresh.forEach((child, index) => {
+    const old = now.childNodes[index];
+    if (!old) now.append(child);
+    else if (old.nodeName !== child.nodeName || old.id !== child.id) old.replaceWith(child);
+    else if (old.nodeType === Node.TEXT_NODE) {
+      if (old.data !== child.data) old.data = child.data;
+    } else {
+      for (const { name } of [...old.attributes]) if (name !== "open" && !child.hasAttribute(name)) old.removeAttribute(name);
+      for (const { name, value } of child.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+      alike(old, child);
+    }
+  });
 }
 
 export function bytes(number) {

@@ -43,6 +43,10 @@ export class Feed {
 
   /** False: a key is wanted, and it makes no sense to ask again with this one. */
   async readOnce(signal) {
+    if (/[^\x21-\x7e]/.test(this.key)) {
+      this.onRefused("a key has only ASCII characters, and no blanks");
+      return false;
+    }
     const headers = { Accept: "text/event-stream" };
     if (this.key) headers.Authorization = `Bearer ${this.key}`;
     if (this.lastId) headers["Last-Event-ID"] = this.lastId;

@@ -56,7 +56,7 @@ function one(operation, entities) {
   const first = operation.live.map((pair) => pair.first_cooperative_token_ms).filter((value) => value !== null);
   return el(
     "article",
-    {},
+    { id: `op-${operation.plan_id}` },
     el("h3", {}, `${operation.model} ${WORDS[operation.direction] || operation.direction}: ${operation.status}`),
     el("p", { class: "why" }, `because ${operation.reason}`),
     first.length ? el("p", { class: "first" }, `first token computed by both members of a pair after ${ms(Math.min(...first))}`) : null,

@@ -163,6 +163,13 @@ async def test_a_feed_that_cannot_be_made_is_made_later_for_those_who_wait(
     assert failures == []
 
 
+async def test_where_the_pool_is_silent_that_is_what_is_seen(make_stack: StackFactory) -> None:
+    stack = await make_stack(1)
+    stack.broker.responders[:] = [r for r in stack.broker.responders if r.subject != subjects.pool("snapshot")]
+    async with reading(stack) as reader:
+        await eventually(lambda: "pool" in reader.entities.get("cluster/now", {}).get("silent", ()))
+
+
 async def test_one_reader_too_many_is_refused(make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_READERS", 1)
     stack = await make_stack(1)
