@@ -292,7 +292,16 @@ def without_paths(text: str) -> str:
 
 def shown(record: ScaleRecord) -> msgspec.Raw:
     """A record as JSON, without paths."""
-    return msgspec.Raw(without_paths(msgspec.json.encode(record).decode()).encode())
+    replace = msgspec.structs.replace
+    without = replace(
+        record,
+        reason=without_paths(record.reason),
+        explain=tuple(map(without_paths, record.explain)),
+        left_out=tuple(map(without_paths, record.left_out)),
+        targets=tuple(replace(t, failure=without_paths(t.failure)) if t.failure else t for t in record.targets),
+        live=tuple(replace(p, why=without_paths(p.why), reason=without_paths(p.reason)) for p in record.live),
+    )
+    return msgspec.Raw(msgspec.json.encode(without))
 
 
 def _worker(record: WorkerRecord, reports: dict[str, LoadReport]) -> dict[str, Any]:

@@ -74,15 +74,10 @@ class DecisionLog:
             return
         self._add_unless_repeated(
             ("keep", decision.desired, decision.current),
-            DecisionRecord(
-                at_s=moment.unix_s,
-                model=request.model,
-                role=request.role,
-                asked_by=_asked_by(request),
-                seen=_seen(request),
-                asked=max(0, request.desired),
-                there=decision.current,
-                wanted=decision.desired,
+            _record(
+                request,
+                decision,
+                moment,
                 bound=bound,
                 outcome="keep",
                 chosen=f"nothing to do: {instances_of(decision.current, request.role)} are there or on their way",
@@ -102,15 +97,10 @@ class DecisionLog:
         """Nothing could be done."""
         self._add_unless_repeated(
             ("refuse", error.code),
-            DecisionRecord(
-                at_s=moment.unix_s,
-                model=request.model,
-                role=request.role,
-                asked_by=_asked_by(request),
-                seen=_seen(request),
-                asked=max(0, request.desired),
-                there=decision.current,
-                wanted=decision.desired,
+            _record(
+                request,
+                decision,
+                moment,
                 bound=bound_of(request, decision, model, floor) if model is not None else "",
                 outcome="refuse",
                 chosen=_cut(error.message),
@@ -166,6 +156,33 @@ class DecisionLog:
         self._of.move_to_end(one.model)
         while len(self._of) > MAX_MODELS:
             self._of.popitem(last=False)
+
+
+def _record(
+    request: ScaleRequest,
+    decision: Decision,
+    moment: Moment,
+    *,
+    bound: str,
+    outcome: Literal["keep", "refuse"],
+    chosen: str,
+    otherwise: str,
+) -> DecisionRecord:
+    """Of a request of which nothing comes."""
+    return DecisionRecord(
+        at_s=moment.unix_s,
+        model=request.model,
+        role=request.role,
+        asked_by=_asked_by(request),
+        seen=_seen(request),
+        asked=max(0, request.desired),
+        there=decision.current,
+        wanted=decision.desired,
+        bound=bound,
+        outcome=outcome,
+        chosen=chosen,
+        otherwise=otherwise,
+    )
 
 
 def bound_of(request: ScaleRequest, decision: Decision, model: ModelRecord, floor: Floor | None) -> str:

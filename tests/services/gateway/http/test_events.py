@@ -254,11 +254,11 @@ async def test_only_the_pages_files_are_served(make_stack: StackFactory, name: s
 def test_paths_are_left_out() -> None:
     assert without_paths("cannot read /srv/models/a/model.safetensors: gone") == "cannot read …/model.safetensors: gone"
     assert without_paths("org/model at 3/4, see https://x.example/a/b") == "org/model at 3/4, see https://x.example/a/b"
-    failed = TargetRecord(worker_id="w", instance_id="i", failure='open("/data/m/x.json") failed')
+    failed = TargetRecord(worker_id="w", instance_id="i", failure='open("/data/m/x.json") failed\n/srv/models/y/z.bin')
     record = ScaleRecord(
         plan_id="p", model="org/m", status="failed", direction="out", desired=1, reason="r", triggered_at_s=0.0,
         targets=(failed,),
     )  # fmt: skip
     found = json.loads(bytes(shown(record)))
-    assert found["targets"][0]["failure"] == 'open("…/x.json") failed'
+    assert found["targets"][0]["failure"] == 'open("…/x.json") failed\n…/z.bin'
     assert found["model"] == "org/m"
