@@ -1,11 +1,11 @@
 """No callback may keep the event loop from heartbeats, tokens and probes: of product code none may take long.
 
-Measured is the CPU time of the loop's thread, without that of collecting garbage, which depends on the tests that ran
-before. Neighbours that share a processor's caches and units make it up to three times as long: what took too long is
-set against a loop of known length, run at once. Steps of coroutines of tests and benchmarks, which may do what they
-like, are left out; a test that wants product code watched runs it in a task (``asyncio.create_task``), or in
-``callback``. Loops other than asyncio's own are not watched: services started as processes have uvloop, and
-``blitz_event_loop_lag_seconds``.
+Measured is the CPU time of the loop's thread, without that of collecting garbage and of forks, which depend on the
+tests that ran before: on what their process holds. Neighbours that share a processor's caches and units make it up to
+three times as long: what took too long is set against a loop of known length, run at once. Steps of coroutines of tests
+and benchmarks, which may do what they like, are left out; a test that wants product code watched runs it in a task
+(``asyncio.create_task``), or in ``callback``. Loops other than asyncio's own are not watched: services started as
+processes have uvloop, and ``blitz_event_loop_lag_seconds``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,25 @@ MAX_CALLBACK_S = 0.05
 _ROOT = Path(__file__).parents[1]
 _NOT_WATCHED = (f"{_ROOT}/tests/", f"{_ROOT}/bench/", "/site-packages/pytest_asyncio/", "/nats/aio/client.py")
 """The last is the bus's library, which makes its certificates ready when it connects."""
+
+
+class _Forks:
+    """CPU time of the forks of this process, by their parent: of copying its page tables."""
+
+    def __init__(self) -> None:
+        self.took_s = 0.0
+        self._began_s = 0.0
+        os.register_at_fork(before=self._before, after_in_parent=self._after)
+
+    def _before(self) -> None:
+        self._began_s = time.thread_time()
+
+    def _after(self) -> None:
+        self.took_s += time.thread_time() - self._began_s
+
+
+_FORKS = _Forks()
+"""For as long as the process lives: what is told of forks cannot be told to stop."""
 
 
 class LoopWatch:
@@ -59,8 +79,8 @@ class LoopWatch:
 
     @property
     def cpu_s(self) -> float:
-        """Of this thread so far, without collecting garbage."""
-        return time.thread_time() - self._garbage_s
+        """Of this thread so far, without collecting garbage and forks."""
+        return time.thread_time() - self._garbage_s - _FORKS.took_s
 
     def slowness(self) -> float:
         """How many times as long as at best this thread computes now."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 import time
 
 from shared.aio import OwnedTasks, Wakeup
@@ -26,6 +28,18 @@ async def test_a_callback_of_product_code_that_computes_for_long_is_named(watche
 async def test_time_in_which_the_loop_waits_or_the_machine_is_away_does_not_count(watched_loops: LoopWatch) -> None:
     await asyncio.create_task(Wakeup().until(lambda: time.sleep(2 * MAX_CALLBACK_S) is None))
     assert not watched_loops.long
+
+
+def test_a_fork_which_takes_as_long_as_its_process_is_large_does_not_count(watched_loops: LoopWatch) -> None:
+    with mmap.mmap(-1, 2**29, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        held.madvise(mmap.MADV_NOHUGEPAGE)
+        held[:: mmap.PAGESIZE] = bytes(len(held) // mmap.PAGESIZE)  # a fork has something to copy
+        began_s, counted_s = time.thread_time(), watched_loops.cpu_s
+        if not (pid := os.fork()):
+            os._exit(0)
+        forked_s, counted_s = time.thread_time() - began_s, watched_loops.cpu_s - counted_s
+    os.waitpid(pid, 0)
+    assert counted_s < forked_s / 2
 
 
 async def test_what_tests_do_themselves_is_left_out(watched_loops: LoopWatch) -> None:
