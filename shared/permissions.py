@@ -122,11 +122,12 @@ TABLE: tuple[Row, ...] = (
     _row(subjects.load, _WORKER, ("gateway", "monitor", "planner")),
     _row(subjects.host_load, _WORKER, ("gateway", "monitor", "planner")),
     _row(subjects.queue, _GATEWAY, ("gateway", "monitor", "planner")),
+    _row(subjects.latencies, _GATEWAY, _GATEWAY),
     _row(subjects.key_usage, _GATEWAY, _GATEWAY),
     _row(subjects.demand, ("monitor",), _PLANNER),
     _row(subjects.verdicts, _GATEWAY, ("monitor",)),
     _row(subjects.progress, _WORKER, ("gateway", "planner")),
-    _row(subjects.live_reports, _WORKER, _PLANNER),
+    _row(subjects.live_reports, _WORKER, ("gateway", "planner")),
     # The registry.
     *_operations(
         subjects.pool,

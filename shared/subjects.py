@@ -204,6 +204,11 @@ def queue() -> str:
     return f"{PREFIX}.load.gateway"
 
 
+def latencies() -> str:
+    """LatencyReport, gateways to those gateways that somebody looks at."""
+    return f"{PREFIX}.load.gateway.latencies"
+
+
 def key_usage() -> str:
     """KeyUsageReport, gateways to gateways."""
     return f"{PREFIX}.load.gateway.keys"

@@ -8,25 +8,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from services.gateway.active_requests import ActiveRequests
+from services.gateway.core.latencies import TBT_BUCKETS_S, TTFT_BUCKETS_S
 from services.gateway.core.router import Router
 from services.gateway.core.routes import RouteView
 from shared.messages.load import LoadReport
 
-TTFT_BUCKETS_S = (
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-ITL_BUCKETS_S = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
 E2E_BUCKETS_S = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
@@ -142,6 +135,11 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @property
+    def counts(self) -> Sequence[int]:
+        """Values by bucket; the last one is beyond all bounds."""
+        return self._counts
+
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
         """(upper bound, values at or below it) and the sum of all values."""
         rows, total = [], 0
@@ -169,7 +167,7 @@ class ModelMetrics:
     finished: Counter[str] = field(default_factory=Counter)
     """Requests that ended: ``stop``, ``length``, ``abort`` (the client left) or ``error``."""
     ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
-    itl_s: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
+    itl_s: Histogram = field(default_factory=lambda: Histogram(TBT_BUCKETS_S))
     e2e_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
     queue_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
     prefill_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
@@ -218,6 +216,11 @@ class GatewayMetrics:
     def forget(self, model: str) -> None:
         """The model is registered no more."""
         self._models.pop(model, None)
+
+    def latencies(self) -> Iterator[tuple[str, int, Sequence[int], Sequence[int]]]:
+        """Of each model: its name, the tokens that it has put out, and TTFT and TBT by bucket."""
+        for name, model in self._models.items():
+            yield name, model.generation_tokens, model.ttft_s.counts, model.itl_s.counts
 
     def count_cut(self, reason: str) -> None:
         """One client's connection was closed by the gateway, or its response given up."""

@@ -16,6 +16,7 @@ from services.gateway.admin_keys import AdminKeys
 from services.gateway.api_keys import ApiKeys
 from services.gateway.config import GatewayConfig
 from services.gateway.core.capacity import WorkerMemory
+from services.gateway.core.latencies import LATENCY_REPORT_EVERY_S, LatencyReports
 from services.gateway.core.queue_reports import LEAST_REPORT_S, QUEUE_REPORT_EVERY_S, QueueReports
 from services.gateway.core.router import TICK_S
 from services.gateway.core.routes import ModelRoutes, RouteDiff, RouteView
@@ -33,7 +34,7 @@ from shared.identity import ASK_TIMEOUT_S, gives_way, hold, new_incarnation, ref
 from shared.load_feed import subscribe_load
 from shared.messages.generation import GOODBYE_S, GatewayHeartbeat, TokenBatch
 from shared.messages.identity import GetHolder, Holder
-from shared.messages.load import LoadReport, QueueReport
+from shared.messages.load import LatencyReport, LoadReport, QueueReport
 from shared.messages.registry import RouteChanges
 from shared.outage import Outage
 from shared.process import ProcessState
@@ -81,6 +82,7 @@ class Gateway:
         self.at_drain: list[Callable[[], None]] = []
         """Called when shutdown begins, for those who wait for something else."""
         self._queue_reports = QueueReports(config.gateway_id, self.dispatcher.router, self.dispatcher.requests.arrivals)
+        self._latency_reports = LatencyReports(config.gateway_id)
         self._stale = asyncio.Event()
         self.api_keys = ApiKeys(
             config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
@@ -195,6 +197,7 @@ class Gateway:
                 tasks.create_task(self._refresh())
                 tasks.create_task(self._heartbeat())
                 tasks.create_task(self._report_queues())
+                tasks.create_task(self._report_latencies())
                 tasks.create_task(self._tick())
                 tasks.create_task(self.dispatcher.outbox.run())
                 tasks.create_task(self.tokenizers.run())
@@ -320,7 +323,13 @@ class Gateway:
         inflight = self.dispatcher.requests.inflight_by_model()
         return self._queue_reports.report(self.routes.models, inflight=inflight)
 
-    async def _say(self, subject: str, message: GatewayHeartbeat | QueueReport) -> None:
+    async def _report_latencies(self) -> None:
+        while True:
+            await asyncio.sleep(LATENCY_REPORT_EVERY_S)
+            for report in self._latency_reports.reports(self.metrics.latencies()):
+                await self._say(subjects.latencies(), report)
+
+    async def _say(self, subject: str, message: GatewayHeartbeat | LatencyReport | QueueReport) -> None:
         try:
             await self.bus.publish(subject, message)
         except BlitzError as error:

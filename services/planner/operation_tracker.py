@@ -59,7 +59,7 @@ class OperationTracker:
     def on_live_report(self, report: LiveReport) -> None:
         """The source of a pair tells what it did."""
         operation = self._planner.tracker.on_live_report(report, now())
-        if operation is None:
+        if operation is None or report.outcome == "running":
             return
         level = logging.INFO if report.outcome == "dissolved" else logging.WARNING
         log.log(level, "%s: %s %s", report.pair_id, report.outcome, report.reason)

@@ -231,7 +231,7 @@ class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveReport(Message, frozen=True, kw_only=True, tag="live_report.v1"):
-    """The source's report on a pair that has ended."""
+    """The source's report on a pair: on what is new while it runs, and on the whole once it has ended."""
 
     pair_id: str
     plan_id: str
@@ -239,13 +239,15 @@ class LiveReport(Message, frozen=True, kw_only=True, tag="live_report.v1"):
     """Worker ids."""
     target: str
     policy: LivePolicy
-    outcome: Literal["dissolved", "failed"]
+    outcome: Literal["running", "dissolved", "failed"]
     reason: str
     started_ago_s: Figure
     first_cooperative_token_ago_s: Figure | None = None
     """First token of a batch of which both sides ran layers."""
     batches: tuple[LiveBatch, ...] = ()
+    """All of them; while the pair runs, those that were done since the last report. That one may be lost."""
     source_runs: LayerRuns | None = None
+    """This and the next two come at the end only."""
     target_runs: LayerRuns | None = None
     tokens: LayerRuns | None = None
     """Output tokens of the source's engine, per bucket."""

@@ -91,6 +91,24 @@ class QueueReport(Message, frozen=True, kw_only=True, tag="queue.v1"):
     models: tuple[ModelQueue, ...]
 
 
+class ModelLatencies(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one model that came at one gateway since its last report: how many, by bucket of the gateway's
+    histograms; the last buckets that got none are left out."""
+
+    model: str
+    ttft: tuple[Count, ...]
+    """First tokens, by the time since the request's arrival."""
+    tbt: tuple[Count, ...]
+    """The others, by the time since the token before."""
+
+
+class LatencyReport(Message, frozen=True, kw_only=True, tag="latency.v1"):
+    """One gateway's, once a second while something is new, for those who look at the whole cluster."""
+
+    gateway_id: str
+    models: tuple[ModelLatencies, ...]
+
+
 class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What one gateway has admitted for one API key. Totals are of its life; what was not used comes off them again."""
 

@@ -6,53 +6,20 @@ Needs Chromium, and playwright: ``make test-page``.
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright
 
 from compose.config import StackConfig
 from compose.stack import Stack
 from shared.messages.operations import ScaleRecord
+from tests.page.browser import browser, page_of
 from tests.stack.client import complete, openai_client
 from tests.stack.conftest import MODEL, NO_DEMAND, READY_S, mock_config
 from tests.wait_until import WAIT_S, eventually
 
 KEY = "an-admin-key"
 SIZES = [(1280, "light"), (1280, "dark"), (320, "light"), (320, "dark")]
-
-
-def chromium() -> str:
-    """The browser. Fails where there is none: without it nothing is shown."""
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    assert found, "there is no Chromium: install it, or set CHROMIUM"
-    return found
-
-
-@asynccontextmanager
-async def browser() -> AsyncIterator[Browser]:
-    async with async_playwright() as playwright:
-        launched = await playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        yield launched
-        await launched.close()
-
-
-@asynccontextmanager
-async def page_of(browser: Browser, url: str, width: int = 1280, scheme: str = "light") -> AsyncIterator[Page]:
-    """A tab with the page, in which nothing goes wrong unheard."""
-    context = await browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
-    page = await context.new_page()
-    faults: list[str] = []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
-    await page.goto(f"{url}/ui")
-    yield page
-    assert not faults
-    await context.close()
 
 
 def config(state_dir: Path, **env: str) -> StackConfig:

@@ -67,7 +67,7 @@ class Cluster:
         await self.redis.flushdb()
         await self.gateway.start()
         await self.broker.bus("observer").subscribe(subjects.progress(), ScaleProgress, self.progress.append)
-        await self.broker.bus("observer-2").subscribe(subjects.live_reports(), LiveReport, self.live_reports.append)
+        await self.broker.bus("observer-2").subscribe(subjects.live_reports(), LiveReport, self._on_live_report)
         metrics = CollectorRegistry()
         plans = PlanSettings(lease_ttl_s=30.0, live=live, strategy=strategy)
         registry = PoolService(self.broker.bus("pool"), self._store, pool, metrics=metrics)
@@ -98,6 +98,10 @@ class Cluster:
             incarnation=incarnation,
         )
         return worker
+
+    def _on_live_report(self, report: LiveReport) -> None:
+        if report.outcome != "running":
+            self.live_reports.append(report)
 
     # --- models and scale operations ---------------------------------------------------------
 

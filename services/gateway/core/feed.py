@@ -41,8 +41,10 @@ class FeedEntities:
         self._ring: deque[Frame] = deque()
         self._ring_size = 0
         self._sequence = 0
-        self.is_cut = False
-        """Something did not fit."""
+        self._left_out: set[str] = set()
+        """What did not fit."""
+        self._whole: tuple[int, bytes] | None = None
+        """The state as an event, and of which sequence: many readers come at once where a gateway was lost."""
 
     @property
     def is_empty(self) -> bool:
@@ -60,18 +62,24 @@ class FeedEntities:
             if before == encoded:
                 continue
             if self._size + len(encoded) - len(before) > self._state_bytes:
-                self.is_cut = True
+                self._left_out.add(name)
                 continue
+            self._left_out.discard(name)
             self._entities[name] = encoded
             self._size += len(encoded) - len(before)
             changed[name] = msgspec.Raw(encoded)
-        gone = [name for name in self._entities if name.startswith(prefixes) and name not in found]
+        self._left_out &= found.keys()
+        gone = [
+            name
+            for name in self._entities
+            if name.startswith(prefixes) and (name not in found or name in self._left_out)  # rather nothing than stale
+        ]
         for name in gone:
             self._size -= len(self._entities.pop(name))
         if not changed and not gone:
             return False
         self._sequence += 1
-        data = msgspec.json.encode({"at_s": at_s, "changed": changed, "gone": gone})
+        data = msgspec.json.encode({"at_s": at_s, "changed": changed, "gone": gone, "is_cut": bool(self._left_out)})
         frame = Frame(self._sequence, self._event("frame", data))
         self._ring.append(frame)
         self._ring_size += len(frame.event)
@@ -85,7 +93,8 @@ class FeedEntities:
         self._entities.clear()
         self._ring.clear()
         self._size = self._ring_size = 0
-        self.is_cut = False
+        self._left_out.clear()
+        self._whole = None
 
     def last_seen(self, event_id: str) -> int | None:
         """The sequence in a reader's last event id. None: it is no id of this process."""
@@ -104,8 +113,11 @@ class FeedEntities:
         return self._sequence, [frame.event for frame in list(self._ring)[skipped:]]
 
     def _snapshot(self) -> bytes:
-        entities = {name: msgspec.Raw(encoded) for name, encoded in self._entities.items()}
-        return self._event("snapshot", msgspec.json.encode({"entities": entities, "is_cut": self.is_cut}))
+        if self._whole is None or self._whole[0] != self._sequence:
+            entities = {name: msgspec.Raw(encoded) for name, encoded in self._entities.items()}
+            data = msgspec.json.encode({"entities": entities, "is_cut": bool(self._left_out)})
+            self._whole = self._sequence, self._event("snapshot", data)
+        return self._whole[1]
 
     def _event(self, kind: str, data: bytes) -> bytes:
         return b"event: %s\nid: %s-%d\ndata: %s\n\n" % (

@@ -27,6 +27,7 @@ from services.gateway.http.admin import admin_router
 from services.gateway.http.asgi import (
     KEY,
     ClientDisconnected,
+    bearer,
     error_events,
     header,
     in_pieces,
@@ -62,22 +63,15 @@ class Access:
         path: str = scope["path"]
         if path == "/v1" or path.startswith("/v1/"):
             if self._api_keys.required:
-                key = self._api_keys.find(_bearer(scope, "an API key"))
+                key = self._api_keys.find(bearer(scope, "an API key"))
                 if key is None:
                     raise Unauthorized("an API key is needed; the one that was sent is not valid")
                 scope[KEY] = key.name
         elif path == "/admin" or path.startswith("/admin/"):
             if not self._admin_keys.required:
                 _check_local(scope)
-            elif not self._admin_keys.accept(_bearer(scope, "an admin key")):
+            elif not self._admin_keys.accept(bearer(scope, "an admin key")):
                 raise Unauthorized("an admin key is needed; the one that was sent is not valid")
-
-
-def _bearer(scope: Scope, what: str) -> bytes:
-    scheme, _, shown = header(scope, b"authorization").partition(" ")
-    if scheme.lower() != "bearer" or not shown.strip():
-        raise Unauthorized(f"{what} is needed: Authorization: Bearer <key>")
-    return shown.strip().encode("latin-1")
 
 
 def _check_local(scope: Scope) -> None:

@@ -13,7 +13,7 @@ from services.gateway.errors import RequestTimeout, UnsupportedMediaType, error_
 from services.gateway.memory import MAX_PIECE_BYTES, MemoryClaim
 from services.gateway.offload import Offload
 from services.gateway.server import ABORT
-from shared.errors import BadRequest, BlitzError, PayloadTooLarge
+from shared.errors import BadRequest, BlitzError, PayloadTooLarge, Unauthorized
 
 JSON = b"application/json"
 DONE = b"data: [DONE]\n\n"
@@ -41,6 +41,14 @@ def header(scope: Scope, name: bytes) -> str:
         if key == name:
             return bytes(value).decode("latin-1")
     return ""
+
+
+def bearer(scope: Scope, what: str) -> bytes:
+    """The key that a request shows. Raises ``Unauthorized`` where there is none; ``what`` is missing then."""
+    scheme, _, shown = header(scope, b"authorization").partition(" ")
+    if scheme.lower() != "bearer" or not shown.strip():
+        raise Unauthorized(f"{what} is needed: Authorization: Bearer <key>")
+    return shown.strip().encode("latin-1")
 
 
 def key_of(scope: Scope) -> str:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.feed import ClusterFeed
-from services.gateway.http.asgi import header
+from services.gateway.http.asgi import bearer, header
 from services.gateway.service import Gateway
 from shared.errors import NotFound, Unavailable
 
@@ -36,19 +36,20 @@ def events_router(gateway: Gateway) -> APIRouter:
     @router.get("/admin/events")
     async def events(request: Request) -> Response:
         """The state of the cluster, and its changes as they happen. ``Last-Event-ID``: go on from there."""
-        stream = feed.read(header(request.scope, b"last-event-id"))
+        keys, shown = gateway.admin_keys, bearer(request.scope, "an admin key") if gateway.admin_keys.required else b""
+        stream = feed.read(header(request.scope, b"last-event-id"), lambda: not keys.required or keys.accept(shown))
         # Before the answer begins: a refusal is a status.
         first = await anext(stream, None)
         if first is None:
             raise Unavailable("the gateway is shutting down", retry_after_s=1.0)
         return _Events(request, first, stream)
 
-    @router.get("/ui")
+    @router.api_route("/ui", methods=["GET", "HEAD"])
     async def page() -> Response:
         """The page. It holds nothing of the cluster; what it shows it asks for with the reader's key."""
         return _file("index.html")
 
-    @router.get("/ui/{name}")
+    @router.api_route("/ui/{name}", methods=["GET", "HEAD"])
     async def file(name: str) -> Response:
         """Its scripts and styles."""
         return _file(name)

@@ -3,6 +3,7 @@
 import { Feed, STALE_MS, ofKind } from "/ui/feed.js";
 import { showModels, showWorkers } from "/ui/cluster.js";
 import { announce, showOperations } from "/ui/operations.js";
+import { Past } from "/ui/past.js";
 
 const KEY = "blitz.admin-key";
 const at = (id) => document.getElementById(id);
@@ -11,6 +12,7 @@ let due = false;
 let announcedMs = -Infinity;
 
 const feed = new Feed(onState, onConnection, onRefused);
+const past = new Past(at("past"), draw);
 
 function onState() {
   at("main").hidden = false;
@@ -29,12 +31,14 @@ function draw() {
   const entities = feed.entities;
   const [cluster] = ofKind(entities, "cluster");
   showModels(at("models"), entities);
-  showOperations(at("operation"), at("past"), entities);
+  showOperations(at("operation"), entities);
+  past.draw(entities);
   showWorkers(at("workers"), entities);
   if (connected) {
     const silent = cluster && cluster.silent.length ? `; silent: ${cluster.silent.join(", ")}` : "";
-    at("connection").textContent = `live${silent}`;
-    at("connection").className = silent ? "stale" : "live";
+    const cut = feed.isCut ? "; not all of it fits here" : "";
+    at("connection").textContent = `live${silent}${cut}`;
+    at("connection").className = silent || cut ? "stale" : "live";
   }
   const text = announce(entities);
   // At most every five seconds: a screen reader would never end.
@@ -55,6 +59,7 @@ function onRefused(message) {
   at("main").hidden = true;
   at("login").hidden = false;
   at("refused").textContent = message;
+  at("key").focus();
   onConnection("not connected", false);
 }
 

@@ -7,32 +7,35 @@ const STATES = ["serving", "live", "loading", "draining", "failed", "spare", "st
 
 const state = (name) => el("span", { class: `state ${STATES.includes(name) ? name : ""}` }, name);
 
+const time = (value) => (value >= 1000 ? `${(value / 1000).toFixed(1)} s` : `${value.toFixed(value < 10 ? 1 : 0)} ms`);
+const times = (median, late) => (median === undefined ? "–" : `${time(median)} / ${time(late)}`);
+
 export function showModels(place, entities) {
-  const workers = ofKind(entities, "worker");
   const models = ofKind(entities, "model");
   const [cluster] = ofKind(entities, "cluster");
   if (!models.length && cluster && cluster.silent.includes("pool")) return show(place, el("p", { class: "lack" }, "The pool does not answer: what is registered is not known."));
   if (!models.length) return show(place, el("p", {}, "No model is registered: ", el("code", {}, "blitzscale models add DIR")));
   const rows = models.map((model) => {
-    const mine = workers.filter((worker) => worker.model === model.name);
-    const sum = (field) => mine.reduce((total, worker) => total + (worker[field] || 0), 0);
     const states = Object.entries(model.states).map(([name, number]) => {
       const [role, is] = name.split(" ");
       return el("span", { class: "chip" }, `${number} ${role === "colocated" ? "" : `${role} `}`, state(is));
     });
     return [
       model.name,
-      states.length ? states : "none",
+      states.length ? states : model.min ? "none" : "asleep: the next request wakes it",
       `${model.min}–${model.max >= 1000000 ? "∞" : model.max}`,
-      model.queued + sum("queued"),
-      sum("running"),
+      model.waiting,
+      model.running,
+      times(model.ttft_p50_ms, model.ttft_p99_ms),
+      times(model.tbt_p50_ms, model.tbt_p99_ms),
+      model.tokens_per_s ? model.tokens_per_s.toFixed(0) : "–",
       bytes(model.bytes),
     ];
   });
   const lacks = ofKind(entities, "unplanned").map((lack) =>
     el("p", { class: "lack" }, `${lack.model}: ${lack.wanted} ${lack.role} wanted, and not possible now: ${lack.why}`),
   );
-  show(place, table("Models: instances by state", ["model", "instances", "limits", "waiting", "running", "weights"], rows), lacks);
+  show(place, table("Models: instances by state", ["model", "instances", "limits", "waiting", "running", "TTFT p50 / p99", "TBT p50 / p99", "tokens/s", "weights"], rows), lacks);
 }
 
 export function showWorkers(place, entities) {

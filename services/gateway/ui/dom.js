@@ -69,4 +69,12 @@ export function bytes(number) {
   return `${(number / 1e6).toFixed(1)} MB`;
 }
 
+export const rate = (value) => (value === null || value === undefined ? "–" : value >= 0.1 ? `${value.toFixed(2)} Gbit/s` : `${(value * 1000).toFixed(1)} Mbit/s`);
+
+/** Time of day, of Unix seconds; nothing where they are none. */
+export function clock(seconds) {
+  const moment = new Date(seconds * 1000);
+  return Number.isNaN(moment.getTime()) ? "–" : moment.toISOString().slice(11, 19);
+}
+
 export const ms = (value) => (value === null || value === undefined ? "–" : `${value.toFixed(0)} ms`);

@@ -4,6 +4,9 @@
 const RETRY_MS = [500, 1000, 2000, 5000];
 export const STALE_MS = 12000;
 
+/** The gateway says why it gives nothing now. */
+class Refused extends Error {}
+
 export class Feed {
   /** `onState(entities)` after each event; `onConnection(text, isFine)`; `onRefused(message)` when a key is wanted. */
   constructor(onState, onConnection, onRefused) {
@@ -13,6 +16,7 @@ export class Feed {
     this.onConnection = onConnection;
     this.onRefused = onRefused;
     this.lastId = "";
+    this.isCut = false;
     this.failures = 0;
   }
 
@@ -34,7 +38,8 @@ export class Feed {
         this.onConnection("the feed ended; connecting again …", false);
       } catch (error) {
         if (aborter.signal.aborted) return;
-        this.onConnection("disconnected; what you see is the last that was known", false);
+        const why = error instanceof Refused ? error.message : "disconnected";
+        this.onConnection(`${why}; what you see is the last that was known`, false);
       }
       const waitMs = RETRY_MS[Math.min(this.failures++, RETRY_MS.length - 1)];
       await new Promise((resolve) => setTimeout(resolve, waitMs));
@@ -51,14 +56,15 @@ export class Feed {
     if (this.key) headers.Authorization = `Bearer ${this.key}`;
     if (this.lastId) headers["Last-Event-ID"] = this.lastId;
     const response = await fetch("/admin/events", { headers, signal, cache: "no-store" });
-    if (response.status === 401 || response.status === 403) {
+    if (!response.ok) {
       const body = await response.json().catch(() => ({}));
+      const why = body.error ? String(body.error.message) : `status ${response.status}`;
+      if (response.status !== 401 && response.status !== 403) throw new Refused(why);
       this.entities.clear();
       this.lastId = "";
-      this.onRefused(body.error ? String(body.error.message) : "refused");
+      this.onRefused(why);
       return false;
     }
-    if (!response.ok) throw new Error(`status ${response.status}`);
     this.failures = 0;
     this.onConnection("live", true);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -84,6 +90,7 @@ export class Feed {
     }
     if (!data) return;
     const found = JSON.parse(data);
+    this.isCut = Boolean(found.is_cut);
     if (kind === "snapshot") {
       this.entities = new Map(Object.entries(found.entities));
     } else {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 from opentelemetry.trace import Span
@@ -12,9 +13,15 @@ from services.worker.core.pairing.batch import PromptBatch
 from services.worker.core.pairing.pair import PairState
 from shared.messages.live import LayerRuns, LiveBatch, LiveReport, ZigzagAssignment
 
+Outcome = Literal["running", "dissolved", "failed"]
+
 BUCKET_S = 0.05
 MAX_BATCHES = 2048
 """Of one pair: a report of so many is a quarter of what NATS takes. Then the pair ends."""
+REPORT_EVERY_S = 0.25
+"""While a pair runs, and has done something."""
+MAX_NEW_BATCHES = 128
+"""In such a report; the others are in the last one."""
 MAX_BUCKETS = 4096
 """Of one timeline; what comes later counts into the last one. A pair lives for seconds."""
 
@@ -51,6 +58,8 @@ class PairRecord:
         self._assignment = assignment
         self._batches: list[tuple[LiveBatch, float]] = []
         self.first_cooperative_s: float | None = None
+        self._num_told = 0
+        """Of the batches."""
 
     def target_ran(self, runs: LayerRuns) -> None:
         """The target has just told."""
@@ -76,23 +85,30 @@ class PairRecord:
         """Whether as many batches are done as a report may have."""
         return len(self._batches) >= MAX_BATCHES
 
+    def news(self) -> LiveReport | None:
+        """What is to be told while the pair runs; None: nothing was done since this was asked last."""
+        new, self._num_told = self._batches[self._num_told :], len(self._batches)
+        return self._report("running", "", new[-MAX_NEW_BATCHES:]) if new else None
+
     def report(self, state: PairState, failure: str, layers: Timeline, tokens: Timeline) -> LiveReport:
         """As a message, at the end of the pair. ``layers``: that the source ran; ``tokens``: that it put out."""
-        now_s, replace = time.monotonic(), msgspec.structs.replace
-        first_s, target_runs = self.first_cooperative_s, None
+        now_s, replace, target_runs = time.monotonic(), msgspec.structs.replace, None
         if self._target_runs is not None:
             runs, heard_s = self._target_runs
             target_runs = replace(runs, started_ago_s=runs.started_ago_s + now_s - heard_s)
+        outcome: Outcome = "failed" if state is PairState.FAILED else "dissolved"
+        whole = self._report(outcome, failure, self._batches)
+        return replace(whole, source_runs=layers.runs(), target_runs=target_runs, tokens=tokens.runs())
+
+    def _report(self, outcome: Outcome, reason: str, batches: Sequence[tuple[LiveBatch, float]]) -> LiveReport:
+        now_s, first_s, replace = time.monotonic(), self.first_cooperative_s, msgspec.structs.replace
         return _report(
             self._assignment,
             now_s - self.started_s,
-            outcome="failed" if state is PairState.FAILED else "dissolved",
-            reason=failure,
+            outcome=outcome,
+            reason=reason,
             first_cooperative_token_ago_s=None if first_s is None else now_s - first_s,
-            batches=tuple(replace(batch, first_token_ago_s=now_s - at_s) for batch, at_s in self._batches),
-            source_runs=layers.runs(),
-            target_runs=target_runs,
-            tokens=tokens.runs(),
+            batches=tuple(replace(batch, first_token_ago_s=now_s - at_s) for batch, at_s in batches),
         )
 
 
@@ -124,7 +140,6 @@ def declined(assignment: ZigzagAssignment, reason: str) -> LiveReport:
 
 
 def _report(assignment: ZigzagAssignment, started_ago_s: float, **what: Any) -> LiveReport:
-    """On a pair that is over now."""
     return LiveReport(
         pair_id=assignment.pair_id,
         plan_id=assignment.plan_id,

@@ -4,6 +4,7 @@ pairs comes in here."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.links import LinkToTarget
-from services.worker.live.report import annotate, declined
+from services.worker.live.report import REPORT_EVERY_S, annotate, declined
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Tensors
@@ -225,7 +226,12 @@ class PairRoles:
         }
         try:
             with tracer().start_as_current_span("worker.live", attributes=attributes) as span:
-                report = await source.run()
+                telling = asyncio.create_task(self._tell_news(source))
+                try:
+                    report = await source.run()
+                finally:
+                    telling.cancel()
+                    await asyncio.wait([telling])
                 self.pull_s = source.pull_s
                 annotate(span, report)
                 await self._bus.publish(subjects.live_reports(), report)
@@ -234,6 +240,14 @@ class PairRoles:
             log.warning("pair %s ended without a report: %s", assignment.pair_id, error)
         finally:
             self.source = None
+
+    async def _tell_news(self, source: LiveSource) -> None:
+        """Until cancelled: whoever looks sees batches as they are done."""
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            if (news := source.record.news()) is not None:
+                with contextlib.suppress(BlitzError):
+                    await self._bus.publish(subjects.live_reports(), news)
 
     # --- as target ---------------------------------------------------------------------------
 

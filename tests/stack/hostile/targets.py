@@ -69,6 +69,7 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "load.worker": (load.LoadReport, None),
     "load.hosts": (load.HostLoad, None),
     "load.gateway": (load.QueueReport, None),
+    "load.gateway.latencies": (load.LatencyReport, None),
     "load.gateway.keys": (load.KeyUsageReport, None),
     "demand": (load.Demand, None),
     "progress": (progress.ScaleProgress, None),

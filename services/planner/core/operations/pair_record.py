@@ -52,7 +52,9 @@ class LivePair:
         return self.assignment
 
     def apply(self, report: LiveReport, now_s: float) -> None:
-        """The source's report came now. It replaces any earlier conclusion; repeating it changes nothing."""
+        """The source's report came now. The last one replaces any earlier conclusion; repeating it changes nothing."""
+        if report.outcome == "running" and not self.running:
+            return
         self.outcome, self._reason = report.outcome, report.reason
         if report != self._report:
             self._report, self._reported_s = report, now_s
@@ -97,10 +99,10 @@ class LivePair:
         record = msgspec.structs.replace(
             record,
             started_ms=ms(report.started_ago_s),
-            ended_ms=ms(0.0),
+            ended_ms=None if report.outcome == "running" else ms(0.0),
             first_cooperative_token_ms=None if cooperative is None else ms(cooperative),
         )
-        if not details:
+        if not details or report.outcome == "running":
             return record
         runs = (report.source_runs, report.target_runs, report.tokens)
         bucket_s = next((r.bucket_s for r in runs if r is not None and r.bucket_s > 0), _DEFAULT_BUCKET_S)

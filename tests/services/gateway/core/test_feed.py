@@ -36,8 +36,8 @@ def test_a_new_reader_gets_everything_and_then_what_changes() -> None:
     sequence, found = state.since(sequence)
     assert sequence == 3
     assert events(found) == [
-        ("frame", "run-2", {"at_s": 0.0, "changed": {"a/x": 3}, "gone": ["a/y"]}),
-        ("frame", "run-3", {"at_s": 0.0, "changed": {"a/z": 4}, "gone": []}),
+        ("frame", "run-2", {"at_s": 0.0, "changed": {"a/x": 3}, "gone": ["a/y"], "is_cut": False}),
+        ("frame", "run-3", {"at_s": 0.0, "changed": {"a/z": 4}, "gone": [], "is_cut": False}),
     ]
 
 
@@ -75,8 +75,11 @@ def test_what_does_not_fit_is_left_out_and_that_is_said() -> None:
     put(state, small=1, large="x" * 200)
     (_, _, data) = events(state.since(None)[1])[0]
     assert data == {"entities": {"a/small": 1}, "is_cut": True}
-    put(state, small=2)
-    assert events(state.since(None)[1])[0][2]["entities"] == {"a/small": 2}
+    put(state, small=2, large=3)
+    assert events(state.since(None)[1])[0][2] == {"entities": {"a/small": 2, "a/large": 3}, "is_cut": False}
+    put(state, small=2, large="x" * 200)
+    (_, _, data) = events(state.since(2)[1])[0]
+    assert (data["gone"], data["is_cut"]) == (["a/large"], True), "rather nothing than what was"
 
 
 def test_names_and_texts_cannot_end_an_event() -> None:

@@ -6,15 +6,21 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from services.gateway import feed as module
-from services.gateway.feed import shown, without_paths
+from services.gateway.core import watched_cluster
+from services.gateway.core.watched_cluster import shown, without_paths
 from shared import subjects
 from shared.errors import NotPermitted
+from shared.messages.live import LiveBatch, LiveReport
+from shared.messages.load import LatencyReport, ModelLatencies
 from shared.messages.operations import HopRecord, ListScaleRecords, ScaleRecord, ScaleRecords, TargetRecord, Unplanned
 from shared.messages.progress import ScaleProgress
 from tests.services.gateway.conftest import Stack, StackFactory
@@ -25,6 +31,9 @@ RECORD = ScaleRecord(
     triggered_at_s=1.0, targets=(TargetRecord(worker_id="w1", instance_id="i"),),
     hops=(HopRecord(source="w0", source_kind="gpu", target="w1"),),
 )  # fmt: skip
+
+
+FILES = sorted(f"/{file.name}" for file in (resources.files("services.gateway") / "ui").iterdir())
 
 
 class Reader:
@@ -197,7 +206,7 @@ async def test_a_gateway_that_drains_ends_its_feeds_at_once(make_stack: StackFac
 async def test_many_workers_are_counted_and_those_of_an_operation_are_shown(
     make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_WORKERS", 2)
+    monkeypatch.setattr(watched_cluster, "MAX_WORKERS", 2)
     stack = await make_stack(4)
     await planner(stack)
     async with reading(stack) as reader:
@@ -220,7 +229,7 @@ async def test_pages_of_other_sites_are_refused(make_stack: StackFactory, header
     assert (await stack.http.get("/admin/events", headers=headers)).status_code == 403
 
 
-@pytest.mark.parametrize("name", ["", "/app.js", "/feed.js", "/dom.js", "/cluster.js", "/operations.js", "/style.css"])
+@pytest.mark.parametrize("name", ["", *FILES])
 async def test_the_page_may_load_and_run_nothing_but_its_own_files(make_stack: StackFactory, name: str) -> None:
     stack = await make_stack(1, admin_keys=("secret",))
     page = await stack.http.get(f"/ui{name}")
@@ -251,7 +260,52 @@ async def test_only_the_pages_files_are_served(make_stack: StackFactory, name: s
     assert (await stack.http.get(f"/ui/{name}")).status_code in (404, 200 if name == "." else 404)
 
 
+async def test_who_holds_a_key_that_is_taken_back_is_cut_off(make_stack: StackFactory, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("old\nnew\n")
+    keys.chmod(0o600)
+    stack = await make_stack(1, admin_keys_file=str(keys))
+    async with (
+        reading(stack, Authorization="Bearer old") as reader,
+        reading(stack, Authorization="Bearer new") as another,
+    ):
+        await eventually(lambda: reader.kinds and another.kinds)
+        keys.write_text("new\n")
+        await stack.gateway.admin_keys.look()
+        await eventually(lambda: reader.ended)
+        assert not another.ended
+
+
+async def test_it_has_the_latencies_of_all_gateways_and_the_batches_of_pairs(make_stack: StackFactory) -> None:
+    stack = await make_stack(1)
+    async with reading(stack) as reader:
+        await eventually(lambda: reader.kinds)
+        for gateway_id in ("g1", "g2"):
+            latencies = ModelLatencies(model="tiny", ttft=(0, 0, 0, 5), tbt=(100,))
+            report = LatencyReport(gateway_id=gateway_id, models=(latencies,))
+            await stack.broker.bus(gateway_id).publish(subjects.latencies(), report)
+        await eventually(lambda: reader.entities["model/tiny"].get("tokens_per_s") == 21.0)
+        assert 5.0 < reader.entities["model/tiny"]["ttft_p50_ms"] <= 10.0
+        assert reader.entities["model/tiny"]["tbt_p99_ms"] <= 1.0
+        batch = LiveBatch(
+            batch_id="b", num_requests=1, num_tokens=40, target_layers=3, source_layers=1, first_token_ago_s=0.1
+        )
+        pair = LiveReport(
+            pair_id="pair-1", plan_id="plan-1", source="w0", target="w1", policy="zigzag", outcome="running",
+            reason="", started_ago_s=1.0, batches=(batch, batch),
+        )  # fmt: skip
+        for _ in range(2):
+            await stack.broker.bus("w0").publish(subjects.live_reports(), pair)
+        await eventually(lambda: reader.entities.get("pair/plan-1/pair-1", {}).get("batches") == 4)
+        ended = msgspec.structs.replace(pair, outcome="dissolved", batches=(batch,) * 50)
+        await stack.broker.bus("w0").publish(subjects.live_reports(), ended)
+        await eventually(lambda: reader.entities["pair/plan-1/pair-1"]["outcome"] == "dissolved")
+        assert reader.entities["pair/plan-1/pair-1"]["batches"] == 50
+        assert reader.entities["pair/plan-1/pair-1"]["recent"] == [[40, 3, 1]] * watched_cluster.MAX_RECENT_BATCHES
+
+
 def test_paths_are_left_out() -> None:
+    assert without_paths("cannot read '/srv/my models/a.bin', file:///srv/b/c.bin") == "cannot read '…/a.bin', …/c.bin"
     assert without_paths("cannot read /srv/models/a/model.safetensors: gone") == "cannot read …/model.safetensors: gone"
     assert without_paths("org/model at 3/4, see https://x.example/a/b") == "org/model at 3/4, see https://x.example/a/b"
     failed = TargetRecord(worker_id="w", instance_id="i", failure='open("/data/m/x.json") failed\n/srv/models/y/z.bin')

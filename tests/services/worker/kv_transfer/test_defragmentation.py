@@ -32,7 +32,7 @@ async def test_a_prompt_that_waits_for_kv_begins_once_another_request_has_moved(
         await fleet.ends(moved, "long")
         assert fleet.said_by(moved) == ["w0", "w1"]
         assert fleet.said_by("long") == ["w0"]
-        assert fleet.outcomes() == {"moved": 1}
+        await eventually(lambda: fleet.outcomes() == {"moved": 1})
 
 
 async def test_an_order_for_the_head_moves_nothing_where_none_waits_for_kv(redis_url: str) -> None:

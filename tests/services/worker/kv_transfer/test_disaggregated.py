@@ -30,7 +30,7 @@ async def test_a_prompt_computed_here_is_decoded_there(redis_url: str) -> None:
         assert first.offset == 0
         assert len(first.token_ids) == 1
         await pair.clean()
-        assert pair.outcomes() == {"moved": 1}
+        await eventually(lambda: pair.outcomes() == {"moved": 1})
 
 
 async def test_many_at_once(redis_url: str) -> None:
@@ -41,7 +41,7 @@ async def test_many_at_once(redis_url: str) -> None:
         for request_id in prompts:
             await pair.ends(request_id, max_tokens=20)
         await pair.clean()
-        assert pair.outcomes() == {"moved": len(prompts)}
+        await eventually(lambda: pair.outcomes() == {"moved": len(prompts)})
 
 
 async def test_kv_leaves_while_later_layers_are_computed(redis_url: str) -> None:
@@ -61,7 +61,7 @@ async def test_a_request_of_one_token_goes_nowhere(redis_url: str) -> None:
         await pair.ends("r", max_tokens=1)
         assert pair.decoded_by("r") == ["w0"]
         await pair.clean()
-        assert pair.outcomes() == {"ended": 1}
+        await eventually(lambda: pair.outcomes() == {"ended": 1})
 
 
 async def test_without_the_decode_worker_it_is_decoded_here(redis_url: str) -> None:
@@ -71,7 +71,7 @@ async def test_without_the_decode_worker_it_is_decoded_here(redis_url: str) -> N
         await pair.ends("r")
         assert pair.decoded_by("r") == ["w0"]
         await pair.clean()
-        assert pair.outcomes() == {"kept": 1}
+        await eventually(lambda: pair.outcomes() == {"kept": 1})
 
 
 async def test_the_decode_worker_dies_while_kv_comes(redis_url: str) -> None:
@@ -83,7 +83,7 @@ async def test_the_decode_worker_dies_while_kv_comes(redis_url: str) -> None:
         await pair.decode.kill()
         await pair.ends("r")
         await pair.clean()
-        assert pair.outcomes() == {"kept": 1}
+        await eventually(lambda: pair.outcomes() == {"kept": 1})
 
 
 async def test_without_room_there_it_is_decoded_here(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ async def test_a_cancel_frees_both_sides(redis_url: str) -> None:
         await eventually(lambda: pair.decode.service.parts.kv_receiver.reservations)
         await pair.gateway.cancel("w0", "r")
         await pair.clean()
-        assert pair.outcomes() == {"ended": 1}
+        await eventually(lambda: pair.outcomes() == {"ended": 1})
 
 
 async def test_a_cancel_follows_the_request(redis_url: str) -> None:

@@ -120,7 +120,7 @@ async def test_the_answer_to_begin_never_comes(redis_url: str) -> None:
         end = await fleet.gateway.end_of("r")
         assert end.error is not None
         assert end.error.code == "unavailable", "either may have it: the gateway makes another attempt"
-        assert fleet.outcomes() == {"unknown": 1}
+        await eventually(lambda: fleet.outcomes() == {"unknown": 1})
         there.bus.go_up()
         assert parts.begun_at_s(("r", 1)) is not None
         await fleet.gateway.cancel("w1", "r")  # as the gateway does with what is said of an older attempt
@@ -157,7 +157,7 @@ async def test_it_ends_while_its_kv_travels(redis_url: str, monkeypatch: pytest.
         await fleet.ends("r")
         held.open()
         await fleet.spare()
-        assert fleet.outcomes() == {"ended": 1}
+        await eventually(lambda: fleet.outcomes() == {"ended": 1})
         assert fleet.said_by("r") == ["w0"]
 
 
@@ -172,7 +172,7 @@ async def test_its_client_leaves_while_its_kv_travels(redis_url: str, monkeypatc
         await fleet.gateway.cancel("w0", "r")
         held.open()
         await fleet.spare()
-        assert fleet.outcomes() == {"ended": 1}
+        await eventually(lambda: fleet.outcomes() == {"ended": 1})
 
 
 async def test_a_cancel_that_still_goes_to_where_it_was_follows_it(redis_url: str) -> None:

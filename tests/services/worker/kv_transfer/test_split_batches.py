@@ -245,8 +245,15 @@ async def test_without_room_at_the_decode_instance_batches_go_by_the_source(redi
 
 async def test_clients_leave_while_batches_are_split(redis_url: str) -> None:
     async with pair_and_decoder(redis_url) as burst:
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
-        await eventually(lambda: is_shared(burst))
+        shared: list[bool] = []
+
+        def was_shared() -> list[bool]:
+            if not shared and is_shared(burst):
+                shared.append(True)
+            return shared
+
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=was_shared)
+        await eventually(was_shared)
         gone = tuple(list(burst.prompts)[::2])
         for request_id in gone:
             for worker in (burst.source, burst.decoder):

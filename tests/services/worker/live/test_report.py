@@ -138,3 +138,20 @@ def test_a_record_is_not_changed_by_what_comes_later() -> None:
     runs = timeline.runs()
     timeline.add(START_S)
     assert runs.counts == (1,)
+
+
+def test_while_the_pair_runs_only_what_is_new_is_told() -> None:
+    record = PairRecord(assignment())
+    assert record.news() is None
+    done(record, "a", 0, 9.0)
+    done(record, "b", 3, 9.5)
+    news = record.news()
+    assert news is not None
+    assert (news.outcome, [b.batch_id for b in news.batches]) == ("running", ["a", "b"])
+    assert news.first_cooperative_token_ago_s == 0.5
+    assert record.news() is None
+    done(record, "c", 1, 10.0)
+    news = record.news()
+    assert news is not None
+    assert [b.batch_id for b in news.batches] == ["c"]
+    assert len(record.report(PairState.DISSOLVED, "", *timelines()).batches) == 3

@@ -25,6 +25,18 @@ def test_a_pair_runs_until_it_is_reported_on() -> None:
     assert record.first_cooperative_token_ms is None
 
 
+def test_a_report_in_between_says_when_it_began_and_ends_nothing() -> None:
+    pair = LivePair(assignment())
+    running = report(pair.assignment, outcome="running", first_cooperative_token_ago_s=0.4)
+    pair.apply(running, 1000.9)
+    record = pair.record(TRIGGERED_S)
+    assert (record.outcome, record.started_ms, record.ended_ms) == ("running", 100.0, None)
+    assert record.first_cooperative_token_ms == 500.0
+    pair.apply(report(pair.assignment), 1001.0)
+    pair.apply(running, 1001.1)  # it was overtaken
+    assert pair.record(TRIGGERED_S).outcome == "dissolved"
+
+
 def test_the_record_has_what_the_source_reports() -> None:
     pair = LivePair(assignment())
     batch = LiveBatch(
