@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 from services.worker.engine.mock.tokens import next_token
 from shared import subjects
@@ -28,8 +29,9 @@ PROMPT = tuple(b"a prompt of some length")
 RPC_TIMEOUT_S = 5.0
 
 
+@functools.lru_cache(4096)
 def expected_tokens(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
-    """What an undisturbed mock engine says after a prompt."""
+    """What an undisturbed mock engine says after a prompt. Kept: tests that wait ask often, in the loop they wait for."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))

@@ -62,8 +62,9 @@ class Process:
     async def kill(self) -> None:
         # Without the word to Redis that it leads no more.
         self.store.abdicate = _silence  # type: ignore[method-assign, assignment]
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
+        while not self.task.done():  # on Python 3.11 the client of Redis may lose a cancellation
+            self.task.cancel()
+            await asyncio.wait([self.task], timeout=1.0)
         await self.bus.close()
         await self.store.close()
 
