@@ -21,24 +21,37 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _MAX_NAME = 24
 
+Chart = dict[str, Any]
+"""``data`` and ``layout``, as plotly takes them."""
 
-def layers_chart(record: ScaleRecord) -> dict[str, Any] | None:
+
+def layers_chart(record: ScaleRecord) -> Chart | None:
     """Layers that each target held, against milliseconds since the trigger. None: nobody had any."""
     loading = [target for target in record.targets if target.layer_ready_ms][:MAX_CURVES]
     if not loading:
         return None
     tokens = [p.first_cooperative_token_ms for p in record.live if p.first_cooperative_token_ms is not None]
     moments = (("first cooperative token", min(tokens, default=None)), ("serving", record.trigger_to_serving_ms))
-    marks = [_mark(name, at_ms) for name, at_ms in moments if at_ms is not None]
-    layout = _layout("milliseconds since the trigger", "layers held") | {"shapes": marks}
+    marks = [(name, at_ms) for name, at_ms in moments if at_ms is not None]
+    layout = _layout("milliseconds since the trigger", "layers held")
+    layout["shapes"] = [
+        {
+            "type": "line",
+            "x0": at_ms,
+            "x1": at_ms,
+            "y0": 0,
+            "y1": 1,
+            "yref": "paper",
+            "line": {"dash": "dot", "width": 1},
+        }
+        for _, at_ms in marks
+    ]
+    layout["annotations"] = [
+        {"text": name, "x": at_ms, "xanchor": "right", "y": 1, "yref": "paper", "yanchor": "top", "textangle": -90}
+        | {"showarrow": False, "font": {"size": 11}}
+        for name, at_ms in marks
+    ]
     return {"data": [_curve(number, target) for number, target in enumerate(loading)], "layout": layout}
-
-
-def _mark(name: str, at_ms: float) -> dict[str, Any]:
-    """A line from top to bottom."""
-    label = {"text": name, "textangle": -90, "textposition": "start", "font": {"size": 10}}
-    place = {"x0": at_ms, "x1": at_ms, "y0": 0, "y1": 1, "yref": "paper"}
-    return {"type": "line", **place, "line": {"dash": "dot", "width": 1}, "label": label}
 
 
 def _curve(number: int, target: TargetRecord) -> dict[str, Any]:
@@ -60,7 +73,7 @@ def _curve(number: int, target: TargetRecord) -> dict[str, Any]:
     }
 
 
-def batches_chart(pair: LiveRecord) -> dict[str, Any] | None:
+def batches_chart(pair: LiveRecord) -> Chart | None:
     """Layers of each batch that the target and the source ran. None: there was no batch."""
     batches = pair.batches[:MAX_BARS]
     if not batches:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from bench.command_line import printable
 from bench.embedded import as_literal, plotly_script
-from bench.operation.charts import MAX_BARS, MAX_CURVES, batches_chart, layers_chart
+from bench.operation.charts import MAX_BARS, MAX_CURVES, Chart, batches_chart, layers_chart
 from bench.operation.report import HopRate, OperationReport, Phase, ended, target_gbps
 from compose.cli.tables import shown_utc
 from compose.cli.why import headline, particulars
@@ -21,6 +20,8 @@ from shared.messages.operations import LiveRecord, ScaleRecord, TargetRecord
 MAX_ROWS = 200
 """Of a table."""
 MAX_PAIRS = 32
+_OF_WORDS = ("", "from", "instance", "target", "to", "was")
+"""Columns; all others are of numbers."""
 _STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1b1b1b; --dim: #555; --line: #d8dde3; --bar: #0072B2;
         --good: #176b34; --bad: #a3161b; }
@@ -34,15 +35,17 @@ h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; } p { margin: .3rem 0; } ul { marg
 .dim { color: var(--dim); } .done { color: var(--good); } .failed { color: var(--bad); }
 .scrolls { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--dim); }
 th, td { text-align: left; vertical-align: top; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid var(--line);
          font-weight: normal; }
+th { overflow-wrap: normal; }
 thead th { color: var(--dim); white-space: nowrap; } tbody th { font-weight: 600; }
-.number { text-align: right; white-space: nowrap; } .name { min-width: 8rem; } .words { min-width: 11rem; }
+.number, thead .number { text-align: right; } .number, .state { white-space: nowrap; }
+.name { min-width: 8rem; } .words { min-width: 11rem; }
 .track { min-width: 6rem; width: 30%; } .track i { display: block; height: .6em; margin-top: .45em;
          background: var(--bar); min-width: 2px; }
 .chart { display: none; height: 340px; } summary { cursor: pointer; }
-@media (max-width: 30rem) { body { padding: .75rem; } .track { display: none; } }
+@media (max-width: 30rem) { body { padding: .75rem; } .track { display: none; } .name { min-width: 6rem; }
+        .words { min-width: 8rem; } th, td { padding-right: .7rem; } }
 """
 _DRAW = """
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -53,7 +56,7 @@ function draw() {
     place.style.display = "block";
     layout.font = {color: text, size: 12};
     layout.xaxis.gridcolor = layout.yaxis.gridcolor = line;
-    for (const shape of layout.shapes || []) { shape.line.color = text; shape.label.font.color = text; }
+    for (const shape of layout.shapes || []) shape.line.color = text;
     Plotly.react(place, chart.data, layout, {displayModeBar: false, responsive: true});
   });
 }
@@ -73,7 +76,7 @@ def save(report: OperationReport, path: Path) -> None:
 def page_of(report: OperationReport) -> str:
     """The page."""
     record = report.record
-    charts: list[dict[str, Any]] = []
+    charts: list[Chart] = []
     body = "".join(
         (
             f"<h1>{_text(record.model)} {_DIRECTIONS[record.direction]}</h1>",
@@ -117,7 +120,7 @@ def _about(record: ScaleRecord) -> str:
         ("trace", record.trace_id),
     ]
     rows = [(f'<th scope="row">{name}</th>', _cell(value)) for name, value in facts if value]
-    return _table("", (), rows)
+    return _table((), rows)
 
 
 def _phases(phases: Sequence[Phase]) -> str:
@@ -129,8 +132,9 @@ def _phases(phases: Sequence[Phase]) -> str:
         share = min(1.0, max(0.0, phase.after_ms / most_ms)) if phase.after_ms and most_ms > 0 else 0.0
         bar = f'<i style="width:{share:.1%}"></i>' if phase.after_ms is not None else ""
         name = f'<th scope="row" class="name">{_text(phase.name)}</th>'
-        rows.append((name, _number(_ms(phase.after_ms)), f'<td class="track">{bar}</td>', _cell(phase.meaning)))
-    return "<h2>Phases</h2>" + _table("", ("", "ms", "", "until"), rows)
+        after = "-" if phase.after_ms is None else f"{_ms(phase.after_ms)} ms"
+        rows.append((name, _number(after), f'<td class="track">{bar}</td>', _cell(phase.meaning)))
+    return "<h2>Phases</h2>" + _table((), rows)
 
 
 def _list(title: str, lines: Sequence[str]) -> str:
@@ -140,13 +144,13 @@ def _list(title: str, lines: Sequence[str]) -> str:
     return f"<h2>{title}</h2><ul>{items}</ul>{_more(len(lines), MAX_ROWS)}"
 
 
-def _targets(record: ScaleRecord, charts: list[dict[str, Any]]) -> str:
+def _targets(record: ScaleRecord, charts: list[Chart]) -> str:
     if not record.targets:
         return ""
     rows, times = [], []
     for target in record.targets[:MAX_ROWS]:
         is_, style = _state(record, target)
-        cells = [_name(target.worker_id), f'<td class="{style}">{is_}</td>']
+        cells = [_name(target.worker_id), f'<td class="state {style}">{is_}</td>']
         if record.direction == "out":
             gbps = target_gbps(record, target)
             figures = (
@@ -172,7 +176,7 @@ def _targets(record: ScaleRecord, charts: list[dict[str, Any]]) -> str:
         "mutate": ("was", "new role ms", "first request ms"),
     }.get(record.direction, ("spare ms",))
     each = f"<details><summary>ms of each layer</summary>{''.join(times)}</details>" if times else ""
-    table = _table("Times since the trigger.", ("target", "", *columns, "instance"), rows, len(record.targets))
+    table = _table(("target", "", *columns, "instance"), rows, len(record.targets))
     loading = sum(bool(target.layer_ready_ms) for target in record.targets)
     return f"<h2>Targets</h2>{_place(layers_chart(record), charts, loading, MAX_CURVES)}{table}{each}"
 
@@ -201,16 +205,17 @@ def _hops(hops: Sequence[HopRate]) -> str:
         for hop in hops[:MAX_ROWS]
     ]
     said = "Who sent to whom. Rates are means from the plan until the target was loaded."
-    return "<h2>Chain</h2>" + _table(said, ("from", "", "to", "share", "received", "Gbit/s"), rows, len(hops))
+    table = _table(("from", "", "to", "share", "received", "Gbit/s"), rows, len(hops))
+    return f'<h2>Chain</h2><p class="dim">{said}</p>{table}'
 
 
-def _pairs(pairs: Sequence[LiveRecord], charts: list[dict[str, Any]]) -> str:
+def _pairs(pairs: Sequence[LiveRecord], charts: list[Chart]) -> str:
     if not pairs:
         return ""
     return f"<h2>Live scaling</h2>{''.join(_pair(p, charts) for p in pairs[:MAX_PAIRS])}{_more(len(pairs), MAX_PAIRS)}"
 
 
-def _pair(pair: LiveRecord, charts: list[dict[str, Any]]) -> str:
+def _pair(pair: LiveRecord, charts: list[Chart]) -> str:
     facts = [
         ("why", pair.why),
         ("outcome", f"{pair.outcome}: {pair.reason}" if pair.reason else pair.outcome),
@@ -219,7 +224,7 @@ def _pair(pair: LiveRecord, charts: list[dict[str, Any]]) -> str:
         ("first cooperative token, ms", _ms(pair.first_cooperative_token_ms)),
         ("ended, ms", _ms(pair.ended_ms)),
     ]
-    about = _table("", (), [(f'<th scope="row">{name}</th>', _cell(value)) for name, value in facts])
+    about = _table((), [(f'<th scope="row">{name}</th>', _cell(value)) for name, value in facts])
     rows = [
         tuple(
             map(
@@ -238,7 +243,7 @@ def _pair(pair: LiveRecord, charts: list[dict[str, Any]]) -> str:
         for number, batch in enumerate(pair.batches[:MAX_ROWS], 1)
     ]
     columns = ("batch", "requests", "tokens", "target layers", "source layers", "first token ms")
-    batches = _table("", columns, rows, len(pair.batches), numbers=True) if rows else "<p>No batch.</p>"
+    batches = _table(columns, rows, len(pair.batches)) if rows else "<p>No batch.</p>"
     title = f"<h3>{_text(pair.source)} (source) with {_text(pair.target)} (target)</h3>"
     return title + about + _place(batches_chart(pair), charts, len(pair.batches), MAX_BARS) + batches
 
@@ -249,12 +254,16 @@ def _decision(report: OperationReport) -> str:
     if decision is None:
         why = report.lacking or "none is remembered of this operation, or of its role within a minute"
         return f'{title}<p class="dim">No decision: {_text(why)}.</p>'
-    near = "" if report.is_its_decision else '<p class="dim">It names no operation: the nearest in time.</p>'
+    near = (
+        ""
+        if report.is_its_decision
+        else '<p class="dim">No decision names this operation: this is the nearest in time.</p>'
+    )
     rows = [(f'<th scope="row">{name}</th>', _cell(value)) for name, value in particulars(decision)]
-    return f"{title}{near}<p>{_text(headline(decision).plain)}</p>{_table('', (), rows)}"
+    return f"{title}{near}<p>{_text(headline(decision).plain)}</p>{_table((), rows)}"
 
 
-def _place(chart: dict[str, Any] | None, charts: list[dict[str, Any]], count: int, most: int) -> str:
+def _place(chart: Chart | None, charts: list[Chart], count: int, most: int) -> str:
     """Where the script draws it, if there is one."""
     if chart is None:
         return ""
@@ -263,18 +272,14 @@ def _place(chart: dict[str, Any] | None, charts: list[dict[str, Any]], count: in
     return f'<div class="chart" id="chart{len(charts) - 1}"></div>{some}'
 
 
-def _table(
-    caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], count: int = 0, *, numbers: bool = False
-) -> str:
-    """Cells and captions are HTML. ``count``: of the rows that there are."""
-    kind = ' class="number"' if numbers else ""
-    head = "".join(f'<th scope="col"{kind}>{column}</th>' for column in columns)
-    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return (
-        f'<div class="scrolls"><table>{f"<caption>{caption}</caption>" if caption else ""}'
-        f"{f'<thead><tr>{head}</tr></thead>' if columns else ''}<tbody>{lines}</tbody></table></div>"
-        f"{_more(count, MAX_ROWS)}"
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], count: int = 0) -> str:
+    """Cells are HTML. ``count``: of the rows that there are."""
+    heads = "".join(
+        f'<th scope="col" class="{"" if column in _OF_WORDS else "number"}">{column}</th>' for column in columns
     )
+    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    head = f"<thead><tr>{heads}</tr></thead>" if columns else ""
+    return f'<div class="scrolls"><table>{head}<tbody>{lines}</tbody></table></div>{_more(count, MAX_ROWS)}'
 
 
 def _more(count: int, shown: int) -> str:

@@ -151,9 +151,11 @@ def phases_of(record: ScaleRecord) -> tuple[Phase, ...]:
 
 def target_gbps(record: ScaleRecord, target: TargetRecord) -> float | None:
     """Mean Gbit/s from the plan until it was loaded; None: that is not known."""
-    if target.loaded_ms is None or record.trigger_to_plan_ms is None:
+    # A planner notes the plan once the stream has confirmed it, when a fast target may have begun.
+    begun = [at_ms for at_ms in (record.trigger_to_plan_ms, target.first_byte_ms) if at_ms is not None]
+    if target.loaded_ms is None or not begun:
         return None
-    took_ms = target.loaded_ms - record.trigger_to_plan_ms
+    took_ms = target.loaded_ms - min(begun)
     return target.received_bytes * 8 / took_ms / 1e6 if took_ms > 0 and target.received_bytes else None
 
 
