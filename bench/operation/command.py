@@ -7,11 +7,14 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from bench.command_line import printable, show, writing
+from bench.command_line import printable, say_wrong, show, writing
 from bench.operation.find import find_operation
-from bench.operation.report import OperationReport
+from bench.operation.report import OperationReport, failures_of
 from compose.admin import GatewayUnreachable
 from compose.cli.options import ask, print_json
+
+MAX_LINES = 20
+"""Of what went wrong, on the terminal."""
 
 
 def report_operation(name: str, url: str, *, as_json: bool, html_file: Path | None) -> None:
@@ -42,3 +45,9 @@ def _show(report: OperationReport) -> None:
     show(printable(report.sentence))
     if report.phases:
         show(phases)
+    wrong = [f"failed: {line}" for line in failures_of(report.record)]
+    wrong += [f"left out: {line}" for line in report.record.left_out]
+    for line in wrong[:MAX_LINES]:
+        say_wrong(line)
+    if len(wrong) > MAX_LINES:
+        say_wrong(f"and {len(wrong) - MAX_LINES} more; --json has all")

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.command_line import printable
 from bench.embedded import as_literal, plotly_script
 from bench.operation.charts import MAX_BARS, MAX_CURVES, Chart, batches_chart, layers_chart
-from bench.operation.report import HopRate, OperationReport, Phase, ended, target_gbps
+from bench.operation.report import HopRate, OperationReport, Phase, ended, failures_of, target_gbps
 from compose.cli.tables import shown_utc
 from compose.cli.why import headline, particulars
 from shared.messages.operations import LiveRecord, ScaleRecord, TargetRecord
@@ -85,7 +85,7 @@ def page_of(report: OperationReport) -> str:
             _phases(report.phases),
             _list("How it was planned", record.explain),
             _list("Left out", record.left_out),
-            _list("Failures", [f"{target.worker_id}: {target.failure}" for target in record.targets if target.failure]),
+            _list("Failures", failures_of(record)),
             _targets(record, charts),
             _hops(report.hops),
             _pairs(record.live, charts),

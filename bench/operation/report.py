@@ -80,6 +80,11 @@ class OperationReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def failures_of(record: ScaleRecord) -> list[str]:
+    """A line for each target that failed."""
+    return [f"{target.worker_id}: {target.failure}" for target in record.targets if target.failure]
+
+
 def ended(record: ScaleRecord, target: TargetRecord) -> bool:
     """Whether it reached what the operation is for."""
     return not target.failure and (target.spare_ms if record.direction == "in" else target.serving_ms) is not None

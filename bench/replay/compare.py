@@ -48,7 +48,7 @@ def report(
     whats: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...|OPERATION",
+            metavar="FILE|OPERATION",
             help="Results of `blitzscale replay --json`; or a scale operation: its id, a model for its newest, or "
             "`latest`.",
         ),

@@ -42,7 +42,7 @@ def history(
 def _table(found: ScaleRecords, console: Console) -> Iterator[Table | Text]:
     yield fitting(console, "Scale operations", _COLUMNS, [_row(record) for record in found.records], spared=_SPARED)
     if found.records:
-        yield Text("one of them as a page: blitzscale report ID -o FILE.html", style="dim")
+        yield Text("one of them as a page: blitzscale report ID|MODEL|latest -o FILE.html", style="dim")
 
 
 def _row(record: ScaleRecord) -> tuple[str | Text, ...]:

@@ -57,6 +57,16 @@ def test_the_terminal_says_it_in_short_and_the_page_in_full(gateway: FakeGateway
     assert "1 instance would have 240 % more to do" in file.read_text()
 
 
+def test_what_failed_and_what_was_left_out_is_said_on_the_terminal(gateway: FakeGateway) -> None:
+    gateway.answers["GET /admin/scale/plan-1"] = (200, msgspec.to_builtins(made_up.failed()))
+    found = _run(gateway.url, "plan-1")
+    assert found.exit_code == 0
+    assert found.stderr.splitlines() == [
+        "failed: worker-2: the worker died",
+        "left out: worker-9: it refused the model lately",
+    ]
+
+
 def test_what_is_neither_file_nor_operation_is_one_line(gateway: FakeGateway, tmp_path: Path) -> None:
     found = _run(gateway.url, "absent", "-o", tmp_path / "x.html")
     assert (found.exit_code, found.output) == (
