@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.command_line import printable
 from bench.embedded import as_literal, plotly_script
 from bench.operation.charts import MAX_BARS, MAX_CURVES, Chart, batches_chart, layers_chart
-from bench.operation.report import HopRate, OperationReport, Phase, ended, failures_of, target_gbps
+from bench.operation.report import HopRate, OperationReport, Phase, ended, failures_of
 from compose.cli.tables import shown_utc
 from compose.cli.why import headline, particulars
 from shared.messages.operations import LiveRecord, ScaleRecord, TargetRecord
@@ -116,7 +116,7 @@ def _about(record: ScaleRecord) -> str:
         ("wanted", f"{record.desired}"),
         ("triggered", shown_utc(record.triggered_at_s)),
         ("received", _megabytes(record.bytes) if record.bytes else ""),
-        ("slowest target", f"{record.gbps:.3g} Gbit/s from accepting the plan until loaded" if record.gbps else ""),
+        ("slowest target", f"{_gbps(record.gbps)} Gbit/s from accepting the plan until loaded" if record.gbps else ""),
         ("trace", record.trace_id),
     ]
     rows = [(f'<th scope="row">{name}</th>', _cell(value)) for name, value in facts if value]
@@ -152,7 +152,6 @@ def _targets(record: ScaleRecord, charts: list[Chart]) -> str:
         is_, style = _state(record, target)
         cells = [_name(target.worker_id), f'<td class="state {style}">{is_}</td>']
         if record.direction == "out":
-            gbps = target_gbps(record, target)
             figures = (
                 _ms(target.first_byte_ms),
                 str(len(target.layer_ready_ms)),
@@ -160,7 +159,7 @@ def _targets(record: ScaleRecord, charts: list[Chart]) -> str:
                 _ms(target.loaded_ms),
                 _ms(target.serving_ms),
                 _megabytes(target.received_bytes),
-                "-" if gbps is None else f"{gbps:.3g}",
+                _gbps(target.gbps),
             )
             cells += map(_number, figures)
         elif record.direction == "mutate":
@@ -200,11 +199,11 @@ def _hops(hops: Sequence[HopRate]) -> str:
             _name(hop.target),
             _number(f"{hop.share:.0%}"),
             _number(_megabytes(hop.bytes)),
-            _number("-" if hop.gbps is None else f"{hop.gbps:.3g}"),
+            _number(_gbps(hop.gbps)),
         )
         for hop in hops[:MAX_ROWS]
     ]
-    said = "Who sent to whom. Rates are means from the plan until the target was loaded."
+    said = "Who sent to whom. Rates are means from accepting the plan until loaded."
     table = _table(("from", "", "to", "share", "received", "Gbit/s"), rows, len(hops))
     return f'<h2>Chain</h2><p class="dim">{said}</p>{table}'
 
@@ -300,6 +299,10 @@ def _number(text: str) -> str:
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
+
+
+def _gbps(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _megabytes(num_bytes: float) -> str:

@@ -46,7 +46,7 @@ class HopRate(msgspec.Struct, frozen=True, kw_only=True):
     bytes: float
     """The hop's part of what the target received."""
     gbps: float | None
-    """Mean Gbit/s from the plan until the target was loaded; None: it was not, or not over a time that is known."""
+    """The hop's part of the target's Gbit/s, a mean from accepting the plan until loaded; None: that is not known."""
 
 
 class OperationReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,16 +154,6 @@ def phases_of(record: ScaleRecord) -> tuple[Phase, ...]:
     return trigger, *(Phase(name=name, after_ms=ms, meaning=meaning) for name, ms, meaning in steps)
 
 
-def target_gbps(record: ScaleRecord, target: TargetRecord) -> float | None:
-    """Mean Gbit/s from the plan until it was loaded; None: that is not known."""
-    # A planner notes the plan once the stream has confirmed it, when a fast target may have begun.
-    begun = [at_ms for at_ms in (record.trigger_to_plan_ms, target.first_byte_ms) if at_ms is not None]
-    if target.loaded_ms is None or not begun:
-        return None
-    took_ms = target.loaded_ms - min(begun)
-    return target.received_bytes * 8 / took_ms / 1e6 if took_ms > 0 and target.received_bytes else None
-
-
 def hops_of(record: ScaleRecord) -> tuple[HopRate, ...]:
     """What a target received, and its rate, divided among its hops by their shares."""
     targets = {target.worker_id: target for target in record.targets}
@@ -174,7 +164,7 @@ def hops_of(record: ScaleRecord) -> tuple[HopRate, ...]:
     for hop in record.hops:
         target = targets.get(hop.target)
         part = hop.share / total[hop.target] if total[hop.target] > 0 else 0.0
-        gbps = target_gbps(record, target) if target is not None else None
+        gbps = target.gbps if target is not None else None
         rates.append(
             HopRate(
                 source=hop.source,

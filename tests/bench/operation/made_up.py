@@ -20,6 +20,7 @@ def target(number: int, **changes: Any) -> TargetRecord:
         "loaded_ms": 110.0 + late_ms,
         "serving_ms": 112.0 + late_ms,
         "received_bytes": WEIGHTS,
+        "gbps": 12.8,
     }
     return TargetRecord(worker_id=f"worker-{number}", instance_id=f"i-{number}", **(fields | changes))
 
@@ -86,7 +87,9 @@ def nothing(**changes: Any) -> ScaleRecord:
 
 
 def running() -> ScaleRecord:
-    loading = target(1, layer_ready_ms=(30.0, 40.0), loaded_ms=None, serving_ms=None, received_bytes=WEIGHTS // 4)
+    loading = target(
+        1, layer_ready_ms=(30.0, 40.0), loaded_ms=None, serving_ms=None, received_bytes=WEIGHTS // 4, gbps=None
+    )
     waiting = TargetRecord(worker_id="worker-2", instance_id="i-2")
     return record(
         status="running", trigger_to_loaded_ms=None, trigger_to_serving_ms=None, layer_ready_ms=(), gbps=0.0,
@@ -96,7 +99,7 @@ def running() -> ScaleRecord:
 
 def failed() -> ScaleRecord:
     """Two of three targets serve."""
-    died = target(2, loaded_ms=None, serving_ms=None, failure="the worker died")
+    died = target(2, loaded_ms=None, serving_ms=None, gbps=None, failure="the worker died")
     return record(
         status="failed", targets=(target(1), died, target(3)), trigger_to_loaded_ms=None, trigger_to_serving_ms=None,
         left_out=("worker-9: it refused the model lately",),

@@ -87,10 +87,7 @@ def test_what_a_target_received_is_divided_among_its_hops() -> None:
     record: ScaleRecord = made_up.record(hops=(*stripes, unknown))
     hops = hops_of(record)
     assert [hop.bytes for hop in hops] == [80e6, 40e6, 40e6, 0.0]
-    # 160 MB from the plan at 10 ms until 115 ms.
-    assert [hop.gbps for hop in hops[:3]] == [
-        pytest.approx(share * 1.28e9 / 0.105 / 1e9) for share in (0.5, 0.25, 0.25)
-    ]
+    assert [hop.gbps for hop in hops[:3]] == [6.4, 3.2, 3.2]
     assert hops[3].gbps is None
 
 
