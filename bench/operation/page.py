@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 
 from bench.command_line import printable
-from bench.embedded import as_literal, plotly_script
 from bench.operation.charts import MAX_BARS, MAX_CURVES, Chart, batches_chart, layers_chart
+from bench.operation.frame import framed
 from bench.operation.report import HopRate, OperationReport, Phase, ended, failures_of
 from compose.cli.tables import shown_utc
 from compose.cli.why import headline, particulars
@@ -22,50 +22,7 @@ MAX_ROWS = 200
 MAX_PAIRS = 32
 _OF_WORDS = ("", "from", "instance", "target", "to", "was")
 """Columns; all others are of numbers."""
-_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1b1b1b; --dim: #555; --line: #d8dde3; --bar: #0072B2;
-        --good: #176b34; --bad: #a3161b; }
-@media (prefers-color-scheme: dark) { :root { --back: #12151a; --text: #eef1f5; --dim: #aab4c1; --line: #3a434f;
-        --bar: #56b4e9; --good: #6fd08c; --bad: #ff8a8a; } }
-* { box-sizing: border-box; }
-body { font: 16px/1.45 system-ui, sans-serif; color: var(--text); background: var(--back); margin: 0 auto;
-       max-width: 64rem; padding: 1rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.4rem; margin: 0 0 .3rem; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .4rem; }
-h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; } p { margin: .3rem 0; } ul { margin: .3rem 0; padding-left: 1.2rem; }
-.dim { color: var(--dim); } .done { color: var(--good); } .failed { color: var(--bad); }
-.scrolls { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid var(--line);
-         font-weight: normal; }
-th { overflow-wrap: normal; }
-thead th { color: var(--dim); white-space: nowrap; } tbody th { font-weight: 600; }
-.number, thead .number { text-align: right; } .number, .state { white-space: nowrap; }
-.name { min-width: 8rem; } .words { min-width: 11rem; }
-.track { min-width: 6rem; width: 30%; } .track i { display: block; height: .6em; margin-top: .45em;
-         background: var(--bar); min-width: 2px; }
-.chart { display: none; height: 340px; } summary { cursor: pointer; }
-@media (max-width: 30rem) { body { padding: .75rem; } .track { display: none; } .name { min-width: 6rem; }
-        .words { min-width: 8rem; } th, td { padding-right: .7rem; } }
-"""
-_DRAW = """
-const dark = matchMedia("(prefers-color-scheme: dark)");
-function draw() {
-  const style = getComputedStyle(document.body), text = style.color, line = style.getPropertyValue("--line");
-  CHARTS.forEach((chart, index) => {
-    const place = document.getElementById("chart" + index), layout = structuredClone(chart.layout);
-    place.style.display = "block";
-    layout.font = {color: text, size: 12};
-    layout.xaxis.gridcolor = layout.yaxis.gridcolor = line;
-    for (const shape of layout.shapes || []) shape.line.color = text;
-    Plotly.react(place, chart.data, layout, {displayModeBar: false, responsive: true});
-  });
-}
-draw();
-dark.addEventListener("change", draw);
-"""
-# What is in it needs nobody else: should a text have become markup all the same, it can ask for nothing.
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
-_DIRECTIONS = {"out": "scales out", "in": "scales in", "mutate": "changes roles", "none": "nothing to do"}
+_DIRECTIONS = {"out": "scaling out", "in": "scaling in", "mutate": "changing roles", "none": "nothing to do"}
 
 
 def save(report: OperationReport, path: Path) -> None:
@@ -79,7 +36,7 @@ def page_of(report: OperationReport) -> str:
     charts: list[Chart] = []
     body = "".join(
         (
-            f"<h1>{_text(record.model)} {_DIRECTIONS[record.direction]}</h1>",
+            f"<h1>{_text(record.model)}: {_DIRECTIONS[record.direction]}</h1>",
             f"<p>{_text(report.sentence)}</p>",
             _about(record),
             _phases(report.phases),
@@ -92,14 +49,7 @@ def page_of(report: OperationReport) -> str:
             _decision(report),
         )
     )
-    script = f"{plotly_script()}<script>const CHARTS = {as_literal(charts)};{_DRAW}</script>" if charts else ""
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(record.model)}: {_text(record.plan_id)}</title><style>{_STYLE}</style></head>"
-        f"<body>{body}{script}</body></html>\n"
-    )
+    return framed(f"{_text(record.model)}: {_text(record.plan_id)}", body, charts)
 
 
 def _text(text: str) -> str:
@@ -253,11 +203,7 @@ def _decision(report: OperationReport) -> str:
     if decision is None:
         why = report.lacking or "none is remembered of this operation, or of its role within a minute"
         return f'{title}<p class="dim">No decision: {_text(why)}.</p>'
-    near = (
-        ""
-        if report.is_its_decision
-        else '<p class="dim">No decision names this operation: this is the nearest in time.</p>'
-    )
+    near = "" if report.is_its_decision else '<p class="dim">No decision names it: this is the nearest in time.</p>'
     rows = [(f'<th scope="row">{name}</th>', _cell(value)) for name, value in particulars(decision)]
     return f"{title}{near}<p>{_text(headline(decision).plain)}</p>{_table((), rows)}"
 
