@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: plotly's script is in it. Only this module imports plotly."""
+"""A report as one HTML file that needs nothing else: plotly's script is in it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from plotly.offline import get_plotlyjs
-
+from bench.embedded import as_literal, plotly_script
 from bench.replay.document import Document
 from bench.replay.figures import COLOURS, NOTHING, Beside, Curve, Panel, label_of, log_ticks, panels, table, time_ticks
 
@@ -47,8 +45,6 @@ def save(documents: Sequence[Document], path: Path, beside: Beside = NOTHING) ->
 def _page(documents: Sequence[Document], beside: Beside) -> str:
     rows = [*panels(documents), *beside.rows]
     drawn = [_drawn(panel) for row in rows for panel in row]
-    # In a script, "</" may end it whatever stands around it.
-    data = msgspec.json.encode(drawn).decode().replace("</", "<\\/")
     traces = ", ".join(dict.fromkeys(d.about.trace for d in documents))
     said = "".join(f"<p>{escape(line)}</p>" for line in beside.lines)
     return "".join(
@@ -56,10 +52,10 @@ def _page(documents: Sequence[Document], beside: Beside) -> str:
             "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>",
             "<meta name='viewport' content='width=device-width, initial-scale=1'>",
             f"<title>{escape(traces)}: {escape(beside.title.lower())}</title><style>{_STYLE}</style>",
-            f"<script>{get_plotlyjs()}</script></head><body>",
+            f"{plotly_script()}</head><body>",
             f"<h1>{escape(beside.title)} of {escape(traces)}</h1>{_ABOUT}{_void(documents)}{_legend(documents)}",
             f"{_grids(rows)}{said}<h2>Figures</h2>{_table(documents)}{_operations(documents)}",
-            f"<script>const PANELS = {data};{_DRAW}</script></body></html>\n",
+            f"<script>const PANELS = {as_literal(drawn)};{_DRAW}</script></body></html>\n",
         )
     )
 

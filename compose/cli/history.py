@@ -39,8 +39,10 @@ def history(
     show(url, as_json, question, _table)
 
 
-def _table(found: ScaleRecords, console: Console) -> Iterator[Table]:
+def _table(found: ScaleRecords, console: Console) -> Iterator[Table | Text]:
     yield fitting(console, "Scale operations", _COLUMNS, [_row(record) for record in found.records], spared=_SPARED)
+    if found.records:
+        yield Text("one of them as a page: blitzscale report ID|MODEL|latest -o FILE.html", style="dim")
 
 
 def _row(record: ScaleRecord) -> tuple[str | Text, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.messages.admin import MAX_INSTANCES
+from shared.messages.common import Role
 
 _IDS = ("id", "worker", "workers", "host")
 """Columns that are cut where there is no room: an id over three lines can be neither read nor copied."""
@@ -64,3 +66,17 @@ def shown_limit(max_instances: int) -> str:
 
 def shown_mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f}"
+
+
+def shown_utc(at_s: float) -> str:
+    """A Unix time, to the second; ``-`` for one that no calendar has."""
+    try:
+        return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, ValueError, OSError):
+        return "-"
+
+
+def shown_instances(number: int, role: Role) -> str:
+    """In words."""
+    noun = "instance" if number == 1 else "instances"
+    return f"{number} {noun}" if role == "colocated" else f"{number} {role} {noun}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -16,8 +16,8 @@ from rich.text import Text
 
 from compose.admin import AdminClient
 from compose.cli.options import URL_DEFAULT, Json, Url, show
+from compose.cli.tables import shown_instances, shown_utc
 from shared.messages.admin import WhyStatus
-from shared.messages.common import Role
 from shared.messages.decisions import MAX_DECISIONS, DecisionRecord, RoleVerdict
 
 _AGO = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhd])")
@@ -86,40 +86,38 @@ def _shown(found: WhyStatus, console: Console, *, of_now: bool) -> Iterator[Text
             yield Text(f"{found.model}: {_of_role(verdict)}", style="bold")
             yield _rows([("load", verdict.seen), *([("bound", verdict.bound)] if verdict.bound else [])])
         waiting = [("waiting", f"{found.queued_requests} requests in gateways")] if found.queued_requests else []
-        waiting += [("not now", f"{_number(u.wanted, u.role)} wanted: {u.why}") for u in found.unplanned]
+        waiting += [("not now", f"{shown_instances(u.wanted, u.role)} wanted: {u.why}") for u in found.unplanned]
         if waiting:
             yield _rows(waiting)
     for service in found.silent:
         yield Text(f"no {service} answers: its part is missing", style="red")
     for decision in found.decisions:
-        yield _headline(decision)
-        rows = [("seen", decision.seen), ("bound", decision.bound), ("chosen", decision.chosen)]
-        rows += [("cost", decision.cost), ("otherwise", decision.otherwise), ("operation", decision.plan_id)]
-        yield _rows([(name, value) for name, value in rows if value])
+        yield headline(decision)
+        yield _rows(particulars(decision))
     if not found.decisions and "planner" not in found.silent:
         yield Text("nothing was decided" if of_now else "nothing was decided by then, as far as is remembered")
 
 
 def _of_role(verdict: RoleVerdict) -> str:
-    return (
-        f"{_number(verdict.desired, verdict.role)} wanted, {verdict.there} there; the load fills {verdict.needed:.2f}"
-    )
+    wanted = shown_instances(verdict.desired, verdict.role)
+    return f"{wanted} wanted, {verdict.there} there; the load fills {verdict.needed:.2f}"
 
 
-def _headline(decision: DecisionRecord) -> Text:
-    at = datetime.fromtimestamp(decision.at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    line = Text(f"{at}  ")
+def headline(decision: DecisionRecord) -> Text:
+    """When it was, what came of it, and who asked."""
+    line = Text(f"{shown_utc(decision.at_s)}  ")
     line.append(_OUTCOMES.get(decision.outcome, decision.outcome), style=_STYLES.get(decision.outcome, "bold"))
     asked = f", {decision.asked} asked for" if decision.asked != decision.wanted else ""
-    line.append(
-        f": {decision.there} to {_number(decision.wanted, decision.role)}{asked}, {_ASKED_BY[decision.asked_by]}"
-    )
+    wanted = shown_instances(decision.wanted, decision.role)
+    line.append(f": {decision.there} to {wanted}{asked}, {_ASKED_BY[decision.asked_by]}")
     return line
 
 
-def _number(number: int, role: Role) -> str:
-    noun = "instance" if number == 1 else "instances"
-    return f"{number} {noun}" if role == "colocated" else f"{number} {role} {noun}"
+def particulars(decision: DecisionRecord) -> list[tuple[str, str]]:
+    """The rest of it, by name; what is empty is left out."""
+    rows = [("seen", decision.seen), ("bound", decision.bound), ("chosen", decision.chosen)]
+    rows += [("cost", decision.cost), ("otherwise", decision.otherwise), ("operation", decision.plan_id)]
+    return [(name, value) for name, value in rows if value]
 
 
 def _rows(rows: list[tuple[str, str]]) -> Padding:

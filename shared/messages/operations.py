@@ -48,6 +48,8 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of a mutation: when the first request came for its new role."""
     was: Role | None = None
     """Of a mutation: the role before."""
+    gbps: float | None = None
+    """Gigabits per second, from accepting the plan until loaded."""
 
 
 class HopRecord(msgspec.Struct, frozen=True, kw_only=True):

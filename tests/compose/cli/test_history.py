@@ -39,6 +39,7 @@ def test_operations_are_listed_with_their_times(records: FakeGateway, capsys: py
     assert shown[2].split()[:9] == ["01-15", "08:00:00Z", "demo", "colocated", "fewer", "done", "12", "ms", "7"]
     assert "[red]other" in shown[3]
     assert "25.7" in shown[3]
+    assert shown[4].strip() == "one of them as a page: blitzscale report ID|MODEL|latest -o FILE.html"
     assert records.requests[-1][0] == "GET /admin/scale?limit=20"
 
 

@@ -107,6 +107,7 @@ class Target:
             failure=self.failure,
             working_ms=ms(self.working_s),
             was=self.was,
+            gbps=self.gbps,
         )
 
 

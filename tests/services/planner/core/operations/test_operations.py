@@ -71,6 +71,7 @@ def test_the_record_counts_from_the_trigger_and_waits_for_the_last_target() -> N
     assert record.trigger_to_serving_ms == 1200.0
     assert record.bytes == 250_000_000
     assert abs(record.gbps - 1.0) < 1e-6
+    assert [target.gbps for target in record.targets] == [pytest.approx(1.0)] * 2
 
 
 def test_since_when_a_target_serves_is_known_from_what_it_took_by_its_own_clock() -> None:
