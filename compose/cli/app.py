@@ -23,6 +23,7 @@ from compose.cli.pool import pool
 from compose.cli.profile import profile
 from compose.cli.scale import scale
 from compose.cli.status import status
+from compose.cli.top import top
 from compose.cli.up import up
 from compose.cli.why import why
 from compose.cli.workers import app as workers_app
@@ -114,6 +115,7 @@ def _root(
 
 app.command()(up)
 app.command()(status)
+app.command()(top)
 app.command()(pool)
 app.add_typer(models_app, name="models")
 app.add_typer(workers_app, name="workers")

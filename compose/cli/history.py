@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -40,7 +40,13 @@ def history(
 
 
 def _table(found: ScaleRecords, console: Console) -> Iterator[Table]:
-    yield fitting(console, "Scale operations", _COLUMNS, [_row(record) for record in found.records], spared=_SPARED)
+    yield operations_table(found.records, console)
+
+
+def operations_table(records: Sequence[ScaleRecord], console: Console, *, brief: bool = False) -> Table:
+    """Scale operations. ``brief``: without the reasons where they would take more than a line each."""
+    spared = ("why", *_SPARED) if brief else _SPARED
+    return fitting(console, "Scale operations", _COLUMNS, [_row(record) for record in records], spared=spared)
 
 
 def _row(record: ScaleRecord) -> tuple[str | Text, ...]:

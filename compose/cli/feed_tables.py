@@ -1,0 +1,176 @@
+"""The feed's entities for a terminal: what the page ``/ui`` shows, from the same feed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
+from rich.text import Text
+
+from compose.cli.history import operations_table
+from compose.cli.status import state_text
+from compose.cli.tables import fitting, shown_limit, shown_mib
+from compose.feed import ShownLoad, ShownModel, ShownState, ShownWorker
+from shared.messages.operations import ScaleRecord, TargetRecord
+
+MAX_RUNNING = 4
+"""Operations that are shown at once."""
+NUM_PAST = 5
+_BAR = 20
+_WHAT = {"out": "more instances", "in": "fewer instances", "mutate": "other roles", "none": "nothing to do"}
+_TARGET = ("worker", "state", "layers", "progress", "rate", "serves after")
+_MODEL = ("name", "instances", "min", "max", "waiting", "running", "MiB")
+_WORKER = ("id", "state", "model", "role", "layers", "running", "waiting", "KV", "host copies")
+_CONTROL = dict.fromkeys((*range(32), *range(127, 160)))
+"""They have no width, and do things to a terminal."""
+
+
+class Lines:
+    """Parts without control characters, and no more lines of them than ``height``; None: all."""
+
+    def __init__(self, parts: Iterable[RenderableType], height: int | None = None) -> None:
+        self._parts = Group(*parts)
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self._parts, options.update(height=None), pad=False)
+        if self._height is not None and len(lines) > self._height:
+            kept = max(0, self._height - 1)
+            more = f"... and {len(lines) - kept} more lines"[: options.max_width]
+            lines = [*lines[:kept], [Segment(more)]]
+        for line in lines:
+            yield from (Segment(part.text.translate(_CONTROL), part.style) for part in line if not part.control)
+            yield Segment.line()
+
+
+def parts(feed: ShownState, console: Console) -> Iterator[RenderableType]:
+    """Operations that run, models, what is lacking, workers, and operations before."""
+    operations = feed.operations
+    running = [operation for operation in operations if operation.status == "running"]
+    for operation in running[:MAX_RUNNING] or [o for o in operations if o.direction == "out"][:1]:
+        yield from _operation(operation, feed, console)
+    if len(running) > MAX_RUNNING:
+        yield Text(f"and {len(running) - MAX_RUNNING} more operations that run")
+    yield from _models(feed, console)
+    yield from _workers(feed, console)
+    if operations:
+        yield operations_table(operations[:NUM_PAST], console, brief=True)
+    if feed.is_cut:
+        yield Text("the gateway knows more than fits its feed: something is missing here", style="red")
+
+
+def summary(feed: ShownState) -> str:
+    """Workers by state, and who does not answer."""
+    cluster = feed.cluster
+    states = ", ".join(f"{number} {state}" for state, number in sorted(cluster.states.items()))
+    silent = f"; silent: {', '.join(cluster.silent)}" if cluster.silent else ""
+    return f"{cluster.workers} workers{f': {states}' if states else ''}{silent}"
+
+
+def _operation(operation: ScaleRecord, feed: ShownState, console: Console) -> Iterator[RenderableType]:
+    is_running = operation.status == "running"
+    style = "bold cyan" if is_running else "bold"
+    yield Text(f"{operation.model}, {_WHAT[operation.direction]}: {operation.status} ({operation.plan_id})", style)
+    yield Text(f"because {operation.reason}", style="dim")
+    model = next((model for model in feed.models if model.name == operation.model), None)
+    of_targets = max((len(target.layer_ready_ms) for target in operation.targets), default=0)
+    num_layers = model.layers if model is not None else max(1, of_targets)
+    loads = feed.loads(operation.plan_id)
+    done = operation.gbps if not is_running and operation.gbps > 0 else None
+    rows = [
+        _target(target, loads.get(target.worker_id), num_layers, done, loads=operation.direction == "out")
+        for target in operation.targets
+    ]
+    if rows:
+        yield fitting(console, "", _TARGET, rows, spared=("progress", "rate"))
+
+
+def _target(
+    target: TargetRecord, load: ShownLoad | None, num_layers: int, done: float | None, *, loads: bool
+) -> tuple[str | Text, ...]:
+    layers = max(len(target.layer_ready_ms), load.layers if load is not None else 0)
+    if target.serving_ms is not None:
+        layers = num_layers
+    layers = min(layers, num_layers)
+    if target.failure:
+        state = Text(f"failed: {target.failure}", style="red")
+    elif target.serving_ms is not None:
+        state = Text("serves", style="green")
+    elif target.spare_ms is not None:
+        state = Text("spare")
+    elif target.live_ms is not None:
+        state = Text("computes while it loads", style="bold magenta")
+    else:
+        state = Text("loads" if layers else "waits", style="cyan")
+    filled = _BAR * layers // max(1, num_layers)
+    gbps = load.gbps if load is not None and load.gbps is not None else done
+    ended_ms = target.serving_ms if target.serving_ms is not None else target.spare_ms
+    return (
+        target.worker_id,
+        state,
+        f"{layers}/{num_layers}" if loads else "-",
+        f"{'#' * filled}{'.' * (_BAR - filled)}" if loads else "-",
+        _rate(gbps) if loads else "-",
+        "-" if ended_ms is None else f"{ended_ms:.0f} ms",
+    )
+
+
+def _rate(gbps: float | None) -> str:
+    if gbps is None:
+        return "-"
+    return f"{gbps:.2f} Gbit/s" if gbps >= 0.1 else f"{gbps * 1000:.1f} Mbit/s"
+
+
+def _models(feed: ShownState, console: Console) -> Iterator[RenderableType]:
+    if not feed.models:
+        silent = "pool" in feed.cluster.silent
+        yield Text("the pool does not answer: what is registered is not known" if silent else "no model is registered")
+        return
+    queued: dict[str, int] = {}
+    running: dict[str, int] = {}
+    for worker in feed.workers:
+        queued[worker.model] = queued.get(worker.model, 0) + worker.queued
+        running[worker.model] = running.get(worker.model, 0) + (worker.running or 0)
+    rows = [_model(model, queued.get(model.name, 0), running.get(model.name, 0)) for model in feed.models]
+    yield fitting(console, "Models", _MODEL, rows, spared=("MiB", "min", "max"))
+    for lack in feed.lacks:
+        wanted = f"{lack.wanted} {lack.role} wanted, and not possible now"
+        yield Text(f"{lack.model}: {wanted}: {lack.why}", style="yellow")
+
+
+def _model(model: ShownModel, queued: int, running: int) -> tuple[str | Text, ...]:
+    counts = (str(model.min), shown_limit(model.max), str(model.queued + queued), str(running))
+    return (model.name, _instances(model.states), *counts, shown_mib(model.bytes))
+
+
+def _instances(states: Mapping[str, int]) -> Text:
+    shown = Text()
+    for name, number in states.items():
+        role, _, state = name.partition(" ")
+        shown.append(f"{', ' if shown else ''}{number} {'' if role == 'colocated' else f'{role} '}")
+        shown.append_text(state_text(state))
+    return shown or Text("none")
+
+
+def _workers(feed: ShownState, console: Console) -> Iterator[RenderableType]:
+    num_layers = {model.name: model.layers for model in feed.models}
+    names = {model.hash: model.name for model in feed.models}
+    rows = [_worker(worker, num_layers.get(worker.model), names) for worker in feed.workers]
+    title = "Workers of these operations" if feed.cluster.summarised else "Workers"
+    if rows or not feed.cluster.summarised:
+        yield fitting(console, title, _WORKER, rows, spared=("host copies", "KV", "role"))
+
+
+def _worker(worker: ShownWorker, num_layers: int | None, names: Mapping[str, str]) -> Sequence[str | Text]:
+    state = state_text(worker.state)
+    if worker.cordoned:
+        state.append(" (drained)")
+    layers = str(worker.layers) if num_layers is None else f"{worker.layers}/{num_layers}"
+    load = ("-",) * 3
+    if worker.running is not None:
+        used = f"{100 * worker.kv_used // worker.kv_total} %" if worker.kv_total > 0 else "-"
+        load = (str(worker.running), str(worker.queued), used)
+    copies = ", ".join(f"{names.get(copy.hash, copy.hash)} {copy.state}" for copy in worker.copies)
+    model = worker.model or "-"
+    return (worker.id, state, model, worker.role or "-", layers if worker.model else "-", *load, copies or "-")
