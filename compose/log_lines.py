@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -17,6 +18,8 @@ def ignore_line(name: str, line: str) -> None:
     del name, line
 
 
+LOG_NAME = "blitz"
+"""Of the stack's own lines, beside those of its processes."""
 _MAX_LINE_BYTES = 64 * 1024
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _KEPT_LINES = 40
@@ -43,6 +46,12 @@ def worth_showing(name: str, line: str) -> bool:
     warnings and errors do."""
     marks = _MARKS.get(name)
     return marks is None or (any(mark in line for mark in marks) and not any(text in line for text in _ROUTINE))
+
+
+def log_time() -> str:
+    """Now, as services begin their lines with it."""
+    now = datetime.now(UTC)
+    return f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond // 1000:03}Z"
 
 
 class LineSplitter:

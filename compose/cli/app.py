@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from compose.cli.credentials import credentials
+from compose.cli.down import down
 from compose.cli.history import history
 from compose.cli.models import app as models_app
 from compose.cli.pool import pool
@@ -114,6 +115,7 @@ def _root(
 
 
 app.command()(up)
+app.command()(down)
 app.command()(status)
 app.command()(top)
 app.command()(pool)
