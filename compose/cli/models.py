@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.admin import AdminClient
+from compose.cli.model_show import show_model
 from compose.cli.options import (
     URL_DEFAULT,
     Advise,
@@ -165,6 +166,9 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
         model.copies or "-",
         model.path or "-",
     )
+
+
+app.command("show")(show_model)
 
 
 @app.command("set")

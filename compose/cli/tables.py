@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.console import Console
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -56,6 +57,16 @@ def _without(
 def _width(table: Table, console: Console) -> int:
     """Columns that it takes without cutting or wrapping anything."""
     return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
+
+
+def named_texts(rows: Iterable[tuple[str, str]]) -> Padding:
+    """Names and texts, a row each; a text takes as many lines as it needs."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True, min_width=9)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return Padding(table, (0, 0, 0, 2))
 
 
 def shown_limit(max_instances: int) -> str:

@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from compose.admin import AdminClient
 from compose.cli.options import URL_DEFAULT, Json, Url, show
+from compose.cli.tables import named_texts
 from shared.messages.admin import WhyStatus
 from shared.messages.common import Role
 from shared.messages.decisions import MAX_DECISIONS, DecisionRecord, RoleVerdict
@@ -84,18 +84,18 @@ def _shown(found: WhyStatus, console: Console, *, of_now: bool) -> Iterator[Text
     if of_now:
         for verdict in found.roles:
             yield Text(f"{found.model}: {_of_role(verdict)}", style="bold")
-            yield _rows([("load", verdict.seen), *([("bound", verdict.bound)] if verdict.bound else [])])
+            yield named_texts([("load", verdict.seen), *([("bound", verdict.bound)] if verdict.bound else [])])
         waiting = [("waiting", f"{found.queued_requests} requests in gateways")] if found.queued_requests else []
         waiting += [("not now", f"{_number(u.wanted, u.role)} wanted: {u.why}") for u in found.unplanned]
         if waiting:
-            yield _rows(waiting)
+            yield named_texts(waiting)
     for service in found.silent:
         yield Text(f"no {service} answers: its part is missing", style="red")
     for decision in found.decisions:
         yield _headline(decision)
         rows = [("seen", decision.seen), ("bound", decision.bound), ("chosen", decision.chosen)]
         rows += [("cost", decision.cost), ("otherwise", decision.otherwise), ("operation", decision.plan_id)]
-        yield _rows([(name, value) for name, value in rows if value])
+        yield named_texts([(name, value) for name, value in rows if value])
     if not found.decisions and "planner" not in found.silent:
         yield Text("nothing was decided" if of_now else "nothing was decided by then, as far as is remembered")
 
@@ -120,12 +120,3 @@ def _headline(decision: DecisionRecord) -> Text:
 def _number(number: int, role: Role) -> str:
     noun = "instance" if number == 1 else "instances"
     return f"{number} {noun}" if role == "colocated" else f"{number} {role} {noun}"
-
-
-def _rows(rows: list[tuple[str, str]]) -> Padding:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True, min_width=9)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return Padding(table, (0, 0, 0, 2))
