@@ -122,6 +122,11 @@ class ConsoleSink:
         self._colour_of: dict[str, int] = {}
         self._open = True
 
+    @property
+    def is_open(self) -> bool:
+        """Somebody reads."""
+        return self._open
+
     def __call__(self, name: str, line: str) -> None:
         prefix = f"{name:<{self._width}} |"
         if self._colour:

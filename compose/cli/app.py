@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from compose.cli.credentials import credentials
 from compose.cli.down import down
 from compose.cli.history import history
+from compose.cli.logs import logs
 from compose.cli.models import app as models_app
 from compose.cli.pool import pool
 from compose.cli.profile import profile
@@ -116,6 +117,7 @@ def _root(
 
 app.command()(up)
 app.command()(down)
+app.command()(logs)
 app.command()(status)
 app.command()(top)
 app.command()(pool)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from compose.cli.history import operations_table
 from compose.cli.status import state_text
-from compose.cli.tables import fitting, shown_limit, shown_mib
+from compose.cli.tables import fitting, shown_limit, shown_mib, visible
 from compose.feed import ShownLoad, ShownModel, ShownState, ShownWorker
 from shared.messages.operations import ScaleRecord, TargetRecord
 
@@ -22,8 +22,6 @@ _WHAT = {"out": "more instances", "in": "fewer instances", "mutate": "other role
 _TARGET = ("worker", "state", "layers", "progress", "rate", "serves after")
 _MODEL = ("name", "instances", "min", "max", "waiting", "running", "MiB")
 _WORKER = ("id", "state", "model", "role", "layers", "running", "waiting", "KV", "host copies")
-_CONTROL = dict.fromkeys((*range(32), *range(127, 160)))
-"""They have no width, and do things to a terminal."""
 
 
 class Lines:
@@ -40,7 +38,7 @@ class Lines:
             more = f"... and {len(lines) - kept} more lines"[: options.max_width]
             lines = [*lines[:kept], [Segment(more)]]
         for line in lines:
-            yield from (Segment(part.text.translate(_CONTROL), part.style) for part in line if not part.control)
+            yield from (Segment(visible(part.text), part.style) for part in line if not part.control)
             yield Segment.line()
 
 

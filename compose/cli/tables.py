@@ -17,6 +17,7 @@ _IDS = ("id", "worker", "workers", "host")
 _TEXTS = ("name", "model", "path", "what", "why")
 """Columns that take more lines instead: every character counts. All others are short and keep their width."""
 _UNLIMITED = 10_000
+_CONTROL = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if code != ord("\t"))
 
 
 def titled_table(title: str, *columns: str) -> Table:
@@ -57,6 +58,11 @@ def _without(
 def _width(table: Table, console: Console) -> int:
     """Columns that it takes without cutting or wrapping anything."""
     return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
+
+
+def visible(text: str) -> str:
+    """Without the control characters that do things to a terminal; on it they have no width."""
+    return text.translate(_CONTROL)
 
 
 def named_texts(rows: Iterable[tuple[str, str]]) -> Padding:
