@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from compose.cli.credentials import credentials
 from compose.cli.down import down
+from compose.cli.exit_status import FAILED, INTERRUPTED
 from compose.cli.history import history
 from compose.cli.logs import logs
 from compose.cli.models import app as models_app
@@ -32,7 +33,6 @@ from compose.cli.workers import app as workers_app
 from compose.errors import ProcessGaveUp, StackError
 from shared.errors import BlitzError
 
-_INTERRUPTED = 130
 GROUP = "blitzscale.commands"
 # Typer brings its own copy of click, older ones use the package: commands and contexts are Any here.
 
@@ -140,9 +140,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
             for line in error.last_lines:
                 errors.print(Text(f"  {error.name} | {line}"))
         errors.print(Text.assemble(("error: ", "bold red"), str(error)))
-        return 1
+        return FAILED
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0
