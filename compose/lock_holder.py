@@ -24,7 +24,7 @@ _MAX_BYTES = 64
 _STARTED = 19
 """Of the fields after the command's name in ``/proc/PID/stat``: clock ticks since the machine began."""
 _TRIES = 20
-_PAUSE_S = 0.05
+PAUSE_S = 0.05
 """A stack that begins has the lock a moment before it says so in the file."""
 
 
@@ -95,7 +95,7 @@ def find(folder: Path) -> LockHolder:
                 raise NothingRuns(f"no stack runs in {folder}")
             if (holder := _process(lock)) is not None:
                 return holder
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
     finally:
         os.close(lock)
     raise StackRefused(

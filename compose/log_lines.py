@@ -21,7 +21,7 @@ def ignore_line(name: str, line: str) -> None:
 LOG_NAME = "blitz"
 """Of the stack's own lines, beside those of its processes."""
 _MAX_LINE_BYTES = 64 * 1024
-_MAX_FILE_BYTES = 64 * 1024 * 1024
+MAX_FILE_BYTES = 64 * 1024 * 1024
 _KEPT_LINES = 40
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
@@ -92,7 +92,7 @@ class ProcessLog:
         self.last_lines.append(text)
         if self.path is None or self._file is None:
             return text
-        if self._num_bytes > _MAX_FILE_BYTES:
+        if self._num_bytes > MAX_FILE_BYTES:
             self._file.close()
             self._file = _fresh_file(self.path)
             self._num_bytes = 0

@@ -80,6 +80,6 @@ def test_an_id_that_is_used_again_is_another_process(tmp_path: Path, bystander: 
 
 @pytest.mark.parametrize("line", ["", "x", "17", "-1 5", "0 0", f"{1 << 40} 7", "9" * 64, f"{os.getpid()}"])
 def test_what_names_no_process_is_refused(tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_holder, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(lock_holder, "PAUSE_S", 0.0)
     with holding(tmp_path, line), pytest.raises(StackRefused, match="cannot be seen from here"):
         lock_holder.find(tmp_path)

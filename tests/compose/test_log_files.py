@@ -70,7 +70,7 @@ def test_files_are_merged_by_time_and_stacks_stay_together(tmp_path: Path) -> No
 
 
 def test_what_is_added_is_followed_into_the_next_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compose.log_lines._MAX_FILE_BYTES", 20)
+    monkeypatch.setattr("compose.log_lines.MAX_FILE_BYTES", 20)
     log = ProcessLog("a", tmp_path)
     log.write(b"before")
     file = FollowedFile(tmp_path / "a.log")

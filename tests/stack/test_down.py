@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -65,6 +66,15 @@ def box(tmp_path: Path) -> Iterator[Box]:
         made.run("down", "--kill")
 
 
+def shown(box: Box, *command: str) -> str:
+    """What a command prints that needs no state directory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "compose", *command], env=box.env, capture_output=True, text=True, timeout=END_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 def family(pid: int) -> list[psutil.Process]:
     """A supervisor, and all that it has started."""
     supervisor = psutil.Process(pid)
@@ -92,7 +102,11 @@ def test_a_detached_stack_serves_until_it_is_stopped(box: Box) -> None:
     running = family(box.pid)
     assert len(running) >= 7, "a supervisor, NATS, Redis, four services and a worker"
     assert os.getsid(box.pid) == box.pid, "no terminal reaches it"
-    assert [model["name"] for model in httpx.get(f"{url[1]}/admin/status").json()["models"]] == ["demo"]
+    seen = json.loads(shown(box, "top", "--json", "--once", "--url", url[1]))["entities"]
+    assert seen["worker/worker-0"]["model"] == seen["model/demo"]["name"] == "demo"
+    model = json.loads(shown(box, "models", "show", "demo", "--json", "--url", url[1]))
+    assert [instance["workers"] for instance in model["instances"]] == [["worker-0"]]
+    assert [operation["status"] for operation in model["operations"]] == ["done"]
 
     again = box.run(*UP)
     assert again.returncode == 1
@@ -107,6 +121,24 @@ def test_a_detached_stack_serves_until_it_is_stopped(box: Box) -> None:
     nothing = box.run("down")
     assert (nothing.returncode, nothing.stdout) == (1, "")
     assert nothing.stderr == f"error: no stack runs in {box.path}\n"
+
+
+def test_a_second_call_does_not_wait_for_streams(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLITZ_MOCK_LAYER_BASE_MS", "1000")
+    up = box.run(*UP)
+    assert up.returncode == 0, up.stderr
+    url = re.search(r"serves at (http://\S+)", up.stdout)
+    assert url
+    running = family(box.pid)
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": True}
+    with httpx.stream("POST", f"{url[1]}/v1/chat/completions", json=chat, timeout=END_S) as stream:
+        assert stream.status_code == 200
+        both = [subprocess.Popen(box.command("down"), env=box.env, stdout=subprocess.PIPE) for _ in range(2)]
+        assert [process.wait(END_S) for process in both] == [0, 0]
+    for process in both:
+        process.communicate()
+    assert none_lives(running)
+    assert "killing everything" in (box.path / "logs" / "blitz.log").read_text()
 
 
 def test_killed_it_leaves_nothing_and_is_known_to_be_gone(box: Box) -> None:
