@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.segment import Segment
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from compose.cli.history import operations_table
 from compose.cli.status import state_text
-from compose.cli.tables import fitting, shown_limit, shown_mib, visible
+from compose.cli.tables import fitting, shown_limit, shown_mib
 from compose.feed import ShownLoad, ShownModel, ShownState, ShownWorker
 from shared.messages.operations import ScaleRecord, TargetRecord
 
 MAX_RUNNING = 4
 """Operations that are shown at once."""
 NUM_PAST = 5
+MAX_TEXT = 300
+"""Of what others say, in characters: `history` has all of it."""
 _BAR = 20
 _WHAT = {"out": "more instances", "in": "fewer instances", "mutate": "other roles", "none": "nothing to do"}
 _TARGET = ("worker", "state", "layers", "progress", "rate", "serves after")
 _MODEL = ("name", "instances", "min", "max", "waiting", "running", "MiB")
 _WORKER = ("id", "state", "model", "role", "layers", "running", "waiting", "KV", "host copies")
-
-
-class Lines:
-    """Parts without control characters, and no more lines of them than ``height``; None: all."""
-
-    def __init__(self, parts: Iterable[RenderableType], height: int | None = None) -> None:
-        self._parts = Group(*parts)
-        self._height = height
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(self._parts, options.update(height=None), pad=False)
-        if self._height is not None and len(lines) > self._height:
-            kept = max(0, self._height - 1)
-            more = f"... and {len(lines) - kept} more lines"[: options.max_width]
-            lines = [*lines[:kept], [Segment(more)]]
-        for line in lines:
-            yield from (Segment(visible(part.text), part.style) for part in line if not part.control)
-            yield Segment.line()
 
 
 def parts(feed: ShownState, console: Console) -> Iterator[RenderableType]:
@@ -70,7 +53,7 @@ def _operation(operation: ScaleRecord, feed: ShownState, console: Console) -> It
     is_running = operation.status == "running"
     style = "bold cyan" if is_running else "bold"
     yield Text(f"{operation.model}, {_WHAT[operation.direction]}: {operation.status} ({operation.plan_id})", style)
-    yield Text(f"because {operation.reason}", style="dim")
+    yield Text(f"because {_brief(operation.reason)}", style="dim")
     model = next((model for model in feed.models if model.name == operation.model), None)
     of_targets = max((len(target.layer_ready_ms) for target in operation.targets), default=0)
     num_layers = model.layers if model is not None else max(1, of_targets)
@@ -90,9 +73,9 @@ def _target(
     layers = max(len(target.layer_ready_ms), load.layers if load is not None else 0)
     if target.serving_ms is not None:
         layers = num_layers
-    layers = min(layers, num_layers)
+    layers = max(0, min(layers, num_layers))
     if target.failure:
-        state = Text(f"failed: {target.failure}", style="red")
+        state = Text(f"failed: {_brief(target.failure)}", style="red")
     elif target.serving_ms is not None:
         state = Text("serves", style="green")
     elif target.spare_ms is not None:
@@ -114,6 +97,10 @@ def _target(
     )
 
 
+def _brief(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
+
+
 def _rate(gbps: float | None) -> str:
     if gbps is None:
         return "-"
@@ -130,15 +117,22 @@ def _models(feed: ShownState, console: Console) -> Iterator[RenderableType]:
     for worker in feed.workers:
         queued[worker.model] = queued.get(worker.model, 0) + worker.queued
         running[worker.model] = running.get(worker.model, 0) + (worker.running or 0)
-    rows = [_model(model, queued.get(model.name, 0), running.get(model.name, 0)) for model in feed.models]
+    # Of workers that are not shown one by one it is not known.
+    num_running = {} if feed.cluster.summarised else {model.name: running.get(model.name, 0) for model in feed.models}
+    rows = [_model(model, queued.get(model.name, 0), num_running.get(model.name)) for model in feed.models]
     yield fitting(console, "Models", _MODEL, rows, spared=("MiB", "min", "max"))
     for lack in feed.lacks:
         wanted = f"{lack.wanted} {lack.role} wanted, and not possible now"
-        yield Text(f"{lack.model}: {wanted}: {lack.why}", style="yellow")
+        yield Text(f"{lack.model}: {wanted}: {_brief(lack.why)}", style="yellow")
 
 
-def _model(model: ShownModel, queued: int, running: int) -> tuple[str | Text, ...]:
-    counts = (str(model.min), shown_limit(model.max), str(model.queued + queued), str(running))
+def _model(model: ShownModel, queued: int, running: int | None) -> tuple[str | Text, ...]:
+    counts = (
+        str(model.min),
+        shown_limit(model.max),
+        str(model.queued + queued),
+        "-" if running is None else str(running),
+    )
     return (model.name, _instances(model.states), *counts, shown_mib(model.bytes))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from compose.admin import AdminClient
 from compose.cli.options import URL_DEFAULT, Json, Url, show
-from compose.cli.tables import fitting
+from compose.cli.tables import fitting, shown_time
 from shared.messages.operations import ScaleRecord, ScaleRecords
 
 MAX_LISTED = 100
@@ -50,7 +49,7 @@ def operations_table(records: Sequence[ScaleRecord], console: Console, *, brief:
 
 
 def _row(record: ScaleRecord) -> tuple[str | Text, ...]:
-    at = datetime.fromtimestamp(record.triggered_at_s, UTC).strftime("%m-%d %H:%M:%SZ")
+    at = shown_time(record.triggered_at_s, "%m-%d %H:%M:%SZ")
     status = Text("advised" if record.advice else record.status, style=_STYLES.get(record.status, ""))
     done_ms = record.trigger_to_serving_ms if record.direction != "in" else record.trigger_to_spare_ms
     num_mb = f"{record.bytes / 1e6:.1f}" if record.bytes else "-"

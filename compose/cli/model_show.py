@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
@@ -16,7 +15,7 @@ from compose.admin import AdminClient
 from compose.cli.history import MAX_LISTED, operations_table
 from compose.cli.options import URL_DEFAULT, Json, Url, show, shown_ms, shown_s, shown_timeout
 from compose.cli.status import instances_table, state_text
-from compose.cli.tables import named_texts, shown_limit, shown_mib, titled_table
+from compose.cli.tables import named_texts, shown_limit, shown_mib, shown_time, titled_table
 from shared.errors import ModelNotFound
 from shared.messages.admin import (
     FloorStatus,
@@ -132,7 +131,7 @@ def _settings(found: ModelShown) -> Iterator[tuple[str, str]]:
         f"{shown_mib(model.weights_bytes)} MiB ({model.weights_bytes} bytes), hash {model.model_hash or '-'}",
     )
     if model.added_at_s:
-        yield "added", datetime.fromtimestamp(model.added_at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        yield "added", shown_time(model.added_at_s, "%Y-%m-%dT%H:%M:%SZ")
     limits = f"{model.min_instances} to {shown_limit(model.max_instances)} instances"
     yield "limits", f"{limits}; served as {model.served_as or 'colocated'}; weight {model.weight:g}"
     objectives = f"first token {shown_ms(model.slo_ttft_s)} ms, between tokens {shown_ms(model.slo_tbt_s)} ms"

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from compose.admin import AdminClient
+from compose.cli.tables import Lines
 from compose.config import DEFAULT_URL, URL_VARIABLE, admin_key, default_state_dir
 from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_NO_ROOM_TIMEOUT_S, MAX_WEIGHT
 from shared.messages.common import Serving
@@ -65,8 +66,7 @@ def show(
         return
     # Names and errors come from others: what looks like markup is none.
     console = Console(highlight=False, markup=False)
-    for each in shown(found, console):
-        console.print(each)
+    console.print(Lines(shown(found, console)))
 
 
 def print_json(found: object) -> None:

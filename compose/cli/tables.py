@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from datetime import UTC, datetime
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -65,6 +67,24 @@ def visible(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+class Lines:
+    """Parts without control characters, and no more lines of them than ``height``; None: all."""
+
+    def __init__(self, parts: Iterable[RenderableType], height: int | None = None) -> None:
+        self._parts = Group(*parts)
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self._parts, options.update(height=None), pad=False)
+        if self._height is not None and len(lines) > self._height:
+            kept = max(0, self._height - 1)
+            more = f"... and {len(lines) - kept} more lines"[: options.max_width]
+            lines = [*lines[:kept], [Segment(more)]]
+        for line in lines:
+            yield from (Segment(visible(part.text), part.style) for part in line if not part.control)
+            yield Segment.line()
+
+
 def named_texts(rows: Iterable[tuple[str, str]]) -> Padding:
     """Names and texts, a row each; a text takes as many lines as it needs."""
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -81,3 +101,11 @@ def shown_limit(max_instances: int) -> str:
 
 def shown_mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f}"
+
+
+def shown_time(at_s: float, form: str) -> str:
+    """Unix time in UTC; ``-`` for one that is none."""
+    try:
+        return datetime.fromtimestamp(at_s, UTC).strftime(form)
+    except (OverflowError, ValueError, OSError):
+        return "-"

@@ -8,7 +8,7 @@ import functools
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -16,10 +16,14 @@ from rich.live import Live
 from rich.text import Text
 
 from compose.admin import AdminClient, GatewayUnreachable
-from compose.cli.feed_tables import Lines, parts, summary
+from compose.cli.feed_tables import parts, summary
 from compose.cli.options import URL_DEFAULT, Url
+from compose.cli.tables import Lines
 from compose.config import admin_key
+from compose.feed import ShownState
 from compose.feed_reader import FeedReader
+
+T = TypeVar("T")
 
 DRAW_EVERY_S = 0.25
 """However many frames come."""
@@ -43,7 +47,11 @@ def top(
     """Watch models, instances, workers and scale operations as they change, like the page /ui, until Ctrl-C."""
     console = Console(highlight=False, markup=False)
     if once or not (as_json or (console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal)):
-        asyncio.run(_looking(url, functools.partial(_once, console=console, as_json=as_json)))
+        state = asyncio.run(_looking(url, _once))
+        if as_json:
+            _write(state)
+        else:
+            console.print(Lines([Text(summary(state), style="bold"), *parts(state, console)]))
         return
     look = _stream if as_json else functools.partial(_watch, console=console)
     with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
@@ -59,21 +67,23 @@ async def _until_interrupted(watching: Coroutine[None, None, None]) -> None:
     await task
 
 
-async def _looking(url: str, look: Callable[[FeedReader], Coroutine[None, None, None]]) -> None:
-    """``look`` with a reader at work. Raises what the reader ends with."""
+async def _looking(url: str, look: Callable[[FeedReader], Coroutine[None, None, T]]) -> T:
+    """What ``look`` sees with a reader at work. Raises what the reader ends with."""
     async with AdminClient(url, api_key=admin_key()) as client:
         reader = FeedReader(client)
         reading, looking = asyncio.create_task(reader.keep_reading()), asyncio.create_task(look(reader))
         try:
             await asyncio.wait({reading, looking}, return_when=asyncio.FIRST_COMPLETED)
-            await (looking if looking.done() else reading)
+            if not looking.done():
+                reading.result()
+            return looking.result()
         finally:
             for task in (reading, looking):
                 task.cancel()
             await asyncio.gather(reading, looking, return_exceptions=True)
 
 
-async def _once(reader: FeedReader, *, console: Console, as_json: bool) -> None:
+async def _once(reader: FeedReader) -> ShownState:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_S):
             while reader.feed.is_empty:
@@ -82,24 +92,24 @@ async def _once(reader: FeedReader, *, console: Console, as_json: bool) -> None:
     if reader.feed.is_empty:
         raise GatewayUnreachable(f"the gateway says nothing of the cluster: nothing came within {FIRST_S:g} s")
     await asyncio.sleep(SETTLES_S)
-    if as_json:
-        _write(reader)
-    else:
-        console.print(Lines([Text(summary(reader.feed), style="bold"), *parts(reader.feed, console)]))
+    return reader.feed
 
 
 async def _stream(reader: FeedReader) -> None:
-    written = ""
+    written = lost = ""
     while True:
         await reader.fresh.wait()
         reader.fresh.clear()
+        if reader.lost != lost:
+            lost = reader.lost
+            typer.echo(f"disconnected: {lost}" if lost else "connected again", err=True)
         if reader.feed.last_id != written:
             written = reader.feed.last_id
-            _write(reader)
+            _write(reader.feed)
 
 
-def _write(reader: FeedReader) -> None:
-    typer.echo(reader.feed.as_json())
+def _write(state: ShownState) -> None:
+    typer.echo(state.as_json())
 
 
 async def _watch(reader: FeedReader, *, console: Console) -> None:

@@ -183,7 +183,8 @@ def test_as_json_each_change_is_a_document_until_it_is_interrupted() -> None:
     assert [one["event_id"] for one in found] == ["run-1", "run-2"]
     assert found[1]["entities"] == {name: value for name, value in ENTITIES.items() if name != "worker/worker-1"}
     assert feed.last_ids == [None, "run-1"], "it went on from where it was"
-    assert (process.returncode, rest, errors) == (0, "", "")
+    assert (process.returncode, rest) == (0, "")
+    assert errors.splitlines() == ["disconnected: the gateway ended the feed", "connected again"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
@@ -208,3 +209,22 @@ def test_what_is_no_feed_is_said_in_one_line(capsys: pytest.CaptureFixture[str])
     with fake_feed(event("snapshot", 1, {"entities": {"model/demo": 7}})) as feed:
         assert run(["top", "--url", feed.url]) == 1
     assert capsys.readouterr().err.startswith("error: the gateway's feed is none that this command knows")
+
+
+def test_figures_and_texts_of_a_hostile_feed_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
+    target = {"worker_id": "w\u001b]0;x\u0007", "instance_id": "i", "failure": "[bold]\u001b[2J" + "long " * 2000}
+    worker = {"id": "w", "model": "demo", "layers": -(10**12), "running": -1, "kv_used": 5, "kv_total": -7}
+    entities = {
+        "cluster/now": {"workers": -1, "summarised": True},
+        "model/demo": {"name": "demo", "layers": -(10**12), "max": -5},
+        "worker/w": worker,
+        "operation/p": OPERATION | {"plan_id": "p", "triggered_at_s": 1e300, "targets": [target]},
+        "load/p/w": {"plan": "p", "worker": "w", "layers": 10**18, "bytes": -1, "after_s": -1.0},
+    }
+    with fake_feed(event("snapshot", 1, {"entities": entities})) as feed:
+        assert run(["top", "--url", feed.url]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "[bold]" in "".join(line.strip() for line in shown.splitlines())
+    assert len(shown) < 200_000
