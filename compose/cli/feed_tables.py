@@ -25,16 +25,17 @@ _MODEL = ("name", "instances", "min", "max", "waiting", "running", "MiB")
 _WORKER = ("id", "state", "model", "role", "layers", "running", "waiting", "KV", "host copies")
 
 
-def parts(feed: ShownState, console: Console) -> Iterator[RenderableType]:
-    """Operations that run, models, what is lacking, workers, and operations before."""
+def parts(feed: ShownState, console: Console, num_rows: int | None = None) -> Iterator[RenderableType]:
+    """Operations that run, models, what is lacking, workers, and operations before. ``num_rows``: of each table, that
+    are shown; None: all. A row takes milliseconds to lay out."""
     operations = feed.operations
     running = [operation for operation in operations if operation.status == "running"]
     for operation in running[:MAX_RUNNING] or [o for o in operations if o.direction == "out"][:1]:
-        yield from _operation(operation, feed, console)
+        yield from _operation(operation, feed, console, num_rows)
     if len(running) > MAX_RUNNING:
         yield Text(f"and {len(running) - MAX_RUNNING} more operations that run")
-    yield from _models(feed, console)
-    yield from _workers(feed, console)
+    yield from _models(feed, console, num_rows)
+    yield from _workers(feed, console, num_rows)
     if operations:
         yield operations_table(operations[:NUM_PAST], console, brief=True)
     if feed.is_cut:
@@ -49,7 +50,14 @@ def summary(feed: ShownState) -> str:
     return f"{cluster.workers} workers{f': {states}' if states else ''}{silent}"
 
 
-def _operation(operation: ScaleRecord, feed: ShownState, console: Console) -> Iterator[RenderableType]:
+def _more(found: Sequence[object], num_rows: int | None, what: str) -> Iterator[Text]:
+    if num_rows is not None and len(found) > num_rows:
+        yield Text(f"and {len(found) - num_rows} more {what}", style="dim")
+
+
+def _operation(
+    operation: ScaleRecord, feed: ShownState, console: Console, num_rows: int | None
+) -> Iterator[RenderableType]:
     is_running = operation.status == "running"
     style = "bold cyan" if is_running else "bold"
     yield Text(f"{operation.model}, {_WHAT[operation.direction]}: {operation.status} ({operation.plan_id})", style)
@@ -61,10 +69,11 @@ def _operation(operation: ScaleRecord, feed: ShownState, console: Console) -> It
     done = operation.gbps if not is_running and operation.gbps > 0 else None
     rows = [
         _target(target, loads.get(target.worker_id), num_layers, done, loads=operation.direction == "out")
-        for target in operation.targets
+        for target in operation.targets[:num_rows]
     ]
     if rows:
         yield fitting(console, "", _TARGET, rows, spared=("progress", "rate"))
+    yield from _more(operation.targets, num_rows, "targets")
 
 
 def _target(
@@ -107,7 +116,7 @@ def _rate(gbps: float | None) -> str:
     return f"{gbps:.2f} Gbit/s" if gbps >= 0.1 else f"{gbps * 1000:.1f} Mbit/s"
 
 
-def _models(feed: ShownState, console: Console) -> Iterator[RenderableType]:
+def _models(feed: ShownState, console: Console, num_rows: int | None) -> Iterator[RenderableType]:
     if not feed.models:
         silent = "pool" in feed.cluster.silent
         yield Text("the pool does not answer: what is registered is not known" if silent else "no model is registered")
@@ -119,11 +128,13 @@ def _models(feed: ShownState, console: Console) -> Iterator[RenderableType]:
         running[worker.model] = running.get(worker.model, 0) + (worker.running or 0)
     # Of workers that are not shown one by one it is not known.
     num_running = {} if feed.cluster.summarised else {model.name: running.get(model.name, 0) for model in feed.models}
-    rows = [_model(model, queued.get(model.name, 0), num_running.get(model.name)) for model in feed.models]
+    rows = [_model(model, queued.get(model.name, 0), num_running.get(model.name)) for model in feed.models[:num_rows]]
     yield fitting(console, "Models", _MODEL, rows, spared=("MiB", "min", "max"))
-    for lack in feed.lacks:
+    yield from _more(feed.models, num_rows, "models")
+    for lack in feed.lacks[:num_rows]:
         wanted = f"{lack.wanted} {lack.role} wanted, and not possible now"
         yield Text(f"{lack.model}: {wanted}: {_brief(lack.why)}", style="yellow")
+    yield from _more(feed.lacks, num_rows, "that are not possible now")
 
 
 def _model(model: ShownModel, queued: int, running: int | None) -> tuple[str | Text, ...]:
@@ -145,13 +156,14 @@ def _instances(states: Mapping[str, int]) -> Text:
     return shown or Text("none")
 
 
-def _workers(feed: ShownState, console: Console) -> Iterator[RenderableType]:
+def _workers(feed: ShownState, console: Console, num_rows: int | None) -> Iterator[RenderableType]:
     num_layers = {model.name: model.layers for model in feed.models}
     names = {model.hash: model.name for model in feed.models}
-    rows = [_worker(worker, num_layers.get(worker.model), names) for worker in feed.workers]
+    rows = [_worker(worker, num_layers.get(worker.model), names) for worker in feed.workers[:num_rows]]
     title = "Workers of these operations" if feed.cluster.summarised else "Workers"
     if rows or not feed.cluster.summarised:
         yield fitting(console, title, _WORKER, rows, spared=("host copies", "KV", "role"))
+    yield from _more(feed.workers, num_rows, "workers")
 
 
 def _worker(worker: ShownWorker, num_layers: int | None, names: Mapping[str, str]) -> Sequence[str | Text]:

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 DRAW_EVERY_S = 0.25
 """However many frames come."""
+LEAST_ROWS = 3
+"""Of each table, however low the window is; of a higher one, a third of it."""
 FIRST_S = 20.0
 """A gateway that has lost its bus answers, and knows nothing."""
 RESIZE_S = 1.0
@@ -129,4 +131,5 @@ def _screen(reader: FeedReader, console: Console) -> Lines:
         state = Text(f"disconnected, what you see is the last that was known: {reader.lost}", style="bold red")
     else:
         state = Text("live", style="bold green")
-    return Lines([state, Text(summary(reader.feed)), *parts(reader.feed, console)], console.height)
+    num_rows = max(LEAST_ROWS, console.height // 3)
+    return Lines([state, Text(summary(reader.feed)), *parts(reader.feed, console, num_rows)], console.height)

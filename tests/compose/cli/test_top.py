@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -17,8 +18,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from compose.cli import run
+from compose.cli.feed_tables import parts
+from compose.cli.tables import Lines
+from compose.feed import EventSplitter, ShownState
 from tests.wait_until import eventually_sync
 
 OPERATION = {
@@ -228,3 +233,15 @@ def test_figures_and_texts_of_a_hostile_feed_do_no_harm(capsys: pytest.CaptureFi
     assert "\x07" not in shown
     assert "[bold]" in "".join(line.strip() for line in shown.splitlines())
     assert len(shown) < 200_000
+
+
+def test_of_a_large_cluster_as_many_rows_are_laid_out_as_are_asked_for() -> None:
+    entities = {f"worker/w-{i:03}": {"id": f"w-{i:03}", "state": "spare"} for i in range(200)}
+    entities |= {f"model/m-{i:03}": {"name": f"m-{i:03}"} for i in range(100)}
+    state, console = ShownState(), Console(width=100, record=True, file=io.StringIO())
+    (found,) = EventSplitter().feed(event("snapshot", 1, {"entities": entities}))
+    state.take(found)
+    console.print(Lines(parts(state, console, 4), 12))
+    lines = [line.split()[:2] for line in console.export_text().splitlines()]
+    assert lines[:7] == [["Models"], ["name", "instances"], *([f"m-{i:03}", "none"] for i in range(4)), ["and", "96"]]
+    assert lines[7:] == [["Workers"], ["id", "state"], ["w-000", "spare"], ["w-001", "spare"], ["...", "and"]]
