@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -31,6 +33,9 @@ _TIMEOUT_S = 20.0
 """More than the gateway's own: it waits for a planner that leads."""
 ADD_TIMEOUT_S = 660.0
 """Adding a model hashes its weights. Longer than the gateway waits for it, whose error says more."""
+
+STALE_S = 12.0
+"""Without a sign of life from the feed, which has one every five seconds."""
 
 
 class GatewayUnreachable(Unavailable):
@@ -171,6 +176,21 @@ class AdminClient:
         """The newest operations, the newest first: a hundred at most, without their batches."""
         return (await self._call("GET", f"/admin/scale?limit={limit}", ScaleRecords)).records
 
+    @asynccontextmanager
+    async def events(self, last_id: str = "") -> AsyncIterator[AsyncIterator[bytes]]:
+        """The feed, from the event after ``last_id`` on, as bytes come. Raises ``GatewayUnreachable``, also while it is
+        read and nothing comes for ``STALE_S``."""
+        path = "/admin/events"
+        headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last_id} if last_id else {})}
+        with self._errors_of(path, STALE_S):
+            async with self._http.stream("GET", path, headers=headers, timeout=STALE_S) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise self._error(response, path)
+                if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise Internal(f"{self.url} is not a BlitzScale gateway, or one without a feed")
+                yield response.aiter_bytes()
+
     async def _call(
         self,
         method: str,
@@ -181,16 +201,8 @@ class AdminClient:
         timeout_s: float = _TIMEOUT_S,
     ) -> T:
         json = msgspec.to_builtins(body) if body is not None else None
-        try:
+        with self._errors_of(path, timeout_s):
             response = await self._http.request(method, path, json=json, timeout=timeout_s)
-        except httpx.ConnectError as error:
-            raise GatewayUnreachable(
-                f"no gateway answers at {self.url}; start one with `blitzscale up`, or say where it is with --url"
-            ) from error
-        except httpx.TimeoutException as error:
-            raise GatewayUnreachable(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise GatewayUnreachable(f"{self.url}{path} broke off: {error or type(error).__name__}") from error
         if not response.is_success:
             raise self._error(response, path)
         try:
@@ -199,6 +211,19 @@ class AdminClient:
             raise Internal(f"{self.url} answered with something other than a {kind.__name__}: {error}") from error
         except msgspec.DecodeError as error:
             raise Internal(f"{self.url} is not a BlitzScale gateway: its answer is not JSON") from error
+
+    @contextmanager
+    def _errors_of(self, path: str, timeout_s: float) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise GatewayUnreachable(
+                f"no gateway answers at {self.url}; start one with `blitzscale up`, or say where it is with --url"
+            ) from error
+        except httpx.TimeoutException as error:
+            raise GatewayUnreachable(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise GatewayUnreachable(f"{self.url}{path} broke off: {str(error) or type(error).__name__}") from error
 
     def _error(self, response: httpx.Response, path: str) -> BlitzError:
         try:

@@ -26,3 +26,8 @@ def die_with_parent(death_signal: int = signal.SIGKILL, *, parent: int | None = 
             os._exit(127)
 
     return in_child
+
+
+def live_without_parent() -> None:
+    """Undoes that for this process."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)

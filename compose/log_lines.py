@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -17,8 +18,10 @@ def ignore_line(name: str, line: str) -> None:
     del name, line
 
 
+LOG_NAME = "blitz"
+"""Of the stack's own lines, beside those of its processes."""
 _MAX_LINE_BYTES = 64 * 1024
-_MAX_FILE_BYTES = 64 * 1024 * 1024
+MAX_FILE_BYTES = 64 * 1024 * 1024
 _KEPT_LINES = 40
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
@@ -43,6 +46,12 @@ def worth_showing(name: str, line: str) -> bool:
     warnings and errors do."""
     marks = _MARKS.get(name)
     return marks is None or (any(mark in line for mark in marks) and not any(text in line for text in _ROUTINE))
+
+
+def log_time() -> str:
+    """Now, as services begin their lines with it."""
+    now = datetime.now(UTC)
+    return f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond // 1000:03}Z"
 
 
 class LineSplitter:
@@ -83,7 +92,7 @@ class ProcessLog:
         self.last_lines.append(text)
         if self.path is None or self._file is None:
             return text
-        if self._num_bytes > _MAX_FILE_BYTES:
+        if self._num_bytes > MAX_FILE_BYTES:
             self._file.close()
             self._file = _fresh_file(self.path)
             self._num_bytes = 0
@@ -112,6 +121,11 @@ class ConsoleSink:
         self._width = width
         self._colour_of: dict[str, int] = {}
         self._open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Somebody reads."""
+        return self._open
 
     def __call__(self, name: str, line: str) -> None:
         prefix = f"{name:<{self._width}} |"

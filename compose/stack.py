@@ -29,7 +29,7 @@ from compose.children import (
 )
 from compose.config import StackConfig
 from compose.errors import StackNotReady
-from compose.log_lines import LineSink, ignore_line
+from compose.log_lines import LOG_NAME, LineSink, ProcessLog, ignore_line, log_time
 from compose.ports import free_port, next_free_ports
 from compose.preflight import Findings
 from compose.restart_policy import RestartPolicy
@@ -61,9 +61,10 @@ class Stack(RunningStack):
         policy: RestartPolicy | None = None,
     ) -> None:
         state_dir = StateDir(config.state_dir)
-        self._say = say if say is not None else (lambda text: sink("blitzscale", text))
+        self._say_aloud = say if say is not None else (lambda text: sink("blitzscale", text))
+        self._log: ProcessLog | None = None
         supervisor = Supervisor(
-            state_dir.logs, sink=sink, say=self._say, policy=policy, serves_on=self._serves_on_without
+            state_dir.logs, sink=sink, say=self.say, policy=policy, serves_on=self._serves_on_without
         )
         super().__init__(config, supervisor, state_dir)
         self._was_ready = False
@@ -75,6 +76,16 @@ class Stack(RunningStack):
     def nats_access(self, user: User) -> NatsAccess:
         """To connect as ``user``."""
         return NatsAccess.from_env(Settings(nats_access(self.state_dir, user)))
+
+    def say(self, text: str) -> None:
+        """Tell people, and ``logs/blitz.log``, where the stack has it already."""
+        self._say_aloud(text)
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Only in ``logs/blitz.log``."""
+        if self._log is not None:
+            self._log.write(f"{log_time()} INFO {LOG_NAME}: {text}".encode())
 
     @property
     def processes(self) -> Mapping[str, Child]:
@@ -88,7 +99,8 @@ class Stack(RunningStack):
         many = self.config.nats_servers > 1
         routes = tuple(f"127.0.0.1:{free_port()}" for _ in range(self.config.nats_servers)) if many else ()
         self.state_dir.acquire(routes)
-        self._say(f"starting; logs in {self.state_dir.logs}")
+        self._log = ProcessLog(LOG_NAME, self.state_dir.logs)
+        self.say(f"starting; logs in {self.state_dir.logs}")
         # What is imported takes longest of all, so it comes first.
         if self.config.forks:
             await self._worker_forks.start()
@@ -107,7 +119,7 @@ class Stack(RunningStack):
         services = [service_spec(self.config, self.state_dir, addresses, name, forks) for name in self._service_names()]
         workers = [self._worker_spec(index) for index in range(self.config.workers)]
         for line in await asyncio.to_thread(check_settings, (*services, *workers)):
-            self._say(line)
+            self.say(line)
         await self.start_servers(
             *nats_specs(self.config, self.state_dir, addresses), redis_spec(self.config, self.state_dir, addresses)
         )
@@ -115,9 +127,13 @@ class Stack(RunningStack):
             await self._supervisor.start(spec)
 
     async def stop_others(self) -> None:
-        """The processes that services were forked from."""
+        """The processes that services were forked from, and the log."""
         await self._service_forks.stop()
         await self._worker_forks.stop()
+        if self._log is not None:
+            self.note("stopped")
+            self._log.close()
+            self._log = None
 
     def kill_all(self) -> None:
         """SIGKILL to every process, now: makes a ``stop`` that is under way end at once."""
@@ -140,7 +156,9 @@ class Stack(RunningStack):
     async def wait_gave_up(self) -> None:
         """Returns never; raises ``ProcessGaveUp`` when a process without which nothing is served cannot be kept
         running."""
-        raise await self._supervisor.wait_gave_up()
+        error = await self._supervisor.wait_gave_up()
+        self.note(str(error))
+        raise error
 
     async def wait_ready(self, timeout_s: float = 180.0) -> Status:
         """Wait for the services and workers, register the models, and wait until each has an instance that serves, and
@@ -206,7 +224,7 @@ class Stack(RunningStack):
                     "waiting for the gateway" if error.code == "gateway_unreachable" else f"waiting: {error.message}"
                 )
             if missing != announced:
-                self._say(missing)
+                self.say(missing)
                 announced = missing
             if time.monotonic() > deadline_s:
                 raise StackNotReady(f"not ready after {timeout_s:g} s: {missing}; see {self.state_dir.logs}")
@@ -226,4 +244,4 @@ class Stack(RunningStack):
             known = {model.name: model.path for model in (await self.admin.status()).models}
             if known.get(name) != path:
                 raise
-        self._say(f"registered model {name} ({path})")
+        self.say(f"registered model {name} ({path})")

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from compose import credentials
+from compose import credentials, lock_holder
 from compose.errors import StackRefused
 
 _MAX_SOCKET_PATH_BYTES = 100
@@ -41,20 +41,20 @@ class StateDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(self.path / lock_holder.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StackRefused(f"the state directory {self.path} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(fd, 32).decode(errors="replace").strip()
+            holder = lock_holder.named(fd)
             os.close(fd)
             raise StackRefused(
-                f"another stack (process {holder or 'unknown'}) uses the state directory {self.path}: "
+                f"another stack (process {holder[0] if holder else 'unknown'}) uses the state directory {self.path}: "
                 "stop it, or give this one its own --state-dir"
             ) from error
         os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
+        os.write(fd, lock_holder.own_line())
         self._lock_fd = fd
         shutil.rmtree(self.redis, ignore_errors=True)
         for folder in (self.logs, self.nats, self.redis):

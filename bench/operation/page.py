@@ -13,7 +13,7 @@ from bench.command_line import printable
 from bench.operation.charts import MAX_BARS, MAX_CURVES, Chart, batches_chart, layers_chart
 from bench.operation.frame import framed
 from bench.operation.report import HopRate, OperationReport, Phase, ended, failures_of
-from compose.cli.tables import shown_utc
+from compose.cli.tables import shown_time
 from compose.cli.why import headline, particulars
 from shared.messages.operations import LiveRecord, ScaleRecord, TargetRecord
 
@@ -64,7 +64,7 @@ def _about(record: ScaleRecord) -> str:
         ("status", "advised, not carried out" if record.advice else record.status),
         ("role", record.role),
         ("wanted", f"{record.desired}"),
-        ("triggered", shown_utc(record.triggered_at_s)),
+        ("triggered", shown_time(record.triggered_at_s)),
         ("received", _megabytes(record.bytes) if record.bytes else ""),
         ("slowest target", f"{_gbps(record.gbps)} Gbit/s from accepting the plan until loaded" if record.gbps else ""),
         ("trace", record.trace_id),

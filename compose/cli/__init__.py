@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-_INTERRUPTED = 130
+from compose.cli.exit_status import INTERRUPTED
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -14,7 +14,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         from compose.cli import app
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     return app.run(arguments)
 
 

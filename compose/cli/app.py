@@ -17,19 +17,22 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from compose.cli.credentials import credentials
+from compose.cli.down import down
+from compose.cli.exit_status import FAILED, INTERRUPTED
 from compose.cli.history import history
+from compose.cli.logs import logs
 from compose.cli.models import app as models_app
 from compose.cli.pool import pool
 from compose.cli.profile import profile
 from compose.cli.scale import scale
 from compose.cli.status import status
+from compose.cli.top import top
 from compose.cli.up import up
 from compose.cli.why import why
 from compose.cli.workers import app as workers_app
 from compose.errors import ProcessGaveUp, StackError
 from shared.errors import BlitzError
 
-_INTERRUPTED = 130
 GROUP = "blitzscale.commands"
 # Typer brings its own copy of click, older ones use the package: commands and contexts are Any here.
 
@@ -113,7 +116,10 @@ def _root(
 
 
 app.command()(up)
+app.command()(down)
+app.command()(logs)
 app.command()(status)
+app.command()(top)
 app.command()(pool)
 app.add_typer(models_app, name="models")
 app.add_typer(workers_app, name="workers")
@@ -134,9 +140,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
             for line in error.last_lines:
                 errors.print(Text(f"  {error.name} | {line}"))
         errors.print(Text.assemble(("error: ", "bold red"), str(error)))
-        return 1
+        return FAILED
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from compose.cli.options import Json, print_json
 from compose.credentials import files_for_kubernetes, files_of_credentials, make
 from compose.deployment import NAMESPACE
 from compose.rotation import Step
@@ -68,6 +69,7 @@ def credentials(
     days: Annotated[
         int, typer.Option(help="With --kubernetes: for how long the servers' certificates are valid.")
     ] = DAYS,
+    as_json: Json = False,
 ) -> None:
     """Make a password for each kind of service and for Redis, and the servers' configuration with them. Where there are
     passwords, they stay, and the configuration is made again."""
@@ -86,5 +88,9 @@ def credentials(
         rotate=rotate,
     )
     of_kubernetes = files_for_kubernetes() if made_for.namespace is not None else ()
-    for name in files_of_credentials(made_for.cluster) + of_kubernetes:
-        typer.echo(str(folder / name))
+    files = [str(folder / name) for name in files_of_credentials(made_for.cluster) + of_kubernetes]
+    if as_json:
+        print_json({"files": files})
+        return
+    for file in files:
+        typer.echo(file)

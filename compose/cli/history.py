@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from compose.admin import AdminClient
 from compose.cli.options import URL_DEFAULT, Json, Url, show
-from compose.cli.tables import fitting
+from compose.cli.tables import fitting, shown_time
 from shared.messages.operations import ScaleRecord, ScaleRecords
 
 MAX_LISTED = 100
@@ -40,13 +39,19 @@ def history(
 
 
 def _table(found: ScaleRecords, console: Console) -> Iterator[Table | Text]:
-    yield fitting(console, "Scale operations", _COLUMNS, [_row(record) for record in found.records], spared=_SPARED)
+    yield operations_table(found.records, console)
     if found.records:
         yield Text("one of them as a page: blitzscale report ID|MODEL|latest -o FILE.html", style="dim")
 
 
+def operations_table(records: Sequence[ScaleRecord], console: Console, *, brief: bool = False) -> Table:
+    """Scale operations. ``brief``: without the reasons where they would take more than a line each."""
+    spared = ("why", *_SPARED) if brief else _SPARED
+    return fitting(console, "Scale operations", _COLUMNS, [_row(record) for record in records], spared=spared)
+
+
 def _row(record: ScaleRecord) -> tuple[str | Text, ...]:
-    at = datetime.fromtimestamp(record.triggered_at_s, UTC).strftime("%m-%d %H:%M:%SZ")
+    at = shown_time(record.triggered_at_s, "%m-%d %H:%M:%SZ")
     status = Text("advised" if record.advice else record.status, style=_STYLES.get(record.status, ""))
     done_ms = record.trigger_to_serving_ms if record.direction != "in" else record.trigger_to_spare_ms
     num_mb = f"{record.bytes / 1e6:.1f}" if record.bytes else "-"

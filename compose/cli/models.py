@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.admin import AdminClient
+from compose.cli.model_show import show_model
 from compose.cli.options import (
     URL_DEFAULT,
     Advise,
@@ -28,6 +29,7 @@ from compose.cli.options import (
     Url,
     Weight,
     ask,
+    print_json,
     seconds,
     show,
     shown_ms,
@@ -36,7 +38,7 @@ from compose.cli.options import (
 )
 from compose.cli.tables import fitting, shown_limit, shown_mib
 from compose.errors import StackError
-from shared.messages.admin import MAX_INSTANCES, ModelStatus, SetModelBody
+from shared.messages.admin import MAX_INSTANCES, ModelRemoved, ModelStatus, SetModelBody
 
 _OPTIONS = {
     "min_instances": "--min-instances",
@@ -89,6 +91,7 @@ def add(
     weight: Weight = None,
     advise: Advise = None,
     url: Url = URL_DEFAULT,
+    as_json: Json = False,
 ) -> None:
     """Register a checkpoint directory; it is served as soon as an instance has loaded it."""
     if keep_alive_s and min_instances:
@@ -114,13 +117,20 @@ def add(
         "advise": advise,
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
+    said = f"added {added.name}" if before is None else f"{added.name} is already registered"
+    _print(f"{said} ({added.path or sent})", added, as_json)
     if before is None:
-        typer.echo(f"added {added.name} ({added.path or sent})")
         return
-    typer.echo(f"{added.name} is already registered ({added.path or sent})")
     ignored = [option for key, option in _OPTIONS.items() if limits[key] not in (None, getattr(added, key))]
     if ignored:
         raise NotAdded(f"{', '.join(ignored)} had no effect: use `blitzscale models set {added.name}`")
+
+
+def _print(text: str, found: object, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(text)
 
 
 async def _add(client: AdminClient, path: str, limits: dict[str, Any]) -> tuple[ModelStatus | None, ModelStatus]:
@@ -167,6 +177,9 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
     )
 
 
+app.command("show")(show_model)
+
+
 @app.command("set")
 def set_(
     name: Annotated[str, typer.Argument(help="The model's name.")],
@@ -187,6 +200,7 @@ def set_(
     weight: Weight = None,
     advise: Advise = None,
     url: Url = URL_DEFAULT,
+    as_json: Json = False,
 ) -> None:
     """Change a registered model's settings; what is not given stays as it is."""
     changes = SetModelBody(
@@ -208,11 +222,13 @@ def set_(
     settings = *limits, *times, shown_timeout(now.no_room_timeout_s), now.served_as or "-", f"{now.weight:g}"
     shown = [f"{option} {value}" for option, value in zip(_OPTIONS.values(), settings, strict=False)]
     shown.append("--advise" if now.advise else "--no-advise")
-    typer.echo(f"changed {now.name}: {', '.join(shown)}")
+    _print(f"changed {now.name}: {', '.join(shown)}", now, as_json)
 
 
 @app.command("remove")
-def remove(name: Annotated[str, typer.Argument(help="The model's name.")], url: Url = URL_DEFAULT) -> None:
+def remove(
+    name: Annotated[str, typer.Argument(help="The model's name.")], url: Url = URL_DEFAULT, as_json: Json = False
+) -> None:
     """Unregister a model; its instances finish their requests and their workers become spare."""
     ask(url, lambda client: client.remove_model(name))
-    typer.echo(f"removed {name}")
+    _print(f"removed {name}", ModelRemoved(name=name), as_json)

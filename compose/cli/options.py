@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -14,7 +15,8 @@ import typer
 from rich.console import Console, RenderableType
 
 from compose.admin import AdminClient
-from compose.config import DEFAULT_URL, URL_VARIABLE, admin_key
+from compose.cli.tables import Lines
+from compose.config import DEFAULT_URL, URL_VARIABLE, admin_key, default_state_dir
 from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_NO_ROOM_TIMEOUT_S, MAX_WEIGHT
 from shared.messages.common import Serving
 
@@ -22,9 +24,23 @@ T = TypeVar("T")
 
 Url = Annotated[str, typer.Option("--url", envvar=URL_VARIABLE, help="The gateway's base URL.", metavar="URL")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+StateDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir",
+        help="The state directory of `up`; $XDG_STATE_HOME/blitzscale or ~/.local/state/blitzscale.",
+        metavar="DIR",
+        show_default=False,
+    ),
+]
 URL_DEFAULT = DEFAULT_URL
 MIN_SLO_MS = 1.0
 MAX_SLO_MS = 3_600_000.0
+
+
+def state_directory(given: Path | None) -> Path:
+    """That of ``--state-dir``."""
+    return (given if given is not None else default_state_dir()).expanduser().absolute()
 
 
 def ask(url: str, question: Callable[[AdminClient], Awaitable[T]]) -> T:
@@ -50,8 +66,7 @@ def show(
         return
     # Names and errors come from others: what looks like markup is none.
     console = Console(highlight=False, markup=False)
-    for each in shown(found, console):
-        console.print(each)
+    console.print(Lines(shown(found, console)))
 
 
 def print_json(found: object) -> None:

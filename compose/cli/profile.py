@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.admin import AdminClient, GatewayUnreachable
-from compose.cli.options import URL_DEFAULT, Url, ask
+from compose.cli.exit_status import INTERRUPTED
+from compose.cli.options import URL_DEFAULT, Json, Url, ask, print_json
 from compose.errors import StackError
 from shared.cgroup import num_cores
 from shared.errors import BadProfile, ModelNotFound
 from shared.messages.admin import ModelStatus, Status
 from shared.profile import Profile, write_profile
 
-_INTERRUPTED = 130
 MAX_RECORDS = 100
 """Of scale operations that a gateway gives."""
 LEAST_MUTATION_S = 0.001
@@ -54,6 +54,7 @@ def profile(
         typer.Option(min=1, help="Compute threads.", show_default="as a worker of that stack, or BLITZ_WORKER_THREADS"),
     ] = None,
     url: Url = URL_DEFAULT,
+    as_json: Json = False,
 ) -> None:
     """Measure one instance of a model, by itself, in this process: nothing is asked of instances that serve.
 
@@ -76,6 +77,9 @@ def profile(
         write_profile(file, measured)
     except OSError as error:
         raise NotProfiled(f"{file} cannot be written: {error.strerror}") from error
+    if as_json:
+        print_json(measured)
+        return
     console = Console(highlight=False)
     for title, table in _tables(measured):
         console.print(f"{title}:" if title else "")
@@ -183,7 +187,7 @@ def _saying() -> Iterator[Callable[[str], None]]:
             yield lambda text: print(text, file=sys.stderr, flush=True)  # noqa: T201
     except KeyboardInterrupt:
         typer.echo("interrupted: nothing was written", err=True)
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _tables(measured: Profile) -> Iterator[tuple[str, Table]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -43,9 +43,16 @@ def tables(found: Status, console: Console) -> tuple[Table, ...]:
         counts = (str(serving), model.served_as or "-", str(waiting), str(least), most)
         models.add_row(model.name, *counts, model.copies or "-", model.path)
     num_layers = {model.name: model.num_layers for model in found.models}
-    rows = [_instance_row(instance, num_layers.get(instance.model)) for instance in found.instances]
-    instances = fitting(console, "Instances", _INSTANCE, rows, spared=_SPARED)
+    instances = instances_table(found.instances, num_layers, console)
     return models, instances, workers_table(found.workers), *_exceptions(found)
+
+
+def instances_table(
+    instances: Sequence[InstanceStatus], num_layers: Mapping[str, int | None], console: Console
+) -> Table:
+    """Instances, and what they have to do. ``num_layers``: by model."""
+    rows = [_instance_row(instance, num_layers.get(instance.model)) for instance in instances]
+    return fitting(console, "Instances", _INSTANCE, rows, spared=_SPARED)
 
 
 def workers_table(workers: Sequence[WorkerStatus]) -> Table:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +20,7 @@ _IDS = ("id", "worker", "workers", "host")
 _TEXTS = ("name", "model", "path", "what", "why")
 """Columns that take more lines instead: every character counts. All others are short and keep their width."""
 _UNLIMITED = 10_000
+_CONTROL = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if code != ord("\t"))
 
 
 def titled_table(title: str, *columns: str) -> Table:
@@ -60,6 +63,39 @@ def _width(table: Table, console: Console) -> int:
     return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
 
 
+def visible(text: str) -> str:
+    """Without the control characters that do things to a terminal; on it they have no width."""
+    return text.translate(_CONTROL)
+
+
+class Lines:
+    """Parts without control characters, and no more lines of them than ``height``; None: all."""
+
+    def __init__(self, parts: Iterable[RenderableType], height: int | None = None) -> None:
+        self._parts = Group(*parts)
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self._parts, options.update(height=None), pad=False)
+        if self._height is not None and len(lines) > self._height:
+            kept = max(0, self._height - 1)
+            more = f"... and {len(lines) - kept} more lines"[: options.max_width]
+            lines = [*lines[:kept], [Segment(more)]]
+        for line in lines:
+            yield from (Segment(visible(part.text), part.style) for part in line if not part.control)
+            yield Segment.line()
+
+
+def named_texts(rows: Iterable[tuple[str, str]]) -> Padding:
+    """Names and texts, a row each; a text takes as many lines as it needs."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True, min_width=9)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return Padding(table, (0, 0, 0, 2))
+
+
 def shown_limit(max_instances: int) -> str:
     return "-" if max_instances >= MAX_INSTANCES else str(max_instances)
 
@@ -68,10 +104,10 @@ def shown_mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f}"
 
 
-def shown_utc(at_s: float) -> str:
-    """A Unix time, to the second; ``-`` for one that no calendar has."""
+def shown_time(at_s: float, form: str = "%Y-%m-%dT%H:%M:%SZ") -> str:
+    """Unix time in UTC; ``-`` for one that is none."""
     try:
-        return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return datetime.fromtimestamp(at_s, UTC).strftime(form)
     except (OverflowError, ValueError, OSError):
         return "-"
 

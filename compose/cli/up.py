@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from compose import preflight
-from compose.cli.options import KeepAlive, Served, SloTbt, SloTtft, seconds
-from compose.config import API_KEY_VARIABLE, DEFAULT_PORT, StackConfig, default_state_dir, default_workers
+from compose.cli.options import KeepAlive, Served, SloTbt, SloTtft, seconds, state_directory
+from compose.config import API_KEY_VARIABLE, DEFAULT_PORT, StackConfig, default_workers
 from compose.demo_model import ensure_demo_model
+from compose.detached import Launcher, launch
 from compose.errors import StackRefused
-from compose.log_lines import ConsoleSink, worth_showing
+from compose.log_lines import LOG_NAME, ConsoleSink, LineSink, worth_showing
 from compose.stack import Stack
 from shared.messages.admin import Status
 from shared.messages.common import SERVED_BY
-
-_NAME = "blitz"
 
 
 def up(
@@ -81,9 +81,15 @@ def up(
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds to wait until every model serves.")
     ] = 300.0,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach", "-d", help="Return when every model serves; the stack lives on until `blitzscale down`."
+        ),
+    ] = False,
 ) -> None:
     """Start everything on this machine (NATS, Redis, all services) and serve until Ctrl-C."""
-    folder = (state_dir if state_dir is not None else default_state_dir()).expanduser().absolute()
+    folder = state_directory(state_dir)
     sink = ConsoleSink()
     served = (*(models or ()), *(model or ()))
     num_needed = len(served) * len(SERVED_BY[served_as or ""])
@@ -110,8 +116,16 @@ def up(
     if not config.models:
         # A port in use is refused before anything is written.
         preflight.check(config)
-        config = _with_demo(config, lambda text: sink(_NAME, text))
-    asyncio.run(_serve(config, sink, quiet, timeout_s))
+        config = _with_demo(config, lambda text: sink(LOG_NAME, text))
+    if not detach:
+        asyncio.run(_serve(config, sink, quiet, timeout_s, lambda texts: sink.write("\n".join(texts))))
+        return
+    stop = f"blitzscale down --state-dir {shlex.quote(str(folder))}        stops everything"
+
+    def work(launcher: Launcher) -> None:
+        asyncio.run(_serve(config, launcher.line, quiet, timeout_s, launcher.ready, stop=stop))
+
+    launch(work, sink, sink.write)
 
 
 def _with_demo(config: StackConfig, say: Callable[[str], None]) -> StackConfig:
@@ -126,28 +140,34 @@ def _with_demo(config: StackConfig, say: Callable[[str], None]) -> StackConfig:
     return replace(config, models=(path,))
 
 
-async def _serve(config: StackConfig, sink: ConsoleSink, quiet: bool, timeout_s: float) -> None:
+async def _serve(
+    config: StackConfig,
+    sink: LineSink,
+    quiet: bool,
+    timeout_s: float,
+    on_ready: Callable[[Sequence[str]], None],
+    *,
+    stop: str = "",
+) -> None:
+    """Until a signal. ``on_ready`` gets the summary, with ``stop`` as the way to end it."""
     shows_all = config.log_level.lower() == "debug"
-
-    def say(text: str) -> None:
-        sink(_NAME, text)
 
     def line(name: str, text: str) -> None:
         if not quiet and (shows_all or worth_showing(name, text)):
             sink(name, text)
 
-    stack = Stack(config, sink=line, say=say)
-    serving = asyncio.create_task(_until_cancelled(stack, sink, timeout_s), name="serve")
+    stack = Stack(config, sink=line, say=lambda text: sink(LOG_NAME, text))
+    serving = asyncio.create_task(_until_cancelled(stack, timeout_s, on_ready, stop), name="serve")
     signals = 0
 
     def on_signal() -> None:
         nonlocal signals
         signals += 1
         if signals == 1:
-            say("stopping: streams finish first; press Ctrl-C again to kill everything at once")
+            stack.say("stopping: streams finish first; press Ctrl-C again to kill everything at once")
             serving.cancel()
         else:
-            say("killing everything")
+            stack.say("killing everything")
             stack.kill_all()
 
     loop = asyncio.get_running_loop()
@@ -158,29 +178,33 @@ async def _serve(config: StackConfig, sink: ConsoleSink, quiet: bool, timeout_s:
     except asyncio.CancelledError:
         if not signals:
             raise
-        say("stopped")
+        sink(LOG_NAME, "stopped")
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
 
 
-async def _until_cancelled(stack: Stack, sink: ConsoleSink, timeout_s: float) -> None:
+async def _until_cancelled(
+    stack: Stack, timeout_s: float, on_ready: Callable[[Sequence[str]], None], stop: str
+) -> None:
     async with stack:
         if first := stack.config.first_health_port:
             last = first + stack.config.num_health_ports - 1
-            sink(
-                _NAME,
-                f"health and metrics of pools, planners, monitors and workers, in this order: ports {first} to {last}",
+            stack.say(
+                f"health and metrics of pools, planners, monitors and workers, in this order: ports {first} to {last}"
             )
         status = await stack.wait_ready(timeout_s)
-        for text in summary(stack.url, status, others=stack.urls[1:], with_key=stack.config.needs_api_key):
-            sink.write(text)
+        stack.note(f"serves at {', '.join(stack.urls)}")
+        with_key = stack.config.needs_api_key
+        on_ready(summary(stack.url, status, others=stack.urls[1:], with_key=with_key, stop=stop))
         await stack.wait_gave_up()
 
 
-def summary(url: str, status: Status, *, others: tuple[str, ...] = (), with_key: bool = False) -> tuple[str, ...]:
+def summary(
+    url: str, status: Status, *, others: tuple[str, ...] = (), with_key: bool = False, stop: str = ""
+) -> tuple[str, ...]:
     """Where it is, what it serves, and two ways to try it, ready to paste. ``others``: the URLs of other gateways.
-    ``with_key``: requests need one."""
+    ``with_key``: requests need one. ``stop``: what stops it, other than Ctrl-C."""
     names = [model.name for model in status.models]
     model = names[0] if names else "MODEL"
     authorization = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if with_key else ""
@@ -204,7 +228,8 @@ def summary(url: str, status: Status, *, others: tuple[str, ...] = (), with_key:
         '      print(chunk.choices[0].delta.content or "", end="", flush=True)',
         "",
         f"  blitzscale scale {model} 2 --url {url}      more instances now",
-        f"  blitzscale status --url {url}        what runs;  Ctrl-C here stops everything",
+        f"  blitzscale status --url {url}        what runs{'' if stop else ';  Ctrl-C here stops everything'}",
+        *((f"  {stop}",) if stop else ()),
         f"  {url}/ui        the same as a page: watch it scale",
         "",
     )

@@ -11,12 +11,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from compose.admin import AdminClient
 from compose.cli.options import URL_DEFAULT, Json, Url, show
-from compose.cli.tables import shown_instances, shown_utc
+from compose.cli.tables import named_texts, shown_instances, shown_time
 from shared.messages.admin import WhyStatus
 from shared.messages.decisions import MAX_DECISIONS, DecisionRecord, RoleVerdict
 
@@ -84,16 +83,16 @@ def _shown(found: WhyStatus, console: Console, *, of_now: bool) -> Iterator[Text
     if of_now:
         for verdict in found.roles:
             yield Text(f"{found.model}: {_of_role(verdict)}", style="bold")
-            yield _rows([("load", verdict.seen), *([("bound", verdict.bound)] if verdict.bound else [])])
+            yield named_texts([("load", verdict.seen), *([("bound", verdict.bound)] if verdict.bound else [])])
         waiting = [("waiting", f"{found.queued_requests} requests in gateways")] if found.queued_requests else []
         waiting += [("not now", f"{shown_instances(u.wanted, u.role)} wanted: {u.why}") for u in found.unplanned]
         if waiting:
-            yield _rows(waiting)
+            yield named_texts(waiting)
     for service in found.silent:
         yield Text(f"no {service} answers: its part is missing", style="red")
     for decision in found.decisions:
         yield headline(decision)
-        yield _rows(particulars(decision))
+        yield named_texts(particulars(decision))
     if not found.decisions and "planner" not in found.silent:
         yield Text("nothing was decided" if of_now else "nothing was decided by then, as far as is remembered")
 
@@ -105,7 +104,7 @@ def _of_role(verdict: RoleVerdict) -> str:
 
 def headline(decision: DecisionRecord) -> Text:
     """When it was, what came of it, and who asked."""
-    line = Text(f"{shown_utc(decision.at_s)}  ")
+    line = Text(f"{shown_time(decision.at_s)}  ")
     line.append(_OUTCOMES.get(decision.outcome, decision.outcome), style=_STYLES.get(decision.outcome, "bold"))
     asked = f", {decision.asked} asked for" if decision.asked != decision.wanted else ""
     wanted = shown_instances(decision.wanted, decision.role)
@@ -118,12 +117,3 @@ def particulars(decision: DecisionRecord) -> list[tuple[str, str]]:
     rows = [("seen", decision.seen), ("bound", decision.bound), ("chosen", decision.chosen)]
     rows += [("cost", decision.cost), ("otherwise", decision.otherwise), ("operation", decision.plan_id)]
     return [(name, value) for name, value in rows if value]
-
-
-def _rows(rows: list[tuple[str, str]]) -> Padding:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True, min_width=9)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return Padding(table, (0, 0, 0, 2))

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.admin import AdminClient
-from compose.cli.options import URL_DEFAULT, Json, Url, ask, show
+from compose.cli.options import URL_DEFAULT, Json, Url, ask, print_json, show
 from compose.cli.status import workers_table
+from compose.errors import StackError
 from shared.messages.admin import WorkerStatus
 
 LOOK_S = 0.5
@@ -23,6 +24,12 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
+
+
+class NotDrained(StackError):
+    """The worker is not free in time."""
+
+
 WorkerId = Annotated[str, typer.Argument(help="The worker's id.", metavar="WORKER")]
 
 
@@ -50,13 +57,18 @@ def drain(
         ),
     ] = 0.0,
     url: Url = URL_DEFAULT,
+    as_json: Json = False,
 ) -> None:
     """Free a worker of everything: its requests and host copies move to others, an instance that has no other is
     replaced first. Its process stays."""
     found = ask(url, lambda client: _drain(client, worker, wait_s))
-    typer.echo(f"{found.id}: {found.drain or 'not here'}" + (f"; {found.drain_why}" if found.drain_why else ""))
+    state = f"{found.drain or 'not here'}" + (f"; {found.drain_why}" if found.drain_why else "")
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(f"{found.id}: {state}")
     if wait_s and found.drain != "drained":
-        raise typer.Exit(1)
+        raise NotDrained(f"{found.id} is not free after {wait_s:g} s: {state}")
 
 
 async def _drain(client: AdminClient, worker: str, wait_s: float) -> WorkerStatus:
@@ -69,7 +81,10 @@ async def _drain(client: AdminClient, worker: str, wait_s: float) -> WorkerStatu
 
 
 @app.command("undrain")
-def undrain(worker: WorkerId, url: Url = URL_DEFAULT) -> None:
+def undrain(worker: WorkerId, url: Url = URL_DEFAULT, as_json: Json = False) -> None:
     """Use a drained worker again."""
     found = ask(url, lambda client: client.undrain_worker(worker))
-    typer.echo(f"{found.id}: used again")
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(f"{found.id}: used again")

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from compose.cli.app import app
+from compose.cli.exit_status import MEANINGS
 from compose.reference.table import table
 
 _COMMON = 4
@@ -22,7 +23,12 @@ def commands_page() -> str:
     rows = {name: list(_rows(command)) for name, command in commands}
     uses = Counter(row for own in rows.values() for row in own)
     common = [row for row, count in uses.items() if count >= _COMMON]
-    parts = ["# Commands\n\n## Options of several commands\n\n", table(("option", "meaning"), common)]
+    parts = [
+        "# Commands\n\n## Exit status\n\n",
+        table(("status", "when"), MEANINGS),
+        "## Options of several commands\n\n",
+    ]
+    parts += [table(("option", "meaning"), common)]
     for name, command in commands:
         own = [row for row in rows[name] if row not in common]
         text = " ".join((command.help or "").split())

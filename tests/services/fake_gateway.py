@@ -31,7 +31,7 @@ RPC_TIMEOUT_S = 5.0
 
 @functools.lru_cache(4096)
 def expected_tokens(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
-    """What an undisturbed mock engine says after a prompt. Kept: tests that wait ask often, in the loop they wait for."""
+    """What an undisturbed mock engine says after a prompt. Kept: who waits asks often, in that very loop."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))

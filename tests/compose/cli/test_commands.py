@@ -86,6 +86,15 @@ def test_status_shows_models_instances_and_workers(gateway: FakeGateway, capsys:
         assert text in shown
 
 
+def test_what_others_named_does_nothing_to_a_terminal(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    worker = STATUS["workers"][0] | {"host": "box\u001b[2J\u009b1m", "device": "[red]cpu"}
+    gateway.answers["GET /admin/status"] = (200, STATUS | {"workers": [worker]})
+    assert run(["status"]) == 0
+    shown = capsys.readouterr().out
+    assert "box[2J1m" in shown
+    assert "[red]cpu" in shown
+
+
 def test_status_as_json_is_for_programs(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.answers["GET /admin/status"] = (200, STATUS)
     assert run(["status", "--json"]) == 0
@@ -244,6 +253,7 @@ def test_drain_waits_as_long_as_it_is_told_to(
     assert run(["workers", "drain", "w0"]) == 0
     assert capsys.readouterr().out == "w0: drains; its requests end\n"
     assert run(["workers", "drain", "w0", "--wait", "0.05"]) == 1
+    assert one_error_line(capsys) == "w0 is not free after 0.05 s: drains"
     gateway.answers["GET /admin/workers"] = (200, {"workers": [_worker(state="spare", drain="drained")]})
     assert run(["workers", "drain", "w0", "--wait", "5"]) == 0
     assert capsys.readouterr().out.endswith("w0: drained\n")
