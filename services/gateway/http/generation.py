@@ -88,7 +88,10 @@ class Generation:
                 with closing(
                     gateway.response_memory.open(prepared.response_id, len(streams), abort_of(scope))
                 ) as buffer:
-                    choices = [self._choice(prepared, reply, buffer, i, s, arrived_s) for i, s in enumerate(streams)]
+                    trace_id = _kept_trace_id(span)
+                    choices = [
+                        self._choice(prepared, reply, buffer, i, s, arrived_s, trace_id) for i, s in enumerate(streams)
+                    ]
                     self._admit(streams, choices)
                     request.streams, request.choices = streams, choices
                     try:
@@ -137,6 +140,7 @@ class Generation:
         index: int,
         stream: StreamState,
         arrived_s: float,
+        trace_id: str,
     ) -> Choice:
         options = prepared.options
         shape: LogprobShape | None = None
@@ -155,6 +159,7 @@ class Generation:
             logprobs=shape,
             opening_text=prepared.prompts[index].echo,
             continuous_usage=options.continuous_usage,
+            trace_id=trace_id,
         )
 
 
@@ -253,6 +258,11 @@ async def _send_whole(send: Send, buffer: ResponseBuffer, reply: Reply, choices:
             raise Internal(f"choice {index} has no end")
         parts.append(reply.choice_json(index, choice.text, choice.finish_reason, choice.logprobs_json))
     await send_body(in_pieces(send), 200, reply.whole(parts, _usage(choices)))
+
+
+def _kept_trace_id(span: Span) -> str:
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid and context.trace_flags.sampled else ""
 
 
 _propagator = TraceContextTextMapPropagator()
