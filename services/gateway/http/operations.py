@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
-from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from services.gateway.metrics import GatewayMetrics, ModelGauges
 from services.gateway.service import Gateway
 from shared.errors import Unavailable
+from shared.exposition import OPENMETRICS_TYPE, accepts_openmetrics, openmetrics_text
 
 PROBES = ["GET", "HEAD"]
-OPENMETRICS = "application/openmetrics-text"
 OPENMETRICS_END = b"# EOF\n"
 
 
@@ -63,14 +62,8 @@ def _text(metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> bytes:
 
 
 def _openmetrics(metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> bytes:
-    own, process = _openmetrics_of(_registry(metrics, gauges)), _openmetrics_of(REGISTRY)
-    histograms = metrics.histograms_text(with_exemplars=True)
-    return own.removesuffix(OPENMETRICS_END) + histograms.encode() + process
-
-
-def _openmetrics_of(registry: CollectorRegistry) -> bytes:
-    text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
-    return text
+    own = openmetrics_text(_registry(metrics, gauges)).removesuffix(OPENMETRICS_END)
+    return own + metrics.histograms_text(with_exemplars=True).encode() + openmetrics_text(REGISTRY)
 
 
 def _registry(metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> CollectorRegistry:
@@ -105,8 +98,8 @@ def operations_router(gateway: Gateway) -> APIRouter:
     async def metrics(request: Request) -> Response:
         """Prometheus text: the gateway's own, then the process's. OpenMetrics, with exemplars, if the caller accepts
         it."""
-        if OPENMETRICS in request.headers.get("accept", ""):
-            return Response(await with_exemplars.text(), media_type=openmetrics.CONTENT_TYPE_LATEST)
+        if accepts_openmetrics(request.headers.get("accept", "")):
+            return Response(await with_exemplars.text(), media_type=OPENMETRICS_TYPE)
         return Response(await text.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router
