@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from compose.cli.boards import boards
 from compose.cli.credentials import credentials
 from compose.cli.history import history
 from compose.cli.models import app as models_app
@@ -122,6 +123,7 @@ app.command()(why)
 app.command()(history)
 app.command()(profile)
 app.command()(credentials)
+app.command()(boards)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
