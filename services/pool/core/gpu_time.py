@@ -1,7 +1,7 @@
 """Which models the workers' GPUs are for, and for how long each had them, since this process leads. Pure.
 
 Rules
-- A worker is one GPU, of a CPU worker too. Its time goes to its instance's model, in the state that the instance has.
+- A worker counts as one GPU, also where it computes on a CPU. Its time goes to its instance's model, in the state that the instance has.
 - A worker without an instance is idle. An instance of a model that is not registered has a state and no model: names
   come from workers, and what is kept is bounded by the registered models and the states.
 - Time goes by what there is at a look, since the look before. What comes and goes between two looks has none, and all
@@ -11,12 +11,15 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from services.pool.core.registry import InstanceKind, Registry
 from shared.messages.common import SERVED_BY, Role
 
+SHOW_EVERY_S = 1.0
+"""Looks are more frequent, and what is shown takes longer to make than they do."""
 IDLE = "idle"
 NO_MODEL = ""
 
@@ -28,6 +31,7 @@ class GpuTime:
         """Nothing is counted of the time before ``now_s`` (monotonic, as all times here)."""
         self._registry = registry
         self._until_s = now_s
+        self._shown_at_s = -math.inf
         self._seconds: dict[tuple[str, str], float] = defaultdict(float)
         self._seen: set[InstanceKind] = set()
         self.seconds: Mapping[tuple[str, str], float] = {}
@@ -42,13 +46,23 @@ class GpuTime:
         """Give the workers the time until now. Earlier than the last look: nothing."""
         passed_s = max(0.0, now_s - self._until_s)
         self._until_s += passed_s
+        num_idle = self._registry.num_workers
+        for (name, _, state), number in self._registry.instances.items():
+            self._seconds[self._counted_as(name), state] += number * passed_s
+            num_idle -= number
+        self._seconds[NO_MODEL, IDLE] += num_idle * passed_s
+        if now_s - self._shown_at_s >= SHOW_EVERY_S:
+            self._shown_at_s = now_s
+            self._show()
+
+    def _counted_as(self, name: str) -> str:
+        return name if name in self._registry.models.entries else NO_MODEL
+
+    def _show(self) -> None:
         models = {record.name: record for record in self._registry.models.records()}
         instances: Counter[InstanceKind] = Counter()
         for (name, role, state), number in self._registry.instances.items():
-            instances[name if name in models else NO_MODEL, role, state] += number
-        for (name, _, state), number in instances.items():
-            self._seconds[name, state] += number * passed_s
-        self._seconds[NO_MODEL, IDLE] += (self._registry.num_workers - instances.total()) * passed_s
+            instances[self._counted_as(name), role, state] += number
         kept = models.keys() | {NO_MODEL}
         for gone in [key for key in self._seconds if key[0] not in kept]:
             del self._seconds[gone]
