@@ -1,7 +1,8 @@
 """Which models the workers' GPUs are for, and for how long each had them, since this process leads. Pure.
 
 Rules
-- A worker counts as one GPU, also where it computes on a CPU. Its time goes to its instance's model, in the state that the instance has.
+- A worker counts as one GPU, also where it computes on a CPU. Its time goes to its instance's model, in the state that
+  the instance has.
 - A worker without an instance is idle. An instance of a model that is not registered has a state and no model: names
   come from workers, and what is kept is bounded by the registered models and the states.
 - Time goes by what there is at a look, since the look before. What comes and goes between two looks has none, and all
