@@ -15,7 +15,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo https://dow
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-containers test-page lint format kubernetes reference bench clean install
+.PHONY: help up test test-boards test-containers test-page lint format kubernetes reference boards bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -51,6 +51,9 @@ test-page: $(STAMP) ## Test the page in a browser (needs Chromium)
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[page]'
 	@$(BIN)/python -m pytest -n 0 -v tests/page $(ARGS)
 
+test-boards: $(STAMP) ## Test the dashboard and the alerts against a stack (needs Prometheus: apt install prometheus)
+	@$(BIN)/python -m pytest -n 0 -v tests/boards $(ARGS)
+
 lint: $(STAMP) ## Check style, types, import order, names and wall clocks
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -69,6 +72,9 @@ kubernetes: ## Render compose/kubernetes/rendered again (needs kubectl)
 
 reference: $(STAMP) ## Make docs/reference again (settings, metrics, commands)
 	@$(BIN)/python -m compose.reference
+
+boards: $(STAMP) ## Make compose/observability again
+	@$(BIN)/python -m compose.boards
 
 bench: $(STAMP) ## Measure this machine (ARGS="--help" lists what)
 	@$(BIN)/blitzscale bench $(ARGS)

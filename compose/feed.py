@@ -89,8 +89,15 @@ class ShownModel(msgspec.Struct, frozen=True, kw_only=True):
     hash: str = ""
     min: int = 0
     max: int = 0
-    queued: int = 0
-    """Requests that wait in gateways."""
+    waiting: int = 0
+    """Requests, in gateways and at instances."""
+    running: int = 0
+    tokens_per_s: float = 0.0
+    ttft_p50_ms: float | None = None
+    """Of all gateways in the last seconds, as the next three; None: there was no token."""
+    ttft_p99_ms: float | None = None
+    tbt_p50_ms: float | None = None
+    tbt_p99_ms: float | None = None
     states: dict[str, int] = {}
     """Instances by ``ROLE STATE``."""
 
@@ -165,6 +172,7 @@ class _Snapshot(msgspec.Struct, frozen=True):
 class _Frame(msgspec.Struct, frozen=True):
     changed: dict[str, msgspec.Raw] = {}
     gone: tuple[str, ...] = ()
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +206,7 @@ class ShownState:
                 entities, is_cut = _decoded(snapshot.entities), snapshot.is_cut
             else:
                 frame = msgspec.json.decode(event.data, type=_Frame)
-                entities, is_cut = self._entities | _decoded(frame.changed), self.is_cut
+                entities, is_cut = self._entities | _decoded(frame.changed), frame.is_cut
                 for name in frame.gone:
                     entities.pop(name, None)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -13,6 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import make_wsgi_app
 
 from shared.errors import Unavailable
+from shared.exposition import OPENMETRICS, accepts_openmetrics
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
@@ -62,6 +63,8 @@ class HealthServer:
     def _app(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
         if path == "/metrics":
+            if accepts_openmetrics(environ.get("HTTP_ACCEPT", "")):
+                environ["HTTP_ACCEPT"] = OPENMETRICS
             metrics: Iterable[bytes] = self._metrics(environ, start_response)
             return metrics
         if path == "/live":

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from compose.cli.boards import boards
 from compose.cli.credentials import credentials
 from compose.cli.down import down
 from compose.cli.exit_status import FAILED, INTERRUPTED
@@ -128,6 +129,7 @@ app.command()(why)
 app.command()(history)
 app.command()(profile)
 app.command()(credentials)
+app.command()(boards)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,8 @@ MAX_TEXT = 300
 _BAR = 20
 _WHAT = {"out": "more instances", "in": "fewer instances", "mutate": "other roles", "none": "nothing to do"}
 _TARGET = ("worker", "state", "layers", "progress", "rate", "serves after")
-_MODEL = ("name", "instances", "min", "max", "waiting", "running", "MiB")
+_MODEL = ("name", "instances", "min", "max", "waiting", "running", "TTFT ms", "TBT ms", "tok/s", "MiB")
+"""Latencies: the median, and what one in a hundred exceeds."""
 _WORKER = ("id", "state", "model", "role", "layers", "running", "waiting", "KV", "host copies")
 
 
@@ -121,15 +122,8 @@ def _models(feed: ShownState, console: Console, num_rows: int | None) -> Iterato
         silent = "pool" in feed.cluster.silent
         yield Text("the pool does not answer: what is registered is not known" if silent else "no model is registered")
         return
-    queued: dict[str, int] = {}
-    running: dict[str, int] = {}
-    for worker in feed.workers:
-        queued[worker.model] = queued.get(worker.model, 0) + worker.queued
-        running[worker.model] = running.get(worker.model, 0) + (worker.running or 0)
-    # Of workers that are not shown one by one it is not known.
-    num_running = {} if feed.cluster.summarised else {model.name: running.get(model.name, 0) for model in feed.models}
-    rows = [_model(model, queued.get(model.name, 0), num_running.get(model.name)) for model in feed.models[:num_rows]]
-    yield fitting(console, "Models", _MODEL, rows, spared=("MiB", "min", "max"))
+    rows = [_model(model) for model in feed.models[:num_rows]]
+    yield fitting(console, "Models", _MODEL, rows, spared=("MiB", "tok/s", "min", "max", "TBT ms", "TTFT ms"))
     yield from _more(feed.models, num_rows, "models")
     for lack in feed.lacks[:num_rows]:
         wanted = f"{lack.wanted} {lack.role} wanted, and not possible now"
@@ -137,14 +131,15 @@ def _models(feed: ShownState, console: Console, num_rows: int | None) -> Iterato
     yield from _more(feed.lacks, num_rows, "that are not possible now")
 
 
-def _model(model: ShownModel, queued: int, running: int | None) -> tuple[str | Text, ...]:
-    counts = (
-        str(model.min),
-        shown_limit(model.max),
-        str(model.queued + queued),
-        "-" if running is None else str(running),
-    )
-    return (model.name, _instances(model.states), *counts, shown_mib(model.bytes))
+def _model(model: ShownModel) -> tuple[str | Text, ...]:
+    limits = str(model.min), shown_limit(model.max)
+    latencies = _times(model.ttft_p50_ms, model.ttft_p99_ms), _times(model.tbt_p50_ms, model.tbt_p99_ms)
+    load = str(model.waiting), str(model.running), *latencies, f"{model.tokens_per_s:.0f}"
+    return model.name, _instances(model.states), *limits, *load, shown_mib(model.bytes)
+
+
+def _times(median_ms: float | None, late_ms: float | None) -> str:
+    return "-" if median_ms is None or late_ms is None else f"{median_ms:.1f}/{late_ms:.1f}"
 
 
 def _instances(states: Mapping[str, int]) -> Text:

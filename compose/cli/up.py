@@ -77,6 +77,9 @@ def up(
     advise: Annotated[
         bool, typer.Option("--advise", help="Only say what the load asks for; minimums and `scale` are carried out.")
     ] = False,
+    gpu_hour_cost: Annotated[
+        float, typer.Option(min=0, help="What an hour of a worker's GPU costs, for the metrics.", show_default=False)
+    ] = 0.0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Services' lines go to the log files only.")] = False,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds to wait until every model serves.")
@@ -111,7 +114,10 @@ def up(
         keep_alive_s=keep_alive_s,
         profiles=profiles.expanduser() if profiles is not None else None,
         served_as=served_as or "",
-        service_env={"planner": {"BLITZ_PLANNER_ADVISE": "1"}} if advise else {},
+        service_env={
+            "planner": {"BLITZ_PLANNER_ADVISE": "1"} if advise else {},
+            "pool": {"BLITZ_POOL_GPU_HOUR_COST": str(gpu_hour_cost)} if gpu_hour_cost else {},
+        },
     )
     if not config.models:
         # A port in use is refused before anything is written.

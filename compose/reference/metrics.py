@@ -14,7 +14,9 @@ from pathlib import Path
 
 from compose.reference.table import table
 
-NAME = re.compile(r"(blitz_(gateway|monitor|planner|pool|worker|event|bus)_[a-z0-9_]+|vllm:[a-z0-9_]+)")
+NAME = re.compile(
+    r"blitz_(gateway|monitor|planner|pool|worker|event|bus|nats|gpu|scale|min)_[a-z0-9_]+|blitz_instances|vllm:[a-z0-9_]+"
+)
 _KINDS = {
     "Counter": "counter", "CounterMetricFamily": "counter", "counter_family": "counter", "ModelCounter": "counter",
     "Gauge": "gauge", "GaugeMetricFamily": "gauge", "gauge_family": "gauge", "ModelGauge": "gauge",

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
 from prometheus_client.core import Metric
@@ -31,6 +31,8 @@ ROWS_PER_REPORT = 1000
 """Of at most some 250 bytes each: well under 1 MB."""
 MAX_LABELS = 200
 """Keys with series of their own in the metrics; the others, and those that are gone, are summed up as ``other``."""
+MAX_PAIRS = 2000
+"""Of a key and a model, with a series of their own."""
 LEAST_OPEN_TOKENS = 256
 """Of output, if the caller leaves the length open: with less left, a key waits rather than get a stump."""
 OTHER = "other"
@@ -46,9 +48,12 @@ class ApiKeys:
         *,
         gateway_id: str,
         incarnation: str,
+        models: Container[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``plain`` keys have no limits; ``path``, unless empty, is the file of others. Raises ``SettingsError``."""
+        """``plain`` keys have no limits; ``path``, unless empty, is the file of others. ``models``: the names of those
+        that are registered, at any time. Raises ``SettingsError``."""
+        self._models = models
         self._gateway_id = gateway_id
         self._incarnation = incarnation
         self._clock = clock
@@ -59,7 +64,8 @@ class ApiKeys:
         self._labels: set[str] = set()
         self._requests: Counter[str] = Counter()
         self._limited: Counter[tuple[str, str]] = Counter()
-        self._tokens: Counter[str] = Counter()
+        self._tokens: Counter[tuple[str, str]] = Counter()
+        """By key and model."""
         self._apply({})
         self._file = WatchedFile(path, read_keys, self._apply, "API keys and limits") if path else None
 
@@ -112,9 +118,9 @@ class ApiKeys:
         self._requests[self._label(name)] += len(streams)
         return charge
 
-    def settle(self, name: str, charge: Charge | None, used_tokens: int) -> None:
+    def settle(self, name: str, model: str, charge: Charge | None, used_tokens: int) -> None:
         """An admitted request has ended."""
-        self._tokens[self._label(name)] += used_tokens
+        self._tokens[self._pair(name, model)] += used_tokens
         if charge is not None:
             self._limits.settle(charge, used_tokens, self._clock())
 
@@ -152,7 +158,11 @@ class ApiKeys:
             self._limited,
         )
         yield counter_family(
-            "blitz_gateway_key_tokens", "Prompt and output tokens used, by the key's name.", ["key"], self._tokens
+            "blitz_gateway_key_tokens",
+            "Prompt and output tokens used, by the key's name and the model; beyond the first 2,000 pairs, those of a "
+            "model are summed up with the key other.",
+            ["key", "model_name"],
+            self._tokens,
         )
         yield gauge_family(
             "blitz_gateway_key_open_requests",
@@ -176,11 +186,17 @@ class ApiKeys:
         self._by_name = {key.name: key for key in self._keys.values()}
         for gone in self._labels - self._by_name.keys():
             self._labels.remove(gone)
-            for counter in (self._requests, self._tokens):
-                counter.pop(gone, None)
+            self._requests.pop(gone, None)
+            for pair in [pair for pair in self._tokens if pair[0] == gone]:
+                del self._tokens[pair]
         for row in [row for row in self._limited if row[0] not in (OTHER, *self._labels)]:
             del self._limited[row]
         self._limits.set_limits({key.name: key.limits for key in keys.values()}, self._clock())
+
+    def forget_model(self, model: str) -> None:
+        """The model is registered no more: what was counted of it goes with it."""
+        for pair in [pair for pair in self._tokens if pair[1] == model]:
+            del self._tokens[pair]
 
     def _label(self, name: str) -> str:
         if name not in self._labels:
@@ -189,6 +205,12 @@ class ApiKeys:
                 return OTHER
             self._labels.add(name)
         return name
+
+    def _pair(self, name: str, model: str) -> tuple[str, str]:
+        if model not in self._models:
+            return OTHER, OTHER
+        pair = self._label(name), model
+        return pair if pair in self._tokens or len(self._tokens) < MAX_PAIRS else (OTHER, model)
 
     @contextlib.contextmanager
     def _counting_refusals(self, name: str) -> Iterator[None]:
@@ -250,7 +272,7 @@ class Bill:
         if self._streams:
             # A request that no instance ever got has used nothing.
             used = sum(stream.num_known_tokens for stream in self._streams if stream.attempt)
-            self._keys.settle(self.key, self._charge, used)
+            self._keys.settle(self.key, self._streams[0].model, self._charge, used)
 
 
 def _headers(what: bytes, status: LimitStatus) -> list[tuple[bytes, bytes]]:

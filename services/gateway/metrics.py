@@ -18,6 +18,7 @@ from services.gateway.active_requests import ActiveRequests
 from services.gateway.core.latencies import TBT_BUCKETS_S, TTFT_BUCKETS_S
 from services.gateway.core.router import Router
 from services.gateway.core.routes import RouteView
+from services.gateway.core.waiting import WaitReason, waiting_by_reason
 from shared.messages.load import LoadReport
 
 E2E_BUCKETS_S = (
@@ -120,15 +121,27 @@ def _filled(made: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, 
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class TracedValue:
+    """A value that a bucket has counted, and the trace that shows it."""
+
+    trace_id: str
+    value: float
+    at_s: float
+    """Unix time."""
+
+
 class Histogram:
     """Bucket counters of one series; not thread-safe (the event loop owns it)."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_sum", "exemplars")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self.exemplars: dict[int, TracedValue] = {}
+        """The newest of each bucket, by its place."""
 
     def observe(self, value: float) -> None:
         """Count one value."""
@@ -139,6 +152,11 @@ class Histogram:
     def counts(self) -> Sequence[int]:
         """Values by bucket; the last one is beyond all bounds."""
         return self._counts
+
+    def observe_traced(self, value: float, trace_id: str, at_s: float) -> None:
+        """Count one value, which a trace shows; ``at_s``: Unix time."""
+        self.observe(value)
+        self.exemplars[bisect_left(self._bounds, value)] = TracedValue(trace_id, value, at_s)
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
         """(upper bound, values at or below it) and the sum of all values."""
@@ -151,6 +169,10 @@ class Histogram:
 
 def _escaped(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _exemplar_text(exemplar: TracedValue) -> str:
+    return f'# {{trace_id="{exemplar.trace_id}"}} {exemplar.value} {exemplar.at_s:.3f}'
 
 
 @dataclass(slots=True)
@@ -185,6 +207,8 @@ class ModelGauges:
     waiting_requests: int
     gateway_queued_requests: int
     gateway_inflight_requests: int
+    waiting_by_reason: Mapping[WaitReason, int]
+    """Of ``waiting_requests``."""
 
 
 class GatewayMetrics:
@@ -265,18 +289,31 @@ class GatewayMetrics:
         for gauge in _MODEL_GAUGES:
             values = {of_model.model: float(getattr(of_model, gauge.attribute)) for of_model in gauges}
             yield gauge_family(gauge.name, gauge.text, ["model_name"], values)
+        yield gauge_family(
+            "blitz_gateway_waiting_requests",
+            "vllm:num_requests_waiting by what they wait for: starting (an instance that is on its way), no_instance "
+            "(there is none, and none on its way), full (the instances take none now), too_long (for the instances "
+            "that there are), at_instance (the first token there).",
+            ["model_name", "reason"],
+            {(of_model.model, why): n for of_model in gauges for why, n in of_model.waiting_by_reason.items()},
+        )
 
-    def histograms_text(self) -> str:
-        """The histograms as Prometheus text. By hand: of hundreds of models they are nearly all that there is, and a
-        hundred thousand objects would be made for them. May run in a thread."""
+    def histograms_text(self, *, with_exemplars: bool) -> str:
+        """The histograms as Prometheus text; ``with_exemplars``: as OpenMetrics. By hand: of hundreds of models they
+        are nearly all that there is, and a hundred thousand objects would be made for them. May run in a thread."""
         text: list[str] = []
         for shown in _MODEL_HISTOGRAMS:
             name = shown.name
             text.append(f"# HELP {name} {shown.text}\n# TYPE {name} histogram\n")
             for model, metrics in sorted(self._models.items()):
                 label = f'model_name="{_escaped(model)}"'
-                buckets, total = getattr(metrics, shown.attribute).cumulative()
-                text += [f'{name}_bucket{{le="{bound}",{label}}} {count}\n' for bound, count in buckets]
+                histogram: Histogram = getattr(metrics, shown.attribute)
+                buckets, total = histogram.cumulative()
+                lines = [f'{name}_bucket{{le="{bound}",{label}}} {count}\n' for bound, count in buckets]
+                if with_exemplars:
+                    for place, shown_by in dict(histogram.exemplars).items():
+                        lines[place] = f"{lines[place][:-1]} {_exemplar_text(shown_by)}\n"
+                text += lines
                 text.append(f"{name}_count{{{label}}} {buckets[-1][1]}\n{name}_sum{{{label}}} {total}\n")
         return "".join(text)
 
@@ -292,6 +329,7 @@ def model_gauges(routes: RouteView, requests: ActiveRequests, router: Router) ->
             waiting_requests=queued + at_instances - with_tokens,
             gateway_queued_requests=queued,
             gateway_inflight_requests=at_instances,
+            waiting_by_reason=waiting_by_reason(name, router, routes, at_instances - with_tokens),
         )
 
 

@@ -85,7 +85,11 @@ class Gateway:
         self._latency_reports = LatencyReports(config.gateway_id)
         self._stale = asyncio.Event()
         self.api_keys = ApiKeys(
-            config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
+            config.api_keys,
+            config.keys_file,
+            gateway_id=config.gateway_id,
+            incarnation=self._incarnation,
+            models=self.routes.models,
         )
         self.admin_keys = AdminKeys(config.admin_keys, config.admin_keys_file)
         self.metrics.sources += [self.api_keys.families, self._memory]
@@ -282,6 +286,8 @@ class Gateway:
     def _apply(self, changes: RouteDiff) -> None:
         if changes.models or changes.removed:
             self.tokenizers.follow(model.record for model in self.routes.models.values())
+        for name in changes.removed:
+            self.api_keys.forget_model(name)
         self.dispatcher.routes_changed(changes)
 
     async def _refresh(self) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 import time
 
+from prometheus_client import CollectorRegistry
+
 from services.planner.clock import now
 from services.planner.core.operations.operations import bounded_record
 from services.planner.core.planner import Planner
 from services.planner.core.rounds.tracker import frees_its_lease
 from services.planner.leases import Leases
 from services.planner.plan_stream import PlanStream
+from services.planner.scale_seconds import ScaleSeconds
 from shared.aio import OwnedTasks, Wakeup
 from shared.errors import PlanNotFound
 from shared.leading import Leader
@@ -31,12 +34,15 @@ MAX_WAIT_S = 30.0
 class OperationTracker:
     """The operations of a leader."""
 
-    def __init__(self, stream: PlanStream, leader: Leader, planner: Planner, leases: Leases) -> None:
+    def __init__(
+        self, stream: PlanStream, leader: Leader, planner: Planner, leases: Leases, metrics: CollectorRegistry
+    ) -> None:
         self._leader = leader
         self._planner = planner
         self._operations = planner.operations
         self._leases = leases
         self._stream = stream
+        self._scale_seconds = ScaleSeconds(metrics)
         self._changed = Wakeup()
         self._tasks = OwnedTasks()
 
@@ -74,7 +80,9 @@ class OperationTracker:
     async def tell_waiters(self) -> None:
         """Wake the callers that wait for a record, and store the records of operations that ended."""
         for operation in self._operations.just_finished():
-            self._stream.add_record(bounded_record(operation))
+            record = bounded_record(operation)
+            self._scale_seconds.observe(record)
+            self._stream.add_record(record)
         self._changed.fire()
         await self._stream.store_records()
 

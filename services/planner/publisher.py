@@ -41,7 +41,7 @@ class Publisher:
     def begin(self, step: Step, grant: LeaseGrant | None, term: int, span: trace.Span) -> Begun:
         """Record the step's operation, now: the next round has to know of it. It is traced in ``span``."""
         context = span.get_span_context()
-        trace_id = f"{context.trace_id:032x}" if context.is_valid else ""
+        trace_id = f"{context.trace_id:032x}" if context.is_valid and context.trace_flags.sampled else ""
         begun = self._writer.begin(step, grant, term, now(), trace_id)
         span.set_attributes(_attributes(step))
         if begun.leased:

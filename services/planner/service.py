@@ -89,7 +89,7 @@ class PlannerService:
         self._publisher = Publisher(self._stream, self._leases, self._planner.writer, self._planner.pairs, metrics)
         self._splitter = Splitter(self._stream, self._planner.splits, metrics)
         self._round_runner = RoundRunner(self._planner, self._leases, self._reader, self._publisher, leader, metrics)
-        self._tracker = OperationTracker(self._stream, leader, self._planner, self._leases)
+        self._tracker = OperationTracker(self._stream, leader, self._planner, self._leases, metrics)
         self._storing = OwnedTasks()
         self._store_at_s = 0.0
         self._moves = Counter(

@@ -33,6 +33,8 @@ class PoolSettings:
     copies: CopiesPolicy = "one"
     keep_copies_s: float = KEEP_COPIES_S
     """Of copies that loads left on their hosts. Infinite: for good."""
+    gpu_hour_cost: float = 0.0
+    """In whatever currency; for the metrics only. 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,12 @@ class PoolConfig(ServiceConfig):
                     default="one",
                 ),
                 keep_copies_s=_keep_copies_s(env),
+                gpu_hour_cost=env.number(
+                    "BLITZ_POOL_GPU_HOUR_COST",
+                    "What an hour of a GPU costs, for the metric `blitz_gpu_hour_cost`; 0: not shown.",
+                    default=0.0,
+                    minimum=0.0,
+                ),
             ),
         )
 

@@ -16,10 +16,12 @@ from redis.exceptions import RedisError
 
 from services.pool.config import PoolSettings
 from services.pool.copy_placer import CopyPlacer, PlacementMetrics
+from services.pool.core.gpu_time import GpuTime
 from services.pool.core.grace_period import GracePeriod
 from services.pool.core.id_owners import IdOwners
 from services.pool.core.pages import page_of
 from services.pool.core.registry import Registry
+from services.pool.gpu_metrics import GpuMetrics
 from services.pool.leases import LeaseGrants, Terms
 from services.pool.model_admin import ModelAdmin
 from services.pool.redis_copy import RedisCopy
@@ -65,11 +67,13 @@ TIDY_EVERY_S = 60.0
 class PoolMetrics:
     """The metrics that a pool process shows, whether it leads or not."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, gpu_hour_cost: float) -> None:
         self.workers = Gauge("blitz_pool_workers", "Living workers.", ["state"], registry=registry)
         self.expired = Counter("blitz_pool_expired_workers_total", "Workers declared dead.", registry=registry)
         self.leads = Gauge("blitz_pool_leads", "1 while this process leads.", registry=registry)
         self.placement = PlacementMetrics(registry)
+        self.gpus = GpuMetrics(gpu_hour_cost)
+        registry.register(self.gpus)
 
 
 class LeadingPool:
@@ -105,6 +109,7 @@ class LeadingPool:
         self._id_owners = IdOwners()
         self._subscriptions: list[Subscription] = []
         self._publisher: asyncio.Task[None] | None = None
+        self._gpu_time: GpuTime | None = None
         self._departed = OwnedTasks()
         """Questions to workers whose connections have ended."""
         self._renewed: set[str] = set()
@@ -132,9 +137,11 @@ class LeadingPool:
         await self._respond("lead", Lead, self._terms.lead)
         self._subscriptions.append(await self._bus.watch_departures(self._on_departure))
         self._publisher = asyncio.create_task(self._routes.run())
+        self._gpu_time = self._metrics.gpus.gpu_time = GpuTime(self.registry, time.monotonic())
 
     async def close(self) -> None:
         """Answer what was asked, then stop answering."""
+        self._metrics.gpus.gpu_time = None
         await self._models.inspections.close()
         for subscription in self._subscriptions:
             await subscription.close()
@@ -181,6 +188,9 @@ class LeadingPool:
     async def tick(self) -> None:
         """The regular work; called often. Raises ``RedisError``, ``Unavailable`` when another process leads by now."""
         now_s = time.monotonic()
+        if self._gpu_time is not None:
+            # No longer than this process surely led: another one may count from then on.
+            self._gpu_time.look(min(now_s, self._leads_until_s))
         if self._publisher is not None and self._publisher.done():
             self._publisher.result()
         if self._store.has_strangers:

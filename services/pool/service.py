@@ -49,7 +49,7 @@ class PoolService:
         self._lead_s = max(self._settings.lease_s, MIN_LEAD_S)
         self._seat = self._settings.seat
         self._first = self._settings.first
-        self._metrics = PoolMetrics(metrics)
+        self._metrics = PoolMetrics(metrics, self._settings.gpu_hour_cost)
         self._owner = f"pool-{secrets.token_hex(8)}"
         self._term = 0
         self._replaced = False

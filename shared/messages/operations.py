@@ -152,7 +152,7 @@ class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
     left_out: tuple[str, ...] = ()
     """What could not be planned, and why. Such an operation is still ``done``."""
     trace_id: str = ""
-    """Empty without tracing."""
+    """Empty without tracing, and where this operation's trace is not kept."""
     live: tuple[LiveRecord, ...] = ()
     """Pairs that scaled live; the operation runs until they have ended, too."""
     role: Role = "colocated"

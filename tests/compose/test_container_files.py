@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from compose.boards.files import board_files
 from compose.cli.credentials import HEALTH
 from compose.credentials import files_of_credentials
 
@@ -139,7 +140,7 @@ def test_nothing_has_rights_or_writes_to_its_image_and_everything_has_limits() -
         assert service["pids_limit"], name
         assert service["mem_limit"], name
         assert set(service["logging"]["options"]) == {"max-size", "max-file"}, name
-        assert "build" in service or re.search(r":\d+\.\d+\.\d+(-alpine)?$", service["image"]), name
+        assert "build" in service or re.search(r":v?\d+\.\d+\.\d+(-alpine)?$", service["image"]), name
 
 
 def test_nats_is_the_version_that_is_tested() -> None:
@@ -230,10 +231,43 @@ def test_requests_outwait_the_start_of_the_only_container_with_workers() -> None
     assert float(waits) >= float(services["worker"]["healthcheck"]["start_period"][:-1])
 
 
-def test_nothing_but_the_gateway_and_the_traces_is_published() -> None:
+def test_nothing_but_the_gateway_the_traces_and_the_dashboard_is_published() -> None:
     services = compose_file()["services"]
-    assert {name for name, service in services.items() if "ports" in service} == {"gateway", "jaeger"}
+    assert {name for name, service in services.items() if "ports" in service} == {"gateway", "jaeger", "grafana"}
+    for name in ("jaeger", "grafana"):
+        assert all(port.startswith("127.0.0.1:") for port in services[name]["ports"])
     assert compose_file()["networks"]["backend"] == {"internal": True}
+
+
+def test_prometheus_and_grafana_start_when_asked_for_and_are_given_the_boards_files() -> None:
+    services = compose_file()["services"]
+    asked = {name for name, service in services.items() if "profiles" in service}
+    assert asked == {"prometheus", "grafana"}
+    assert not asked & {d for s in services.values() for d in s.get("depends_on", {})} - {"prometheus"}
+    mounted = {}
+    for name in asked:
+        assert services[name]["profiles"] == ["observability"]
+        for source, target, *options in (volume.split(":") for volume in services[name]["volumes"]):
+            if source.startswith("./"):
+                assert (ROOT / "compose" / source).is_file()
+                assert options == ["ro"]
+                mounted[source.removeprefix("./observability/")] = target
+    assert set(mounted) == set(board_files()) - {"alerts_test.yml", "targets.yml"}
+    # Each file finds what it names.
+    assert mounted["targets.compose.yml"] == "/etc/prometheus/targets.yml"
+    assert f"--config.file={mounted['prometheus.yml']}" in services["prometheus"]["command"]
+    dashboards = yaml.safe_load(board_files()["grafana-dashboards.yml"])["providers"][0]["options"]["path"]
+    assert mounted["grafana.json"].rpartition("/")[0] == dashboards
+    targets = yaml.safe_load(board_files()["targets.compose.yml"])[0]["targets"]
+    assert {target.partition(":")[0] for target in targets} == set(SERVICES)
+    source = yaml.safe_load(board_files()["grafana-datasources.yml"])["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+
+
+def test_prometheus_is_let_in_by_one_variable() -> None:
+    for service in sorted({*SERVICES} - {"gateway"}):
+        environment = compose_file()["services"][service]["environment"]
+        assert environment["BLITZ_HEALTH_HOST"] == "${BLITZ_HEALTH_HOST:-127.0.0.1}"
 
 
 def test_the_gpu_file_changes_services_that_exist() -> None:

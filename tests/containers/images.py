@@ -34,9 +34,9 @@ BUILD_TIMEOUT_S = 1500.0
 
 
 def external_images() -> dict[str, str]:
-    """By service: images that the deployment's file names and does not build."""
+    """By service: images that the deployment's file names and does not build, of what it starts unasked."""
     described = yaml.safe_load((ROOT / "compose" / "docker-compose.yml").read_text())["services"]
-    return {name: each["image"] for name, each in described.items() if "image" in each}
+    return {name: each["image"] for name, each in described.items() if "image" in each and "profiles" not in each}
 
 
 def base_image() -> str:

@@ -75,6 +75,11 @@ class FairQueue:
         """Requests that wait, those set aside included."""
         return len(self._items)
 
+    @property
+    def num_aside(self) -> int:
+        """Those set aside."""
+        return len(self._aside)
+
     def num_waiting(self, key: str) -> int:
         """Requests of one key whose turn will come."""
         lane = self._lanes.get(key)

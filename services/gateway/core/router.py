@@ -115,6 +115,11 @@ class Router:
         queue = self._queues.get(model)
         return (len(queue.waiting), queue.waiting.num_tokens) if queue else (0, 0)
 
+    def num_aside(self, model: str) -> int:
+        """Of a model's waiting requests, those that none of its instances can hold."""
+        queue = self._queues.get(model)
+        return queue.waiting.num_aside if queue is not None else 0
+
     def waiting(self) -> list[str]:
         """The models that requests wait for, in order."""
         self._waiting = {name for name in self._waiting if self.queued(name)[0]}

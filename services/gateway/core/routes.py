@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from shared import subjects
 from shared.messages.common import TAKES_PROMPTS, InstanceState
 from shared.messages.registry import ModelRecord, Route, RouteChanges
-from shared.registry_view import ROUTABLE, RegistryView, route_of
+from shared.registry_view import ROUTABLE, RegistryView, counted_as, route_of
 
 TAKES_REQUESTS: frozenset[InstanceState] = frozenset({"serving"})
 """Not ``live``: what a live instance computes comes to it through the instance that it cooperates with."""
@@ -85,11 +85,18 @@ def routes_of(view: RegistryView) -> dict[str, dict[str, Route]]:
     return routes
 
 
+def _starting(view: RegistryView) -> frozenset[str]:
+    coming = [counted_as(worker, view.models) for worker in view.workers if worker.state != "serving"]
+    return frozenset([found[0] for found in coming if found is not None and found[1] in TAKES_PROMPTS])
+
+
 class RouteView:
     """The current view. Mutated by ``apply_changes`` and ``apply_view`` only."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelRoutes] = {}
+        self.starting: frozenset[str] = frozenset()
+        """Models of which the last view has an instance that will take prompts, and does not serve yet."""
         self.ready = False
         """Whether a view was ever applied."""
         self._publisher = ""
@@ -157,6 +164,7 @@ class RouteView:
             else:
                 self._set(name, ModelRoutes(record, routes.get(name, {})), changes)
         self._catch_up(view, changes, num_heard)
+        self.starting = _starting(view)
         self.ready = True
         return changes
 

@@ -119,7 +119,9 @@ class Choice(ABC):
         logprobs: LogprobShape | None,
         opening_text: str,
         continuous_usage: bool,
+        trace_id: str,
     ) -> None:
+        """``trace_id``: of the trace that is kept of the request; empty: none."""
         self._buffer = buffer
         self._format = format_
         self._output = output
@@ -128,6 +130,7 @@ class Choice(ABC):
         self._opening_text = opening_text
         self._continuous_usage = continuous_usage
         self._stream = stream
+        self._trace_id = trace_id
         self._last_s = 0.0
         self.arrived_s = arrived_s
         """Monotonic, as all times here."""
@@ -160,7 +163,7 @@ class Choice(ABC):
                 metrics.itl_s.observe(now_s - last_s)
             else:
                 self.first_s = now_s
-                metrics.ttft_s.observe(now_s - self.arrived_s)
+                self._observe_ttft(now_s - self.arrived_s)
                 metrics.queue_s.observe(max(0.0, self._stream.submitted_s - self.arrived_s))
                 metrics.prefill_s.observe(now_s - self._stream.submitted_s)
             self._last_s = now_s
@@ -186,6 +189,12 @@ class Choice(ABC):
             return False
         self._buffer.wake()
         return False
+
+    def _observe_ttft(self, ttft_s: float) -> None:
+        if self._trace_id:
+            self._metrics.ttft_s.observe_traced(ttft_s, self._trace_id, self._stream.arrived_at_s + ttft_s)
+        else:
+            self._metrics.ttft_s.observe(ttft_s)
 
     def on_error(self, error: BlitzError) -> None:
         """See ``Sink``."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Receive, Scope, Send
 
@@ -38,7 +38,7 @@ from services.gateway.http.request_log import REQUEST, RequestLog
 from services.gateway.memory import MemoryClaim, ResponseBuffer
 from services.gateway.request_bodies.options import Options, SharedBody
 from services.gateway.service import Gateway
-from shared.errors import Internal
+from shared.errors import BlitzError, Internal
 from shared.telemetry import tracer
 
 STREAM_HEADERS = [
@@ -71,7 +71,9 @@ class Generation:
             body, model = await preparation.read(self._kind)
             gateway.api_keys.check_model(key_of(scope), model.record.name)
             operation = "chat" if self._kind == "chat" else "text_completion"
-            spans = request_span(operation, model.record.name, body, header(scope, b"traceparent"))
+            spans = request_span(
+                operation, model.record.name, body, header(scope, b"traceparent"), server=scope.get("server")
+            )
             with spans as span, gateway.api_keys.bill(key_of(scope)) as bill:
                 prepared = await preparation.prepare(body, model)
                 request: RequestLog = scope[REQUEST]
@@ -88,7 +90,10 @@ class Generation:
                 with closing(
                     gateway.response_memory.open(prepared.response_id, len(streams), abort_of(scope))
                 ) as buffer:
-                    choices = [self._choice(prepared, reply, buffer, i, s, arrived_s) for i, s in enumerate(streams)]
+                    trace_id = _kept_trace_id(span)
+                    choices = [
+                        self._choice(prepared, reply, buffer, i, s, arrived_s, trace_id) for i, s in enumerate(streams)
+                    ]
                     self._admit(streams, choices)
                     request.streams, request.choices = streams, choices
                     try:
@@ -96,7 +101,7 @@ class Generation:
                         await _answer(reply, options, receive, send, buffer, choices, silent_s)
                     finally:
                         self._end(streams, choices)
-                        set_response_attributes(span, prepared.response_id, choices)
+                        set_response_attributes(span, prepared.response_id, model.record.name, choices, buffer.error)
 
     async def _read(self, scope: Scope, receive: Receive, claim: MemoryClaim) -> bytes:
         config = self._gateway.config
@@ -137,6 +142,7 @@ class Generation:
         index: int,
         stream: StreamState,
         arrived_s: float,
+        trace_id: str,
     ) -> Choice:
         options = prepared.options
         shape: LogprobShape | None = None
@@ -155,6 +161,7 @@ class Generation:
             logprobs=shape,
             opening_text=prepared.prompts[index].echo,
             continuous_usage=options.continuous_usage,
+            trace_id=trace_id,
         )
 
 
@@ -255,13 +262,21 @@ async def _send_whole(send: Send, buffer: ResponseBuffer, reply: Reply, choices:
     await send_body(in_pieces(send), 200, reply.whole(parts, _usage(choices)))
 
 
+def _kept_trace_id(span: Span) -> str:
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid and context.trace_flags.sampled else ""
+
+
 _propagator = TraceContextTextMapPropagator()
-_PARAMETERS = ("max_tokens", "temperature", "top_p")
+_PARAMETERS = ("max_tokens", "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
 
 
 @contextmanager
-def request_span(operation: str, model: str, body: SharedBody, traceparent: str) -> Iterator[Span]:
-    """A span like ``chat <model>``, child of the caller's ``traceparent`` if it sent one."""
+def request_span(
+    operation: str, model: str, body: SharedBody, traceparent: str, *, server: tuple[str, int | None] | None
+) -> Iterator[Span]:
+    """A span like ``chat <model>``, child of the caller's ``traceparent`` if it sent one. ``server``: the address that
+    the request came to. Attributes are those of OpenTelemetry's conventions for generative AI, without any text."""
     context = _propagator.extract({"traceparent": traceparent}) if traceparent else None
     with tracer().start_as_current_span(f"{operation} {model}", context=context, kind=SpanKind.SERVER) as span:
         if span.is_recording():
@@ -273,12 +288,27 @@ def request_span(operation: str, model: str, body: SharedBody, traceparent: str)
                 value = getattr(body, name)
                 if value is not None:
                     span.set_attribute(f"gen_ai.request.{name}", value)
-        yield span
+            if body.top_k is not None:
+                span.set_attribute("gen_ai.request.top_k", float(body.top_k))
+            if server is not None and server[1] is not None:
+                span.set_attribute("server.address", server[0])
+                span.set_attribute("server.port", server[1])
+        try:
+            yield span
+        except BlitzError as error:
+            span.set_attribute("error.type", error.code)
+            raise
 
 
-def set_response_attributes(span: Span, response_id: str, choices: Sequence[Choice]) -> None:
-    """What came of it."""
+def set_response_attributes(
+    span: Span, response_id: str, model: str, choices: Sequence[Choice], error: BlitzError | None
+) -> None:
+    """What came of it. ``error``: what it ended with."""
     if span.is_recording():
+        if error is not None:
+            span.set_attribute("error.type", error.code)
+            span.set_status(StatusCode.ERROR)
+        span.set_attribute("gen_ai.response.model", model)
         span.set_attribute("gen_ai.response.id", response_id)
         span.set_attribute("gen_ai.usage.input_tokens", sum(c.num_prompt_tokens for c in choices))
         span.set_attribute("gen_ai.usage.output_tokens", sum(c.num_tokens for c in choices))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -13,8 +13,10 @@ from prometheus_client.registry import Collector
 from services.gateway.metrics import GatewayMetrics, ModelGauges
 from services.gateway.service import Gateway
 from shared.errors import Unavailable
+from shared.exposition import OPENMETRICS_TYPE, accepts_openmetrics, openmetrics_text
 
 PROBES = ["GET", "HEAD"]
+OPENMETRICS_END = b"# EOF\n"
 
 
 class _Sample(Collector):
@@ -31,8 +33,9 @@ class _Sample(Collector):
 class Scrapes:
     """Renders the metrics in a thread, one rendering at a time; callers that ask during one share the next."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, render: Callable[[GatewayMetrics, tuple[ModelGauges, ...]], bytes]) -> None:
         self._gateway = gateway
+        self._render_text = render
         self._current: asyncio.Task[bytes] | None = None
         self._next: asyncio.Task[bytes] | None = None
 
@@ -50,19 +53,29 @@ class Scrapes:
             await asyncio.wait([before])
             self._current, self._next = self._next, None
         metrics = self._gateway.metrics
-        return await self._gateway.offload.run(_text, metrics, self._gateway.gauges())
+        return await self._gateway.offload.run(self._render_text, metrics, self._gateway.gauges())
 
 
 def _text(metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> bytes:
+    histograms = metrics.histograms_text(with_exemplars=False)
+    return generate_latest(_registry(metrics, gauges)) + histograms.encode() + generate_latest(REGISTRY)
+
+
+def _openmetrics(metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> bytes:
+    own = openmetrics_text(_registry(metrics, gauges)).removesuffix(OPENMETRICS_END)
+    return own + metrics.histograms_text(with_exemplars=True).encode() + openmetrics_text(REGISTRY)
+
+
+def _registry(metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Sample(metrics, gauges))
-    return generate_latest(registry) + metrics.histograms_text().encode() + generate_latest(REGISTRY)
+    return registry
 
 
 def operations_router(gateway: Gateway) -> APIRouter:
     """The routes, bound to one gateway."""
     router = APIRouter(tags=["operations"])
-    scrapes = Scrapes(gateway)
+    text, with_exemplars = Scrapes(gateway, _text), Scrapes(gateway, _openmetrics)
 
     @router.api_route("/ready", methods=PROBES, include_in_schema=False)
     @router.api_route("/health", methods=PROBES)
@@ -82,8 +95,11 @@ def operations_router(gateway: Gateway) -> APIRouter:
         return {"status": "ok"}
 
     @router.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus text: the gateway's own, then the process's."""
-        return Response(await scrapes.text(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Prometheus text: the gateway's own, then the process's. OpenMetrics, with exemplars, if the caller accepts
+        it."""
+        if accepts_openmetrics(request.headers.get("accept", "")):
+            return Response(await with_exemplars.text(), media_type=OPENMETRICS_TYPE)
+        return Response(await text.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router

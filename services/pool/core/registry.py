@@ -18,10 +18,13 @@ from services.pool.core.models import Models
 from services.pool.core.route_log import RouteLog
 from services.pool.core.table import Table, Version
 from services.pool.core.worker_entry import Lease, WorkerEntry, durable, model_of, num_bytes_of, record_of
-from shared.messages.common import InstanceState
+from shared.messages.common import InstanceState, Role
 from shared.messages.registry import ModelRecord, ModelRoute, Route, WorkerHeartbeat
 from shared.registry_view import route_of
 from shared.subjects import Process
+
+InstanceKind = tuple[str, Role, InstanceState]
+"""Name of its model, its role, its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Registry:
         self.routes = RouteLog()
         self.states: Counter[InstanceState] = Counter()
         """Living workers by state."""
+        self.instances: Counter[InstanceKind] = Counter()
+        """Their instances by model, role and state: none that there is none of."""
         self._held_names: Counter[str] = Counter()
         """Workers' host copies by the name of the model."""
         self._retired: dict[str, frozenset[str]] = {}
@@ -166,6 +171,8 @@ class Registry:
                 self._held_names[copy.model] -= 1
                 if not self._held_names[copy.model]:
                     del self._held_names[copy.model]
+        self._count(before, -1)
+        self._count(after, 1)
         old, new = model_of(before), model_of(after)
         if old == new:
             return
@@ -175,6 +182,14 @@ class Registry:
                 del self._holders[old]
         if new is not None:
             self._holders.setdefault(new, set()).add(worker_id)
+
+    def _count(self, entry: WorkerEntry | None, change: int) -> None:
+        instance = entry.report.instance if entry is not None else None
+        if instance is not None:
+            kind = (instance.model, instance.role, instance.state)
+            self.instances[kind] += change
+            if not self.instances[kind]:
+                del self.instances[kind]
 
     def _reroute(self, entry: WorkerEntry) -> None:
         """Compare a worker's route with what was published."""
@@ -204,6 +219,11 @@ class Registry:
             self._index(worker_id, entry, None)
             if entry.route is not None:
                 self.routes.gone(entry.route.model, entry.route.route.instance_id)
+
+    @property
+    def num_workers(self) -> int:
+        """Those that live."""
+        return len(self._by_renewal)
 
     def is_here(self, worker: Process) -> bool:
         """Whether that very process lives, and not another one under its id."""

@@ -33,7 +33,8 @@ OPERATION = {
 }  # fmt: skip
 ENTITIES: dict[str, Any] = {
     "cluster/now": {"workers": 2, "states": {"serving": 1, "loading": 1}, "silent": ["monitor"]},
-    "model/demo": {"name": "demo", "layers": 8, "bytes": 10 << 20, "min": 1, "max": 1_000_000, "queued": 3,
+    "model/demo": {"name": "demo", "layers": 8, "bytes": 10 << 20, "min": 1, "max": 1_000_000, "waiting": 7,
+                   "running": 5, "tokens_per_s": 12.4, "ttft_p50_ms": 40.0, "ttft_p99_ms": 90.25,
                    "states": {"colocated serving": 1, "prefill loading": 1}},
     "worker/worker-0": {"id": "worker-0", "state": "serving", "model": "demo", "role": "colocated", "layers": 8,
                         "running": 5, "queued": 4, "kv_used": 1, "kv_total": 4},
@@ -146,7 +147,7 @@ def test_without_a_terminal_one_state_is_printed(
         "demo, more instances: running (plan-1)",
         "because [red]asked[2J for 2",
         "worker-1 loads 2/8 #####............... 2.00 Gbit/s -",
-        "demo 1 serving, 1 prefill loading 1 - 7 5 10.0",
+        "demo 1 serving, 1 prefill loading 1 - 7 5 40.0/90.2 - 12 10.0",
         "demo: 3 colocated wanted, and not possible now: no worker is spare",
         "worker-0 serving demo colocated 8/8 5 4 25 % -",
     ):

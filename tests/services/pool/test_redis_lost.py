@@ -201,7 +201,7 @@ async def test_a_worker_that_is_heard_while_redis_forgets_it_lives_on(
 async def test_who_leads_again_with_its_old_term_numbers_nothing_as_before(pool: Pool) -> None:
     def made() -> LeadingPool:
         status = LeaderStatus(leads=True, term=7, leader="me", expires_in_s=2.0)
-        metrics = PoolMetrics(CollectorRegistry())
+        metrics = PoolMetrics(CollectorRegistry(), 0.0)
         bus = pool.broker.bus("pool")
         return LeadingPool(bus, pool.store, status, metrics, PoolSettings(lease_s=1.0), leads_until_s=0.0)
 

@@ -33,7 +33,7 @@ from tests.records import heartbeat, model
 from tests.services.pool.giving import give
 from tests.services.pool.leasing import batch, leased, wanted
 from tests.shared.bus.memory import MemoryBroker
-from tests.wait_until import WAIT_S
+from tests.wait_until import WAIT_S, eventually
 
 LEASE_S = 0.5
 LONG_S = 60.0
@@ -49,9 +49,9 @@ class Process:
         self.bus = broker.bus(name)
         self.store = Store.connect(redis_url)
         self.stopping = asyncio.Event()
-        self.service = PoolService(
-            self.bus, self.store, PoolSettings(lease_s=lease_s, seat=seat, first=first), metrics=CollectorRegistry()
-        )
+        self.metrics = CollectorRegistry()
+        settings = PoolSettings(lease_s=lease_s, seat=seat, first=first, gpu_hour_cost=2.5)
+        self.service = PoolService(self.bus, self.store, settings, metrics=self.metrics)
         self.task = asyncio.create_task(self.service.run(self.stopping))
 
     async def stop(self) -> None:
@@ -145,6 +145,29 @@ async def test_a_pool_that_stops_makes_way_at_once(pools: Pools) -> None:
     await first.stop()
     # Long before the lease of the one that stopped would have ended.
     await pools.answered("snapshot", GetSnapshot(), Snapshot)
+    await second.stop()
+
+
+async def test_only_the_pool_that_leads_counts_gpu_time_and_the_next_one_begins_anew(pools: Pools) -> None:
+    first = pools.start("pool-a", first=True, lease_s=LONG_S)
+    await first.service.ready.wait()
+    second = pools.start("pool-b", lease_s=LONG_S)
+    await second.service.ready.wait()
+    await give(pools.ask, model("m"))
+    await pools.ask("heartbeat", heartbeat("w0", model("m"), "serving"), HeartbeatAck)
+
+    def served_s(pool: Process) -> float | None:
+        labels = {"model_name": "m", "state": "serving"}
+        return pool.metrics.get_sample_value("blitz_gpu_seconds_total", labels)
+
+    await eventually(lambda: (served_s(first) or 0.0) > 1.0)
+    assert served_s(second) is None
+    assert second.metrics.get_sample_value("blitz_gpu_hour_cost") == 2.5
+    await first.stop()
+    assert served_s(first) is None
+    await eventually(lambda: served_s(second) is not None)
+    labels = {"model_name": "m", "role": "colocated", "state": "serving"}
+    assert second.metrics.get_sample_value("blitz_instances", labels) == 1
     await second.stop()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from services.gateway.core.routes import RouteView
+from services.gateway.core.waiting import waiting_by_reason
 from tests.processes import process
 from tests.services.gateway.core.routing import Harness, route, stream
 
@@ -55,6 +57,9 @@ def test_a_request_that_was_running_waits_aside_until_an_instance_can_hold_it() 
     h.add(stream("2"))
     assert h.sent() == [("2", "small")]
     assert h.router.queued("m") == (1, 10)
+    assert waiting_by_reason("m", h.router, RouteView(), 4) == {
+        "starting": 0, "no_instance": 0, "full": 0, "too_long": 1, "at_instance": 4,
+    }  # fmt: skip
     error = h.router.too_long(begun)
     assert error is not None
     assert "hold 100 tokens" in error.message

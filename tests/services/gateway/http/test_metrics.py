@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.http import preparation
@@ -14,7 +15,7 @@ from services.gateway.metrics import GatewayMetrics, Histogram
 from shared import subjects
 from shared.messages.load import LoadReport
 from tests.processes import INCARNATION, process
-from tests.services.gateway.cluster import say
+from tests.services.gateway.cluster import FakeWorker, say
 from tests.services.gateway.conftest import Stack, StackFactory
 
 
@@ -72,9 +73,60 @@ async def test_each_gateway_shows_its_own_requests_whatever_the_instances_have_o
     await stack.until(lambda: len(worker.submits) == 2 and stack.gateway.dispatcher.num_active == 3)
     # One has a token, one waits for its first at the instance, and one here.
     assert list((await gauges()).values()) == [1, 2, 1]
+    assert await waiting(stack) == {"full": 1, "at_instance": 1}
     worker.resume.set()
     await asyncio.gather(*asking)
     assert list((await gauges()).values()) == [0, 0, 0]
+
+
+async def waiting(stack: Stack) -> dict[str, float]:
+    """By reason; they add up, whatever they are."""
+    values = await scrape(stack)
+    series = re.compile(r'blitz_gateway_waiting_requests\{model_name="tiny",reason="(\w+)"\}')
+    found = {match[1]: value for name, value in values.items() if (match := series.fullmatch(name))}
+    assert sum(found.values()) == values['vllm:num_requests_waiting{model_name="tiny"}']
+    return {reason: number for reason, number in found.items() if number}
+
+
+async def test_why_requests_wait_is_shown(make_stack: StackFactory) -> None:
+    stack = await make_stack(0)
+    pool = stack.pool
+
+    async def reason() -> dict[str, float]:
+        await stack.gateway.refresh()
+        return await waiting(stack)
+
+    asking = asyncio.create_task(stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active)
+    assert await reason() == {"no_instance": 1}
+    pool.workers.append(FakeWorker(stack.broker, "w9", state="loading", arena_bytes=1 << 40, kv_bytes=1 << 40))
+    assert await reason() == {"starting": 1}
+    pool.models = []
+    await stack.gateway.refresh()
+    assert (await asking).status_code == 404
+
+
+async def test_openmetrics_is_for_those_who_accept_it_and_names_traces_that_are_kept(stack: Stack) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    for kept in ("01", "00"):
+        other = trace_id if kept == "01" else trace_id[::-1]
+        headers = {"traceparent": f"00-{other}-b7ad6b7169203331-{kept}"}
+        ask = {"model": "tiny", "prompt": "xy", "max_tokens": 2}
+        assert (await stack.http.post("/v1/completions", json=ask, headers=headers)).status_code == 200
+    plain = await stack.http.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain")
+    assert "trace_id" not in plain.text
+    assert "EOF" not in plain.text
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    answer = await stack.http.get("/metrics", headers={"accept": accept})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    families = {family.name: family for family in openmetrics_families(answer.text)}
+    names = {sample.name for family in families.values() for sample in family.samples}
+    assert {sample.name for family in text_string_to_metric_families(plain.text) for sample in family.samples} == names
+    for name in ("vllm:time_to_first_token_seconds", "blitz_gateway_time_to_first_token_seconds"):
+        [exemplar] = [sample.exemplar for sample in families[name].samples if sample.exemplar]
+        assert exemplar.labels == {"trace_id": trace_id}
+        assert 0 < exemplar.value < float(exemplar.timestamp)
 
 
 async def test_what_was_counted_of_a_model_goes_with_it_and_not_before_its_last_request_ended(stack: Stack) -> None:

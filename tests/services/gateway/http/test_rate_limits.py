@@ -187,7 +187,7 @@ async def test_a_key_that_goes_leaves_its_series_to_those_that_come(
     assert {value for name, value in series.items() if 'key="a"' in name} == set()
     assert series['blitz_gateway_key_requests_total{key="c"}'] == 1
     assert series['blitz_gateway_key_requests_total{key="d"}'] == 1
-    assert series['blitz_gateway_key_tokens_total{key="other"}'] == 8
+    assert series['blitz_gateway_key_tokens_total{key="other",model_name="tiny"}'] == 8
 
 
 async def test_a_file_that_changes_is_read_again_and_a_bad_one_changes_nothing(
@@ -232,10 +232,39 @@ async def test_metrics_name_keys_by_their_names_and_no_more_than_some(
         'blitz_gateway_key_requests_total{key="b"}': 1,
         'blitz_gateway_key_requests_total{key="other"}': 2,
     }
-    assert values['blitz_gateway_key_tokens_total{key="a"}'] == 8
+    assert values['blitz_gateway_key_tokens_total{key="a",model_name="tiny"}'] == 8
     assert values['blitz_gateway_key_limited_total{key="a",limit="requests"}'] == 1
     assert values['blitz_gateway_key_open_requests{key="a"}'] == 0
     assert not any("sk-" in name for name in values)
+
+
+async def test_tokens_of_keys_are_counted_by_model_within_bounds_and_go_with_the_model(
+    make_stack: StackFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.api_keys.MAX_PAIRS", 2)
+    stack = await make_stack(1, keys_file=keys_file(tmp_path, *(key(name) for name in "abc")))
+
+    async def tokens() -> dict[str, float]:
+        name = "blitz_gateway_key_tokens_total"
+        return {series.removeprefix(name): n for series, n in (await scrape(stack)).items() if series.startswith(name)}
+
+    for name in "abca":
+        assert (await post(stack, name)).status_code == 200
+    assert await tokens() == {
+        '{key="a",model_name="tiny"}': 16,
+        '{key="b",model_name="tiny"}': 8,
+        '{key="other",model_name="tiny"}': 8,
+    }
+    [worker] = stack.workers
+    worker.pause_after = 1
+    num_submits = len(worker.submits)
+    last = asyncio.create_task(post(stack, "b"))
+    await stack.until(lambda: len(worker.submits) > num_submits)
+    stack.pool.models = []
+    await stack.gateway.refresh()
+    worker.resume.set()
+    assert (await last).status_code == 200
+    assert await tokens() == {'{key="other",model_name="other"}': 8}, "its last request makes no series of its own"
 
 
 async def test_gateways_share_a_keys_limit(make_stack: StackFactory, tmp_path: Path) -> None:

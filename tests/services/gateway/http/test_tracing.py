@@ -10,7 +10,7 @@ from shared import subjects
 from shared.messages.common import Ack
 from shared.messages.generation import Submit
 from tests.processes import process
-from tests.services.gateway.conftest import Stack
+from tests.services.gateway.conftest import Stack, StackFactory
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
@@ -31,7 +31,13 @@ async def test_one_span_per_request_joins_the_callers_trace_and_reaches_the_work
 
     await worker.stop()
     await worker.bus.respond(subjects.worker_submit(process("w0")), Submit, on_submit)
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "max_tokens": 9}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "my secret"}],
+        "temperature": 0.5,
+        "max_tokens": 9,
+    }
+    body |= {"seed": 7, "top_k": 40}
     headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     answer = await stack.http.post("/v1/chat/completions", json=body, headers=headers)
     [span] = exporter.get_finished_spans()
@@ -44,12 +50,38 @@ async def test_one_span_per_request_joins_the_callers_trace_and_reaches_the_work
         "gen_ai.request.model": "tiny",
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.seed": 7,
+        "gen_ai.request.top_k": 40.0,
+        "gen_ai.system": "blitzscale",
+        "gen_ai.provider.name": "blitzscale",
         "gen_ai.response.id": answer.json()["id"],
+        "gen_ai.response.model": "tiny",
+        "gen_ai.usage.input_tokens": answer.json()["usage"]["prompt_tokens"],
         "gen_ai.usage.output_tokens": 5,
         "gen_ai.response.finish_reasons": ("stop",),
+        "server.address": "127.0.0.1",
+        "server.port": int(stack.url.rpartition(":")[2]),
     }
-    assert {key: span.attributes[key] for key in expected} == expected
+    assert dict(span.attributes) == expected, "and no text of anybody's"
     assert [(p.trace_id, p.span_id) for p in parents] == [(span.context.trace_id, span.context.span_id)]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_request_that_fails_says_so_in_its_span(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("services.gateway.http.generation.tracer", lambda: provider.get_tracer("test"))
+    stack = await make_stack(1, max_attempts=1)
+    stack.workers[0].end_reason = "error"
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 16, "stream": streamed}
+    await stack.http.post("/v1/completions", json=body)
+    [span] = exporter.get_finished_spans()
+    assert span.attributes is not None
+    assert span.attributes["error.type"] == "unavailable"
+    assert span.status.status_code is trace.StatusCode.ERROR
 
 
 async def test_probes_and_listings_are_no_spans_and_what_an_operator_does_is_one(
