@@ -16,7 +16,7 @@ NOWHERE = "http://127.0.0.1:1"
 GIVEN = {"path": "/nowhere/demo", "instances": "2"}
 """Arguments; all others are names."""
 NEEDED = {"models set": ["--min-instances", "1"]}
-SHOWS_NOTHING = {"up"}
+SHOWS_NOTHING = {"boards", "up"}
 """It serves, and prints lines for people as they come."""
 
 
