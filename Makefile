@@ -47,8 +47,11 @@ test-containers: $(STAMP) ## Build the images and test docker-compose and the Ku
 	@$(BIN)/python -m tests.containers.engine
 	@$(BIN)/python -m pytest -n 0 -s -v --timeout 1800 --maxfail 5 tests/containers $(ARGS)
 
-test-page: $(STAMP) ## Test the page in a browser (needs Chromium)
+AXE := axe-core@4.10.2
+
+test-page: $(STAMP) ## Test the page in a browser (needs Chromium, npm and, for links with a rate, root)
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[page]'
+	@test -f build/page/package/axe.min.js || { mkdir -p build/page && cd build/page && npm pack --silent $(AXE) && tar xzf axe-core-*.tgz; }
 	@$(BIN)/python -m pytest -n 0 -v tests/page $(ARGS)
 
 test-boards: $(STAMP) ## Test the dashboard and the alerts against a stack (needs Prometheus: apt install prometheus)

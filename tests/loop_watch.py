@@ -22,7 +22,13 @@ from typing import Any
 
 MAX_CALLBACK_S = 0.05
 _ROOT = Path(__file__).parents[1]
-_NOT_WATCHED = (f"{_ROOT}/tests/", f"{_ROOT}/bench/", "/site-packages/pytest_asyncio/", "/nats/aio/client.py")
+_NOT_WATCHED = (
+    f"{_ROOT}/tests/",
+    f"{_ROOT}/bench/",
+    "/site-packages/pytest_asyncio/",
+    "/site-packages/playwright/",
+    "/nats/aio/client.py",
+)
 """The last is the bus's library, which makes its certificates ready when it connects."""
 
 

@@ -9,6 +9,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from playwright.async_api import Page
 
 from compose.config import StackConfig
 from compose.stack import Stack
@@ -19,11 +20,25 @@ from tests.stack.conftest import MODEL, NO_DEMAND, READY_S, mock_config
 from tests.wait_until import WAIT_S, eventually
 
 KEY = "an-admin-key"
+MOVE = """(at) => {
+  const slider = document.getElementById("moment");
+  slider.value = at;
+  slider.dispatchEvent(new Event("input", { bubbles: true }));
+}"""
+AXE = Path(__file__).parents[2] / "build/page/package/axe.min.js"
+"""Put there by ``make test-page``."""
 SIZES = [(1280, "light"), (1280, "dark"), (320, "light"), (320, "dark")]
 
 
 def config(state_dir: Path, **env: str) -> StackConfig:
     return mock_config(state_dir, workers=4, **(NO_DEMAND | env))
+
+
+async def violations(page: Page) -> list[str]:
+    """Of the rules of accessibility, the serious and the critical ones."""
+    await page.evaluate(AXE.read_text())
+    found = (await page.evaluate("axe.run()"))["violations"]
+    return [f"{v['id']}: {v['help']}" for v in found if v["impact"] in ("serious", "critical")]
 
 
 async def records(stack: Stack) -> tuple[ScaleRecord, ...]:
@@ -104,10 +119,34 @@ async def test_where_a_key_is_set_the_page_is_empty_without_it(tmp_path: Path, m
             await another.wait_for_selector("#login:not([hidden])")
 
 
-@pytest.mark.parametrize(("width", "scheme"), SIZES)
-async def test_it_fits_its_window(tmp_path: Path, width: int, scheme: str) -> None:
+async def test_every_view_fits_its_window_and_can_be_read_by_everybody(tmp_path: Path) -> None:
     async with Stack(config(tmp_path)) as stack, browser() as launched:
         await stack.wait_ready(READY_S)
-        async with page_of(launched, stack.url, width, scheme) as page:
-            await page.wait_for_selector("#models tbody tr")
-            assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        asked = await stack.admin.scale(MODEL, 3, hold_s=600.0, live="always")
+        for width, scheme in SIZES:
+            async with page_of(launched, stack.url, width, scheme) as page:
+                await page.wait_for_selector(f"#operation >> text=Targets of {asked.plan_id}")
+                await page.click(f"#past button[data-plan='{asked.plan_id}']")
+                await page.wait_for_selector("#moment")
+                assert await page.evaluate("document.documentElement.scrollWidth") <= width
+                assert await violations(page) == [], (width, scheme)
+
+
+async def test_the_past_is_looked_at_moment_by_moment(tmp_path: Path) -> None:
+    async with Stack(config(tmp_path)) as stack, browser() as launched:
+        await stack.wait_ready(READY_S)
+        asked = await stack.admin.scale(MODEL, 2, hold_s=600.0, live="never")
+        async with page_of(launched, stack.url) as page:
+            await page.wait_for_selector("#past tbody tr:has-text('more') , #past tbody tr:nth-child(2)")
+            await page.wait_for_selector("#operation h3:has-text('done')")
+            record = await stack.admin.scale_record(asked.plan_id)
+            (target,) = record.targets
+            await page.click(f"#past button[data-plan='{asked.plan_id}']")
+            after = f"#past-{asked.plan_id} tbody tr"
+            assert "serves\t4 of 4" in await page.inner_text(after)
+            for number, at_ms in enumerate(target.layer_ready_ms):
+                if at_ms < (target.serving_ms or 0.0):
+                    await page.evaluate(MOVE, at_ms)
+                    await page.wait_for_selector(f"{after}:has-text('{number + 1} of 4')")
+            await page.evaluate(MOVE, 0)
+            await page.wait_for_selector(f"{after}:has-text('0 of 4')")

@@ -2,11 +2,11 @@
 
 import { el, rate, svg } from "/ui/dom.js";
 
-const WIDTH = 190, HEIGHT = 64, GAP = 70, DOWN = 18;
+const WIDTH = 204, HEIGHT = 64, GAP = 70, DOWN = 18;
 const MAX_CELLS = 3000;
 
 /** Sources on the left; each hop a column to the right; layers fill in each target's bar. */
-export function chains(operation, targets, layers) {
+export function chains(operation, targets, layers, name) {
   const depth = new Map();
   for (const hop of operation.hops) {
     const from = hop.source || "disk";
@@ -28,7 +28,7 @@ export function chains(operation, targets, layers) {
   const boxes = [...places].map(([name, place]) => box(name, place, byId.get(name), operation, layers, perLayer));
   const label = `${operation.model}: ${targets.map((t) => `${t.id} has ${t.ready} of ${layers} layers`).join("; ")}`;
   const width = numColumns * (WIDTH + GAP), height = rows * (HEIGHT + DOWN) + 4;
-  return scrolls(`chains of ${operation.plan_id}`, svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label }, arrows, boxes));
+  return scrolls(`chains of ${name}`, svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label }, arrows, boxes));
 }
 
 const isMoving = (operation, target, layers) => Boolean(target) && target.ready < layers && operation.status === "running";
@@ -60,7 +60,7 @@ function bar(x, y, ready, layers, perLayer) {
 }
 
 /** The last batches of a running pair: what the new instance ran of each, and what the overloaded one. */
-export function batches(pair) {
+export function batches(pair, name) {
   if (!pair.recent || !pair.recent.length) return null;
   const cell = 14, high = 70, width = pair.recent.length * cell + 4;
   const bars = pair.recent.map(([tokens, target, source], index) => {
@@ -79,7 +79,7 @@ export function batches(pair) {
     "figure",
     {},
     el("figcaption", {}, el("span", { class: "key at-target" }, `layers run by ${pair.target}, the new one`), " ", el("span", { class: "key at-source" }, `by ${pair.source}`), `; ${label}`),
-    scrolls(`batches of ${pair.pair}`, svg("svg", { viewBox: `0 0 ${width} ${high + 4}`, width, height: high + 4, role: "img", "aria-label": label }, bars)),
+    scrolls(`batches of ${pair.pair} of ${name}`, svg("svg", { viewBox: `0 0 ${width} ${high + 4}`, width, height: high + 4, role: "img", "aria-label": label }, bars)),
   );
 }
 

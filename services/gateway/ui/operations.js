@@ -41,11 +41,11 @@ export function one(operation, entities, where = "op") {
   const mine = (kind) => ofKind(entities, kind).filter((thing) => thing.plan === operation.plan_id);
   const loads = new Map(mine("load").map((load) => [load.worker, load]));
   const running = operation.status === "running";
+  const name = where === "op" ? operation.plan_id : `${operation.plan_id}, at that moment`;
   const targets = operation.targets.map((target) => {
-    const load = running ? loads.get(target.worker_id) : null;
+    const load = running && where === "op" ? loads.get(target.worker_id) : null;
     const ready = target.serving_ms !== null ? layers : Math.max(target.layer_ready_ms.length, load ? load.layers : 0);
-    const done = !running && operation.gbps > 0 ? operation.gbps : null;
-    return { id: target.worker_id, ready, is: stateOf(target, ready), gbps: gbps(load) ?? done, target };
+    return { id: target.worker_id, ready, is: stateOf(target, ready), gbps: gbps(load) ?? target.gbps ?? null, target };
   });
   const first = operation.live.map((pair) => pair.first_cooperative_token_ms).filter((value) => value !== null);
   const isOut = operation.direction === "out";
@@ -56,20 +56,20 @@ export function one(operation, entities, where = "op") {
     el("p", { class: "why" }, `because ${operation.reason}`),
     operation.left_out.map((text) => el("p", { class: "lack" }, `left out: ${text}`)),
     first.length ? el("p", { class: "first" }, `first token computed by both members of a pair after ${ms(Math.min(...first))}`) : null,
-    isOut && targets.length ? chains(operation, targets, layers) : null,
-    targets.length ? table(`Targets of ${operation.plan_id}`, ["worker", "state", "layers", "rate", "done after"], targets.map((t) => [t.id, t.is, isOut ? `${t.ready} of ${layers}` : "–", rate(t.gbps), ms(t.target.serving_ms ?? t.target.spare_ms)])) : null,
-    operation.live.length ? pairs(operation, new Map(mine("pair").map((pair) => [pair.pair, pair]))) : null,
+    isOut && targets.length ? chains(operation, targets, layers, name) : null,
+    targets.length ? table(`Targets of ${name}`, ["worker", "state", "layers", "rate", "done after"], targets.map((t) => [t.id, t.is, isOut ? `${t.ready} of ${layers}` : "–", rate(t.gbps), ms(t.target.serving_ms ?? t.target.spare_ms)])) : null,
+    operation.live.length ? pairs(operation, new Map(mine("pair").map((pair) => [pair.pair, pair])), name) : null,
     operation.explain.length ? el("details", { id: `${where}-explain-${operation.plan_id}` }, el("summary", {}, "why so"), el("ul", {}, operation.explain.map((line) => el("li", {}, line)))) : null,
   );
 }
 
-function pairs(operation, seen) {
+function pairs(operation, seen, name) {
   const rows = operation.live.map((pair) => {
     const known = seen.get(pair.pair_id);
     return [pair.source, pair.target, pair.outcome, ms(pair.started_ms), ms(pair.first_cooperative_token_ms), known ? known.batches : pair.batches.length || "–"];
   });
   return [
-    table(`Pairs of ${operation.plan_id}`, ["overloaded", "new", "outcome", "began", "first shared token", "batches"], rows),
-    operation.live.slice(0, 4).map((pair) => (seen.has(pair.pair_id) ? batches(seen.get(pair.pair_id)) : null)),
+    table(`Pairs of ${name}`, ["overloaded", "new", "outcome", "began", "first shared token", "batches"], rows),
+    operation.live.slice(0, 4).map((pair) => (seen.has(pair.pair_id) ? batches(seen.get(pair.pair_id), name) : null)),
   ];
 }
