@@ -32,7 +32,7 @@ from tests.wait_until import eventually
 
 PROMPT = tuple(32 + (5 * j) % 90 for j in range(100))
 """Two chunks of a worker's usual 64 tokens."""
-ASK_S = 5.0
+ASK_S = 60.0
 ROOM_WAIT_S = 0.1
 
 

@@ -151,7 +151,7 @@ async def test_layers_of_the_target_that_do_not_arrive_are_fetched_from_it(redis
         to_decode = tag & mask == tag_of(0, 0, Carries.KV_TO_DECODE) & mask
         return buffer, tag ^ 1 << 59 if to_decode else tag
 
-    async with pair_and_decoder(redis_url, stall_s=1.0) as burst:
+    async with pair_and_decoder(redis_url, stall_s=5.0) as burst:
 
         async def before() -> None:
             burst.target.transport.tamper = stall
@@ -178,7 +178,7 @@ async def test_a_split_that_cannot_be_joined_is_decoded_by_the_source(
 
     monkeypatch.setattr(KvReceiver, "on_reserve", refuse)
     async with pair_and_decoder(redis_url) as burst:
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=True)
         await burst.ends()
         await eventually(lambda: burst.cluster.live_reports)
         (report,) = burst.cluster.live_reports
