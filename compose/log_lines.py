@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,14 +39,17 @@ _ROUTINE = (
     "User requested shutdown",
     "Redis is now ready to exit",
 )
+_EVERYDAY = re.compile(r"\S+Z (DEBUG|INFO) ")
+"""How a service begins a line that calls for nothing."""
 _MARKS = {"nats": ("[WRN]", "[ERR]", "[FTL]"), "redis": (" # ",)}
 
 
 def worth_showing(name: str, line: str) -> bool:
-    """Whether a line belongs on the console. All of a service's do; NATS and Redis greet with a page each, of which
-    warnings and errors do."""
+    """Whether a line belongs on the console: warnings, errors and what nobody foresaw do. The others go to files."""
     marks = _MARKS.get(name)
-    return marks is None or (any(mark in line for mark in marks) and not any(text in line for text in _ROUTINE))
+    if marks is None:
+        return _EVERYDAY.match(line) is None
+    return any(mark in line for mark in marks) and not any(text in line for text in _ROUTINE)
 
 
 def log_time() -> str:

@@ -13,7 +13,7 @@ import typer
 
 from compose import preflight
 from compose.cli.options import KeepAlive, Served, SloTbt, SloTtft, seconds, state_directory
-from compose.config import API_KEY_VARIABLE, DEFAULT_PORT, StackConfig, default_workers
+from compose.config import API_KEY_VARIABLE, DEFAULT_PORT, StackConfig, default_state_dir, default_workers
 from compose.demo_model import ensure_demo_model
 from compose.detached import Launcher, launch
 from compose.errors import StackRefused
@@ -80,7 +80,9 @@ def up(
     gpu_hour_cost: Annotated[
         float, typer.Option(min=0, help="What an hour of a worker's GPU costs, for the metrics.", show_default=False)
     ] = 0.0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Services' lines go to the log files only.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Services' warnings go to the log files only, too.")
+    ] = False,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds to wait until every model serves.")
     ] = 300.0,
@@ -201,16 +203,28 @@ async def _until_cancelled(
             )
         status = await stack.wait_ready(timeout_s)
         stack.note(f"serves at {', '.join(stack.urls)}")
-        with_key = stack.config.needs_api_key
-        on_ready(summary(stack.url, status, others=stack.urls[1:], with_key=with_key, stop=stop))
+        with_key, logs = stack.config.needs_api_key, _logs(stack.config.state_dir)
+        on_ready(summary(stack.url, status, others=stack.urls[1:], with_key=with_key, stop=stop, logs=logs))
         await stack.wait_gave_up()
 
 
+def _logs(state_dir: Path) -> str:
+    folder = state_dir.expanduser().absolute()
+    usual = folder == default_state_dir().expanduser().absolute()
+    return "blitzscale logs -f" + ("" if usual else f" --state-dir {shlex.quote(str(folder))}")
+
+
 def summary(
-    url: str, status: Status, *, others: tuple[str, ...] = (), with_key: bool = False, stop: str = ""
+    url: str,
+    status: Status,
+    *,
+    others: tuple[str, ...] = (),
+    with_key: bool = False,
+    stop: str = "",
+    logs: str = "blitzscale logs -f",
 ) -> tuple[str, ...]:
     """Where it is, what it serves, and two ways to try it, ready to paste. ``others``: the URLs of other gateways.
-    ``with_key``: requests need one. ``stop``: what stops it, other than Ctrl-C."""
+    ``with_key``: requests need one. ``stop``: what stops it, other than Ctrl-C. ``logs``: what shows its lines."""
     names = [model.name for model in status.models]
     model = names[0] if names else "MODEL"
     authorization = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if with_key else ""
@@ -237,5 +251,6 @@ def summary(
         f"  blitzscale status --url {url}        what runs{'' if stop else ';  Ctrl-C here stops everything'}",
         *((f"  {stop}",) if stop else ()),
         f"  {url}/ui        the same as a page: watch it scale",
+        f"  {logs}        what each process says",
         "",
     )

@@ -74,7 +74,9 @@ def test_a_log_keeps_the_former_run_and_the_last_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "shown"),
     [
-        ("worker-0", "INFO worker-0: registered", True),
+        ("worker-0", "2026-11-22T05:39:59.100Z INFO worker-0: registered", False),
+        ("worker-0", "2026-11-22T05:39:59.100Z WARNING worker-0: no lease", True),
+        ("worker-0", "Traceback (most recent call last):", True),
         ("nats", "[1] 2026/11/22 05:39:59.1 [INF] Server is ready", False),
         ("nats", "[1] 2026/11/22 05:39:59.1 [WRN] Plaintext passwords detected, use nkeys or bcrypt", False),
         ("nats", "[1] 2026/11/22 05:39:59.1 [WRN] Filestore [BLITZ_PLANS] Stream state outdated", True),
@@ -84,5 +86,5 @@ def test_a_log_keeps_the_former_run_and_the_last_lines(tmp_path: Path) -> None:
         ("redis", "9:M 22 Nov 2026 05:39:59.1 # MISCONF Errors writing to the AOF file: No space left on device", True),
     ],
 )
-def test_of_nats_and_redis_the_console_shows_what_calls_for_somebody(name: str, line: str, shown: bool) -> None:
+def test_the_console_shows_what_calls_for_somebody(name: str, line: str, shown: bool) -> None:
     assert worth_showing(name, line) is shown

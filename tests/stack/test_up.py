@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import psutil
@@ -19,11 +20,19 @@ pytestmark = [pytest.mark.stack, pytest.mark.ucx]
 
 START_S = 90.0
 END_S = 240.0
+GOLDEN = Path(__file__).parent / "golden/up.txt"
+
+
+class Running(NamedTuple):
+    process: subprocess.Popen[str]
+    url: str
+    said: str
+    """So far."""
 
 
 @pytest.fixture
-def up(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A running ``blitzscale up`` with the demo model, and its URL."""
+def up(tmp_path: Path) -> Iterator[Running]:
+    """A running ``blitzscale up`` with the demo model."""
     process = subprocess.Popen(
         [sys.executable, "-m", "compose", "up", "--workers", "2", "--port", "0", "--state-dir", str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -40,7 +49,7 @@ def up(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             break
     else:
         pytest.fail("".join(lines))
-    yield process, served.group(1)
+    yield Running(process, served.group(1), "".join(lines))
     process.kill()
     process.stdout.close()
     process.wait()
@@ -66,8 +75,22 @@ def _wait_gone(processes: list[psutil.Process]) -> None:
         time.sleep(0.05)
 
 
-def test_to_stop_an_idle_stack_is_nothing_to_be_warned_of(up: tuple[subprocess.Popen[str], str]) -> None:
-    process, _ = up
+def test_its_lines_are_what_a_newcomer_needs(up: Running, tmp_path: Path) -> None:
+    """From the start to Ctrl-C: where it is, what to paste, and nothing of what it is made of."""
+    assert up.process.stdout is not None
+    said = up.said
+    while "what each process says" not in said:
+        said += up.process.stdout.readline()
+    up.process.send_signal(signal.SIGINT)
+    said += up.process.communicate(timeout=END_S)[0]
+    said = said.replace(up.url, "http://127.0.0.1:8000").replace(str(tmp_path), "STATE")
+    # How often it says what it waits for, and how long a part may take to close, depends on how busy the machine is.
+    told = [line for line in said.splitlines() if not re.search("waiting for|did not close within", line)]
+    assert told == GOLDEN.read_text().splitlines()
+
+
+def test_to_stop_an_idle_stack_is_nothing_to_be_warned_of(up: Running) -> None:
+    process = up.process
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=END_S)[0]
     assert said.rstrip().endswith("stopped")
@@ -78,8 +101,8 @@ def test_to_stop_an_idle_stack_is_nothing_to_be_warned_of(up: tuple[subprocess.P
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_when_it_ends(up: tuple[subprocess.Popen[str], str], how: signal.Signals) -> None:
-    process, url = up
+def test_nothing_is_left_when_it_ends(up: Running, how: signal.Signals) -> None:
+    process, url = up.process, up.url
     answer = httpx.post(
         f"{url}/v1/chat/completions",
         json={"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
