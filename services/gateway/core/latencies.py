@@ -53,8 +53,10 @@ class LatencyReports:
             if num_tokens == before[0]:
                 self._told[name] = before
                 continue
+            if num_tokens < before[0]:
+                before = _NOTHING  # it was away, and has new counters
             self._told[name] = num_tokens, tuple(ttft), tuple(tbt)
-            tokens = max(0, num_tokens - before[0])
+            tokens = num_tokens - before[0]
             grown = _grown(ttft, before[1]), _grown(tbt, before[2])
             found.append(ModelLatencies(model=name, tokens=tokens, ttft=grown[0], tbt=grown[1]))
         for first in range(0, len(found), MAX_MODELS):

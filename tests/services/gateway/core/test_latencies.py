@@ -36,6 +36,12 @@ def test_a_model_that_was_away_begins_anew() -> None:
     assert told(reports, ("a", 1, [1], [0])) == {"a": ((1,), ())}
 
 
+def test_a_model_that_was_away_between_two_reports_begins_anew() -> None:
+    reports = LatencyReports("gw")
+    told(reports, ("a", 100, [10, 0], [90]))
+    assert told(reports, ("a", 60, [20, 0], [40])) == {"a": ((20,), (40,))}
+
+
 def test_many_models_take_several_reports() -> None:
     models = [(f"m{number}", 1, [1], [0]) for number in range(MAX_MODELS + 1)]
     assert [len(report.models) for report in LatencyReports("gw").reports(models)] == [MAX_MODELS, 1]
