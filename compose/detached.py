@@ -6,6 +6,7 @@ Until it serves, it is this process's: it ends with it. From then on it has a li
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -103,11 +104,26 @@ def launch(work: Callable[[Launcher], None], sink: LineSink, show: Callable[[str
         mine.close()
         _run(work, Launcher(its), guard)
     its.close()
-    with mine:
-        last = _last_told(mine, pid, sink, show)
-    if last is not None and last.kind == "ready":
-        return
-    _, status = os.waitpid(pid, 0)
+    interrupted = False
+
+    def on_interrupt(*_: object) -> None:
+        # The first one stops it in order, a second one kills everything, as in the foreground.
+        nonlocal interrupted
+        interrupted = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with mine:
+            last = _last_told(mine, sink, show)
+        if last is not None and last.kind == "ready" and not interrupted:
+            return
+        _, status = os.waitpid(pid, 0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        raise KeyboardInterrupt
     if last is None:
         raise StackNotReady(f"the stack ended before it served: {describe_exit(os.waitstatus_to_exitcode(status))}")
     if last.name:
@@ -115,27 +131,16 @@ def launch(work: Callable[[Launcher], None], sink: LineSink, show: Callable[[str
     raise StackNotReady(last.text)
 
 
-def _last_told(mine: socket.socket, pid: int, sink: LineSink, show: Callable[[str], None]) -> Told | None:
-    interrupted = False
-    while True:
-        try:
-            data = mine.recv(1 << 16)
-        except KeyboardInterrupt:
-            interrupted = True
-            # The first one stops it in order, a second one kills everything, as in the foreground.
-            os.kill(pid, signal.SIGTERM)
-            continue
-        told = msgspec.json.decode(data, type=Told) if data else None
-        if told is None or told.kind in ("ready", "failed"):
-            break
+def _last_told(mine: socket.socket, sink: LineSink, show: Callable[[str], None]) -> Told | None:
+    while data := mine.recv(1 << 16):
+        told = msgspec.json.decode(data, type=Told)
+        if told.kind in ("ready", "failed"):
+            return told
         if told.kind == "line":
             sink(told.name, told.text)
         else:
             show(told.text)
-    if interrupted:
-        os.waitpid(pid, 0)
-        raise KeyboardInterrupt
-    return told
+    return None
 
 
 def _run(work: Callable[[Launcher], None], launcher: Launcher, guard: Callable[[], None]) -> NoReturn:

@@ -7,6 +7,7 @@ is signalled is a descriptor of that very process.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -71,6 +72,16 @@ class LockHolder:
 def own_line() -> bytes:
     """What this process writes to the lock's file."""
     return f"{os.getpid()} {_started(os.getpid())}\n".encode()
+
+
+def take(lock: int) -> bool:
+    """Hold the lock from now on. False: another process does, for longer than one that only looks (``find``)."""
+    for pause_s in (PAUSE_S, 0.0):
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(pause_s)
+    return False
 
 
 def named(lock: int) -> tuple[int, int] | None:

@@ -96,12 +96,15 @@ class ProcessLog:
         self.last_lines.append(text)
         if self.path is None or self._file is None:
             return text
-        if self._num_bytes > MAX_FILE_BYTES:
-            self._file.close()
-            self._file = _fresh_file(self.path)
-            self._num_bytes = 0
-        self._file.write(line + b"\n")
-        self._num_bytes += len(line) + 1
+        try:
+            if self._num_bytes > MAX_FILE_BYTES:
+                self._file.close()
+                self._file = _fresh_file(self.path)
+                self._num_bytes = 0
+            self._file.write(line + b"\n")
+            self._num_bytes += len(line) + 1
+        except OSError:
+            pass  # the disk is full: who writes goes on, and can be stopped
         return text
 
     def close(self) -> None:

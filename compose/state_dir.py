@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -44,15 +43,13 @@ class StateDir:
             fd = os.open(self.path / lock_holder.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StackRefused(f"the state directory {self.path} cannot be used: {error.strerror}") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not lock_holder.take(fd):
             holder = lock_holder.named(fd)
             os.close(fd)
             raise StackRefused(
                 f"another stack (process {holder[0] if holder else 'unknown'}) uses the state directory {self.path}: "
                 "stop it, or give this one its own --state-dir"
-            ) from error
+            )
         os.ftruncate(fd, 0)
         os.write(fd, lock_holder.own_line())
         self._lock_fd = fd

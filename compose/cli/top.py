@@ -131,5 +131,7 @@ def _screen(reader: FeedReader, console: Console) -> Lines:
         state = Text(f"disconnected, what you see is the last that was known: {reader.lost}", style="bold red")
     else:
         state = Text("live", style="bold green")
+    if reader.feed.is_empty:
+        return Lines([state, Text("the gateway says nothing of the cluster yet")], console.height)
     num_rows = max(LEAST_ROWS, console.height // 3)
     return Lines([state, Text(summary(reader.feed)), *parts(reader.feed, console, num_rows)], console.height)

@@ -92,10 +92,12 @@ class QueueReport(Message, frozen=True, kw_only=True, tag="queue.v1"):
 
 
 class ModelLatencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one model that came at one gateway since its last report: how many, by bucket of the gateway's
-    histograms; the last buckets that got none are left out."""
+    """Tokens of one model that came at one gateway since its last report: how many, and those that came at a time of
+    their own by bucket of the gateway's histograms; the last buckets that got none are left out."""
 
     model: str
+    tokens: Count
+    """All of them, also those that came together with others of their stream."""
     ttft: tuple[Count, ...]
     """First tokens, by the time since the request's arrival."""
     tbt: tuple[Count, ...]

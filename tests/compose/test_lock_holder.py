@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from compose import lock_holder
 from compose.errors import StackRefused
 from compose.lock_holder import LOCK, NothingRuns
+from compose.state_dir import StateDir
 
 HOLDS = """
 import fcntl, os, sys
@@ -83,3 +86,18 @@ def test_what_names_no_process_is_refused(tmp_path: Path, line: str, monkeypatch
     monkeypatch.setattr(lock_holder, "PAUSE_S", 0.0)
     with holding(tmp_path, line), pytest.raises(StackRefused, match="cannot be seen from here"):
         lock_holder.find(tmp_path)
+
+
+def test_who_only_looks_keeps_no_stack_from_its_directory(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    state.acquire()
+    state.release()
+    looks = os.open(tmp_path / LOCK, os.O_RDONLY)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    with pytest.raises(StackRefused, match="another stack"):
+        state.acquire()
+    done = threading.Timer(lock_holder.PAUSE_S / 50, os.close, [looks])
+    done.start()
+    state.acquire()
+    state.release()
+    done.join()

@@ -71,6 +71,15 @@ def test_a_log_keeps_the_former_run_and_the_last_lines(tmp_path: Path) -> None:
     assert len(log.last_lines) == 40
 
 
+def test_a_full_disk_costs_the_lines_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda *_, **__: opened(Path("/dev/full"), "wb", buffering=0))
+    log = ProcessLog("pool", tmp_path)
+    assert log.write(b"a line") == "a line"
+    log.close()
+    assert list(log.last_lines) == ["a line"]
+
+
 @pytest.mark.parametrize(
     ("name", "line", "shown"),
     [

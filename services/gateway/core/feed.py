@@ -56,6 +56,7 @@ class FeedEntities:
         is new."""
         prefixes = tuple(f"{kind}/" for kind in kinds)
         changed: dict[str, msgspec.Raw] = {}
+        was_cut = bool(self._left_out)
         for name, value in found.items():
             encoded = msgspec.json.encode(value)
             before = self._entities.get(name, b"")
@@ -76,7 +77,7 @@ class FeedEntities:
         ]
         for name in gone:
             self._size -= len(self._entities.pop(name))
-        if not changed and not gone:
+        if not changed and not gone and bool(self._left_out) == was_cut:
             return False
         self._sequence += 1
         data = msgspec.json.encode({"at_s": at_s, "changed": changed, "gone": gone, "is_cut": bool(self._left_out)})

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import add, sub
 
 from shared.messages.load import LatencyReport, ModelLatencies
 
@@ -24,9 +25,11 @@ LATENCY_REPORT_EVERY_S = 1.0
 MAX_MODELS = 200
 """In one report."""
 WINDOW_S = 10.0
+SLOT_S = 0.25
+"""Reports that come within it leave the window together."""
 MAX_KNOWN = 2000
 """Models of which latencies are kept: those that were heard of last."""
-
+_ROW = 1 + len(TTFT_BUCKETS_S) + 1 + len(TBT_BUCKETS_S) + 1
 
 _Told = tuple[int, Sequence[int], Sequence[int]]
 _NOTHING: _Told = (0, (), ())
@@ -50,8 +53,12 @@ class LatencyReports:
             if num_tokens == before[0]:
                 self._told[name] = before
                 continue
+            if num_tokens < before[0]:
+                before = _NOTHING  # it was away, and has new counters
             self._told[name] = num_tokens, tuple(ttft), tuple(tbt)
-            found.append(ModelLatencies(model=name, ttft=_grown(ttft, before[1]), tbt=_grown(tbt, before[2])))
+            tokens = num_tokens - before[0]
+            grown = _grown(ttft, before[1]), _grown(tbt, before[2])
+            found.append(ModelLatencies(model=name, tokens=tokens, ttft=grown[0], tbt=grown[1]))
         for first in range(0, len(found), MAX_MODELS):
             yield LatencyReport(gateway_id=self._gateway_id, models=tuple(found[first : first + MAX_MODELS]))
 
@@ -69,42 +76,83 @@ class RecentLatencies:
     """Of all gateways, over ``WINDOW_S``. Times are monotonic."""
 
     def __init__(self) -> None:
-        self._models: OrderedDict[str, deque[tuple[float, Sequence[int], Sequence[int]]]] = OrderedDict()
+        self._models: OrderedDict[str, _Window] = OrderedDict()
 
     def take(self, report: LatencyReport, now_s: float) -> None:
         """It came now."""
         for of_model in report.models[:MAX_MODELS]:
-            heard = self._models.pop(of_model.model, None) or deque()
+            heard = self._models.pop(of_model.model, None) or _Window()
             self._models[of_model.model] = heard
-            heard.append((now_s, of_model.ttft[: len(TTFT_BUCKETS_S) + 1], of_model.tbt[: len(TBT_BUCKETS_S) + 1]))
+            heard.add(_row(of_model), now_s)
         while len(self._models) > MAX_KNOWN:
             self._models.popitem(last=False)
 
-    def summaries(self, now_s: float) -> Iterator[tuple[str, dict[str, float]]]:
+    def summaries(self, now_s: float) -> Iterator[tuple[str, Mapping[str, float]]]:
         """Of each model that put tokens out lately: median and 99th percentile in milliseconds, and tokens per second.
         What did not occur is left out."""
         for name, heard in list(self._models.items()):
-            while heard and heard[0][0] <= now_s - WINDOW_S:
-                heard.popleft()
-            if not heard:
+            heard.expire(now_s)
+            if heard.is_empty:
                 del self._models[name]
-                continue
-            ttft, tbt = _sum(row for _, row, _ in heard), _sum(row for _, _, row in heard)
-            found = {"tokens_per_s": round((sum(ttft) + sum(tbt)) / WINDOW_S, 1)}
-            for kind, counts, bounds in (("ttft", ttft, TTFT_BUCKETS_S), ("tbt", tbt, TBT_BUCKETS_S)):
-                if any(counts):
-                    found[f"{kind}_p50_ms"] = round(1000 * quantile(counts, bounds, 0.5), 2)
-                    found[f"{kind}_p99_ms"] = round(1000 * quantile(counts, bounds, 0.99), 2)
-            yield name, found
+            else:
+                yield name, heard.summary()
 
 
-def _sum(rows: Iterable[Sequence[int]]) -> list[int]:
-    total: list[int] = []
-    for row in rows:
-        total += [0] * (len(row) - len(total))
-        for index, count in enumerate(row):
-            total[index] += count
-    return total
+class _Window:
+    """Of one model. However many gateways report, and however often it is looked at, a look adds nothing up."""
+
+    __slots__ = ("_slots", "_summary", "_total")
+
+    def __init__(self) -> None:
+        self._slots: deque[tuple[float, list[int]]] = deque()
+        """What came within ``SLOT_S`` each, and since when."""
+        self._total = [0] * _ROW
+        self._summary: dict[str, float] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._slots
+
+    def add(self, row: list[int], now_s: float) -> None:
+        self.expire(now_s)
+        self._total = list(map(add, self._total, row))
+        self._summary = None
+        if self._slots and now_s - self._slots[-1][0] < SLOT_S:
+            since_s, newest = self._slots.pop()
+            self._slots.append((since_s, list(map(add, newest, row))))
+        else:
+            self._slots.append((now_s, row))
+
+    def expire(self, now_s: float) -> None:
+        while self._slots and self._slots[0][0] <= now_s - WINDOW_S:
+            self._total = list(map(sub, self._total, self._slots.popleft()[1]))
+            self._summary = None
+
+    def summary(self) -> Mapping[str, float]:
+        if self._summary is None:
+            self._summary = _summary(self._total)
+        return self._summary
+
+
+def _row(of_model: ModelLatencies) -> list[int]:
+    """Tokens, TTFT and TBT by bucket, behind each other."""
+    row = [of_model.tokens]
+    for counts, bounds in ((of_model.ttft, TTFT_BUCKETS_S), (of_model.tbt, TBT_BUCKETS_S)):
+        known = counts[: len(bounds) + 1]
+        row += [*known, *[0] * (len(bounds) + 1 - len(known))]
+    return row
+
+
+def _summary(total: Sequence[int]) -> dict[str, float]:
+    found = {"tokens_per_s": round(total[0] / WINDOW_S, 1)}
+    begin = 1
+    for kind, bounds in (("ttft", TTFT_BUCKETS_S), ("tbt", TBT_BUCKETS_S)):
+        counts = total[begin : begin + len(bounds) + 1]
+        begin += len(counts)
+        if any(counts):
+            found[f"{kind}_p50_ms"] = round(1000 * quantile(counts, bounds, 0.5), 2)
+            found[f"{kind}_p99_ms"] = round(1000 * quantile(counts, bounds, 0.99), 2)
+    return found
 
 
 def quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> float:

@@ -211,6 +211,12 @@ def _break_off(feed: FakeFeed, how: signal.Signals) -> None:
     assert b"Traceback" not in drawn
 
 
+def test_in_a_terminal_a_gateway_that_knows_nothing_has_no_cluster_without_models() -> None:
+    with fake_feed() as feed, terminal(feed.url) as (_, drawn):
+        eventually_sync(lambda: b"the gateway says nothing of the cluster yet" in drawn)
+        assert b"no model is registered" not in drawn
+
+
 def test_what_is_no_feed_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with fake_feed(event("snapshot", 1, {"entities": {"model/demo": 7}})) as feed:
         assert run(["top", "--url", feed.url]) == 1

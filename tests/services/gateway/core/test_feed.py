@@ -70,6 +70,19 @@ def test_frames_are_kept_within_their_bytes() -> None:
     assert len(state.since(9_000)[1]) == 1, "a snapshot: so much is not kept"
 
 
+def test_that_something_does_not_fit_is_said_where_nothing_else_changes() -> None:
+    state = FeedEntities("run", state_bytes=100)
+    put(state, small=1)
+    sequence, _ = state.since(None)
+    assert put(state, small=1, large="x" * 200)
+    assert not put(state, small=1, large="x" * 200)
+    sequence, (frame,) = state.since(sequence)
+    assert events([frame])[0][2] == {"at_s": 0.0, "changed": {}, "gone": [], "is_cut": True}
+    assert events(state.since(None)[1])[0][2]["is_cut"]
+    assert put(state, small=1)
+    assert not events(state.since(sequence)[1])[0][2]["is_cut"]
+
+
 def test_what_does_not_fit_is_left_out_and_that_is_said() -> None:
     state = FeedEntities("run", state_bytes=100)
     put(state, small=1, large="x" * 200)

@@ -281,7 +281,7 @@ async def test_it_has_the_latencies_of_all_gateways_and_the_batches_of_pairs(mak
     async with reading(stack) as reader:
         await eventually(lambda: reader.kinds)
         for gateway_id in ("g1", "g2"):
-            latencies = ModelLatencies(model="tiny", ttft=(0, 0, 0, 5), tbt=(100,))
+            latencies = ModelLatencies(model="tiny", tokens=105, ttft=(0, 0, 0, 5), tbt=(100,))
             report = LatencyReport(gateway_id=gateway_id, models=(latencies,))
             await stack.broker.bus(gateway_id).publish(subjects.latencies(), report)
         await eventually(lambda: reader.entities["model/tiny"].get("tokens_per_s") == 21.0)
