@@ -82,7 +82,8 @@ def test_its_lines_are_what_a_newcomer_needs(up: Running, tmp_path: Path) -> Non
     while "what each process says" not in said:
         said += up.process.stdout.readline()
     up.process.send_signal(signal.SIGINT)
-    said += up.process.communicate(timeout=END_S)[0]
+    said += up.process.stdout.read()
+    assert up.process.wait(END_S) == 0
     said = said.replace(up.url, "http://127.0.0.1:8000").replace(str(tmp_path), "STATE")
     # How often it says what it waits for, and how long a part may take to close, depends on how busy the machine is.
     told = [line for line in said.splitlines() if not re.search("waiting for|did not close within", line)]

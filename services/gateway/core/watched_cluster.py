@@ -75,6 +75,8 @@ class WatchedCluster:
     def on_live_report(self, report: LiveReport) -> None:
         """The source of a pair tells what was done."""
         known = _newest(self._pairs, (report.plan_id[:80], report.pair_id[:80]), MAX_PAIRS, "plan", "pair")
+        if report.outcome == "running" and known.get("outcome", "running") != "running":
+            return  # it was overtaken
         known |= {"source": report.source[:255], "target": report.target[:255], "outcome": report.outcome}
         recent = [[b.num_tokens, b.target_layers, b.source_layers] for b in report.batches[-MAX_RECENT_BATCHES:]]
         if report.outcome == "running":
