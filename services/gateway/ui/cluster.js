@@ -33,7 +33,7 @@ export function showModels(place, entities) {
     ];
   });
   const lacks = ofKind(entities, "unplanned").map((lack) =>
-    el("p", { class: "lack" }, `${lack.model}: ${lack.wanted} ${lack.role} wanted, and not possible now: ${lack.why}`),
+    el("p", { class: "lack" }, `${lack.model}: ${lack.wanted} ${lack.role === "colocated" ? "" : `${lack.role} `}instances wanted, and not possible now: ${lack.why}`),
   );
   show(place, table("Models: instances by state", ["model", "instances", "limits", "waiting", "running", "TTFT p50 / p99", "TBT p50 / p99", "tokens/s", "weights"], rows), lacks);
 }
