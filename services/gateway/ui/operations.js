@@ -44,8 +44,7 @@ export function one(operation, entities, where = "op") {
   const targets = operation.targets.map((target) => {
     const load = running ? loads.get(target.worker_id) : null;
     const ready = target.serving_ms !== null ? layers : Math.max(target.layer_ready_ms.length, load ? load.layers : 0);
-    const done = !running && operation.gbps > 0 ? operation.gbps : null;
-    return { id: target.worker_id, ready, is: stateOf(target, ready), gbps: gbps(load) ?? done, target };
+    return { id: target.worker_id, ready, is: stateOf(target, ready), gbps: gbps(load) ?? (target.gbps || null), target };
   });
   const first = operation.live.map((pair) => pair.first_cooperative_token_ms).filter((value) => value !== null);
   const isOut = operation.direction === "out";
