@@ -21,6 +21,7 @@ _DOES = {
     "mutate": ("changed roles for", "is changing roles for", "was to change roles for"),
 }
 """Done, running, and failed or only advised."""
+_BY = {"done": "was scaled out by", "running": "is being scaled out by", "failed": "was to be scaled out by"}
 _ENDED = {"out": "serving", "in": "spare", "mutate": "in the new role"}
 
 
@@ -69,13 +70,14 @@ class OperationReport(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, record: ScaleRecord, decisions: Iterable[DecisionRecord], lacking: str = "") -> OperationReport:
         """``decisions``: on the operation's model, in any order."""
         decision = decision_of(record, decisions)
+        is_its = decision is not None and decision.plan_id == record.plan_id
         return cls(
-            sentence=sentence_of(record),
+            sentence=sentence_of(record, decision if is_its else None),
             record=record,
             phases=phases_of(record),
             hops=hops_of(record),
             decision=decision,
-            is_its_decision=decision is not None and decision.plan_id == record.plan_id,
+            is_its_decision=is_its,
             lacking=lacking,
         )
 
@@ -90,9 +92,15 @@ def ended(record: ScaleRecord, target: TargetRecord) -> bool:
     return not target.failure and (target.spare_ms if record.direction == "in" else target.serving_ms) is not None
 
 
-def sentence_of(record: ScaleRecord) -> str:
-    """What happened and why, in one sentence."""
+def sentence_of(record: ScaleRecord, its_decision: DecisionRecord | None = None) -> str:
+    """What happened and why, in one sentence. ``its_decision``: knows how many there were before."""
     wanted = shown_instances(record.desired, record.role)
+    loads = its_decision is not None and record.direction == "out" and not record.advice
+    if its_decision is not None and loads and its_decision.there + len(record.targets) < record.desired:
+        # There were no workers for the others.
+        more = shown_instances(len(record.targets), record.role)
+        what = f"{record.model} {_BY[record.status]} {more}, and {record.desired} in all were wanted"
+        return f"{what}: {_outcome(record)}{_because(record)}."
     if record.direction == "none":
         return f"Nothing was done for {wanted} of {record.model}{_because(record)}."
     done, running, not_done = _DOES[record.direction]

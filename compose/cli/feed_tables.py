@@ -67,9 +67,8 @@ def _operation(
     of_targets = max((len(target.layer_ready_ms) for target in operation.targets), default=0)
     num_layers = model.layers if model is not None else max(1, of_targets)
     loads = feed.loads(operation.plan_id)
-    done = operation.gbps if not is_running and operation.gbps > 0 else None
     rows = [
-        _target(target, loads.get(target.worker_id), num_layers, done, loads=operation.direction == "out")
+        _target(target, loads.get(target.worker_id), num_layers, loads=operation.direction == "out")
         for target in operation.targets[:num_rows]
     ]
     if rows:
@@ -77,9 +76,7 @@ def _operation(
     yield from _more(operation.targets, num_rows, "targets")
 
 
-def _target(
-    target: TargetRecord, load: ShownLoad | None, num_layers: int, done: float | None, *, loads: bool
-) -> tuple[str | Text, ...]:
+def _target(target: TargetRecord, load: ShownLoad | None, num_layers: int, *, loads: bool) -> tuple[str | Text, ...]:
     layers = max(len(target.layer_ready_ms), load.layers if load is not None else 0)
     if target.serving_ms is not None:
         layers = num_layers
@@ -95,7 +92,7 @@ def _target(
     else:
         state = Text("loads" if layers else "waits", style="cyan")
     filled = _BAR * layers // max(1, num_layers)
-    gbps = load.gbps if load is not None and load.gbps is not None else done
+    gbps = load.gbps if load is not None and load.gbps is not None else target.gbps or None
     ended_ms = target.serving_ms if target.serving_ms is not None else target.spare_ms
     return (
         target.worker_id,
@@ -157,7 +154,8 @@ def _workers(feed: ShownState, console: Console, num_rows: int | None) -> Iterat
     rows = [_worker(worker, num_layers.get(worker.model), names) for worker in feed.workers[:num_rows]]
     title = "Workers of these operations" if feed.cluster.summarised else "Workers"
     if rows or not feed.cluster.summarised:
-        yield fitting(console, title, _WORKER, rows, spared=("host copies", "KV", "role"))
+        spared = ("host copies", "KV", "role", "layers", "waiting", "running")
+        yield fitting(console, title, _WORKER, rows, spared=spared)
     yield from _more(feed.workers, num_rows, "workers")
 
 

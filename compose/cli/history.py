@@ -19,6 +19,8 @@ MAX_LISTED = 100
 _COLUMNS = ("time", "model", "role", "what", "status", "first byte", "done", "MB", "id", "why")
 _SPARED = ("role", "MB", "first byte", "id")
 """Columns that narrow terminals do without, the least important first."""
+_WHY_WIDTH = 30
+"""Reasons take more lines before another column goes: an id is for `report`."""
 _WHAT = {"out": "more", "in": "fewer", "mutate": "roles", "none": "nothing"}
 _STYLES = {"done": "green", "running": "cyan", "failed": "red"}
 
@@ -35,19 +37,22 @@ def history(
         found = await client.scale_records(limit=limit)
         return ScaleRecords(records=tuple(record for record in found if model in ("", record.model)))
 
-    show(url, as_json, question, _table)
+    def table(found: ScaleRecords, console: Console) -> Iterator[Table | Text]:
+        if found.records:
+            yield operations_table(found.records, console)
+            yield Text("one of them as a page: blitzscale report ID|MODEL|latest -o FILE.html", style="dim")
+        else:
+            yield Text(f"no scale operation{f' of {model!r}' if model else ''} is among the newest {limit}")
 
-
-def _table(found: ScaleRecords, console: Console) -> Iterator[Table | Text]:
-    yield operations_table(found.records, console)
-    if found.records:
-        yield Text("one of them as a page: blitzscale report ID|MODEL|latest -o FILE.html", style="dim")
+    show(url, as_json, question, table)
 
 
 def operations_table(records: Sequence[ScaleRecord], console: Console, *, brief: bool = False) -> Table:
     """Scale operations. ``brief``: without the reasons where they would take more than a line each."""
     spared = ("why", *_SPARED) if brief else _SPARED
-    return fitting(console, "Scale operations", _COLUMNS, [_row(record) for record in records], spared=spared)
+    rows = [_row(record) for record in records]
+    wraps = None if brief else {"why": _WHY_WIDTH}
+    return fitting(console, "Scale operations", _COLUMNS, rows, spared=spared, wraps=wraps)
 
 
 def _row(record: ScaleRecord) -> tuple[str | Text, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -39,13 +39,18 @@ def fitting(
     rows: Sequence[Sequence[str | Text]],
     *,
     spared: Sequence[str] = (),
+    wraps: Mapping[str, int] | None = None,
 ) -> Table:
-    """A table, without as many of ``spared`` as it takes to fit the console, the first of them first."""
+    """A table, without as many of ``spared`` as it takes to fit the console, the first of them first. ``wraps``:
+    columns that take more lines before another goes, and the width that is enough for them."""
+    enough = [(wraps or {}).get(column, _UNLIMITED) for column in columns]
+    measured = [[cell[:width] for cell, width in zip(row, enough, strict=True)] for row in rows] if wraps else rows
+    kept = len(spared)
     for num_spared in range(len(spared) + 1):
-        table = _without(spared[:num_spared], title, columns, rows)
-        if _width(table, console) <= console.width:
+        if _width(_without(spared[:num_spared], title, columns, measured), console) <= console.width:
+            kept = num_spared
             break
-    return table
+    return _without(spared[:kept], title, columns, rows)
 
 
 def _without(

@@ -128,7 +128,7 @@ def up(
     if not detach:
         asyncio.run(_serve(config, sink, quiet, timeout_s, lambda texts: sink.write("\n".join(texts))))
         return
-    stop = f"blitzscale down --state-dir {shlex.quote(str(folder))}        stops everything"
+    stop = f"blitzscale down --state-dir {shlex.quote(str(folder))}"
 
     def work(launcher: Launcher) -> None:
         asyncio.run(_serve(config, launcher.line, quiet, timeout_s, launcher.ready, stop=stop))
@@ -224,11 +224,19 @@ def summary(
     logs: str = "blitzscale logs -f",
 ) -> tuple[str, ...]:
     """Where it is, what it serves, and two ways to try it, ready to paste. ``others``: the URLs of other gateways.
-    ``with_key``: requests need one. ``stop``: what stops it, other than Ctrl-C. ``logs``: what shows its lines."""
+    ``with_key``: requests need one. ``stop``: the command that stops it, where Ctrl-C does not. ``logs``: what shows
+    its lines."""
     names = [model.name for model in status.models]
     model = names[0] if names else "MODEL"
     authorization = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if with_key else ""
     key = f'os.environ["{API_KEY_VARIABLE}"]' if with_key else '"none"'
+    next_steps = (
+        (f"blitzscale scale {model} 2 --url {url}", "more instances now"),
+        (f"blitzscale status --url {url}", f"what runs{'' if stop else ';  Ctrl-C here stops everything'}"),
+        (f"{url}/ui", "the same as a page: watch it scale"),
+        (logs, "what each process says"),
+        *(((stop, "stops everything"),) if stop else ()),
+    )
     return (
         "",
         f"  BlitzScale serves at {url}  ({len(status.workers)} workers)",
@@ -247,10 +255,6 @@ def summary(
         "  for chunk in stream:",
         '      print(chunk.choices[0].delta.content or "", end="", flush=True)',
         "",
-        f"  blitzscale scale {model} 2 --url {url}      more instances now",
-        f"  blitzscale status --url {url}        what runs{'' if stop else ';  Ctrl-C here stops everything'}",
-        *((f"  {stop}",) if stop else ()),
-        f"  {url}/ui        the same as a page: watch it scale",
-        f"  {logs}        what each process says",
+        *(f"  {what:<{max(len(what) for what, _ in next_steps)}}  {meaning}" for what, meaning in next_steps),
         "",
     )

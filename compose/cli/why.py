@@ -108,7 +108,9 @@ def headline(decision: DecisionRecord) -> Text:
     line.append(_OUTCOMES.get(decision.outcome, decision.outcome), style=_STYLES.get(decision.outcome, "bold"))
     asked = f", {decision.asked} asked for" if decision.asked != decision.wanted else ""
     wanted = shown_instances(decision.wanted, decision.role)
-    line.append(f": {decision.there} to {wanted}{asked}, {_ASKED_BY[decision.asked_by]}")
+    # Where a limit or a floor made the number, the load did not.
+    asked_by = decision.bound if decision.asked_by == "load" and decision.bound else _ASKED_BY[decision.asked_by]
+    line.append(f": {decision.there} to {wanted}{asked}, {asked_by}")
     return line
 
 

@@ -84,7 +84,7 @@ class RoleVerdict(msgspec.Struct, frozen=True, kw_only=True):
     there: Count
     """Those that serve or are on their way."""
     seen: Words
-    """The load, and what each part of it needs."""
+    """The load, what each part of it needs, and for what more are kept."""
     bound: Words = ""
     """The limit that made ``desired`` another number than the load asks for; empty: none."""
 

@@ -73,6 +73,9 @@ async def test_a_scale_operation_is_seen_as_its_record_says(tmp_path: Path) -> N
             for target in record.targets:
                 (row,) = [row for row in rows if row.startswith(target.worker_id)]
                 assert target.serving_ms is not None
+                assert target.gbps is not None
+                shown = f"{target.gbps:.2f} Gbit/s" if target.gbps >= 0.1 else f"{1000 * target.gbps:.1f} Mbit/s"
+                assert shown in row
                 assert "serves\t4 of 4\t" in row
                 assert row.endswith(f"{target.serving_ms:.0f} ms")
             first = [p.first_cooperative_token_ms for p in record.live if p.first_cooperative_token_ms is not None]

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from importlib import resources
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.feed import ClusterFeed
@@ -43,6 +44,11 @@ def events_router(gateway: Gateway) -> APIRouter:
         if first is None:
             raise Unavailable("the gateway is shutting down", retry_after_s=1.0)
         return _Events(request, first, stream)
+
+    @router.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """For those who open the address that they were told."""
+        return RedirectResponse("/ui")
 
     @router.api_route("/ui", methods=["GET", "HEAD"])
     async def page() -> Response:

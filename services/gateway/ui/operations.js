@@ -45,7 +45,7 @@ export function one(operation, entities, where = "op") {
   const targets = operation.targets.map((target) => {
     const load = running && where === "op" ? loads.get(target.worker_id) : null;
     const ready = target.serving_ms !== null ? layers : Math.max(target.layer_ready_ms.length, load ? load.layers : 0);
-    return { id: target.worker_id, ready, is: stateOf(target, ready), gbps: gbps(load) ?? target.gbps ?? null, target };
+    return { id: target.worker_id, ready, is: stateOf(target, ready), gbps: gbps(load) ?? (target.gbps || null), target };
   });
   const first = operation.live.map((pair) => pair.first_cooperative_token_ms).filter((value) => value !== null);
   const isOut = operation.direction === "out";

@@ -55,9 +55,10 @@ export class Past {
   }
 }
 
+/** When the last target was done. Pairs may work off their queues for much longer, in which nothing more is loaded. */
 function endOf(operation) {
   const times = operation.targets.flatMap((target) => [target.serving_ms, target.spare_ms, target.loaded_ms, ...target.layer_ready_ms]);
-  return Math.max(0, ...[...times, ...operation.live.map((pair) => pair.ended_ms)].filter((value) => value !== null));
+  return Math.max(0, ...times.filter((value) => value !== null));
 }
 
 /** The record as it was so many milliseconds after the trigger. */

@@ -317,6 +317,21 @@ class _GivenBack(NamedTuple):
         return f"{self.why}; the last {self.fewer_for_s:.3g} s needed no more"
 
 
+class _Kept(NamedTuple):
+    """Why it is no fewer."""
+
+    why: object
+    kept_for_s: float
+    keep_alive_s: float
+
+    def __str__(self) -> str:
+        kept = f"what the last {self.kept_for_s:.3g} s needed is kept"
+        return f"{self.why}; {kept if self.kept_for_s else f'the last one has a keep-alive of {self.keep_alive_s:g} s'}"
+
+
 def _verdict(size: Size, why: object, urgent: int = 0) -> Verdict:
-    why = _GivenBack(why, size.fewer_for_s) if size.fewer_for_s else why
+    if size.fewer_for_s:
+        why = _GivenBack(why, size.fewer_for_s)
+    elif size.kept_for_s or size.keep_alive_s:
+        why = _Kept(why, size.kept_for_s, size.keep_alive_s)
     return Verdict(size.desired, size.needed, why, size.idle, size.spare, urgent)

@@ -52,6 +52,10 @@ class Size(NamedTuple):
     """Of these, those that would not be missed if what was needed lately came again."""
     fewer_for_s: float = 0.0
     """Where it is fewer than there are: for how long no more were needed."""
+    kept_for_s: float = 0.0
+    """Where it is as many as there are, and more than are needed now: the time within which they were needed."""
+    keep_alive_s: float = 0.0
+    """Where only this keeps the last one."""
 
 
 class Sizing:
@@ -84,8 +88,9 @@ class Sizing:
             self._overdue.end()
         needed = min(needed, most)
         self._needed.add(now_s, needed)
-        desired, idle, spare, window_s = max(rounded_up(needed), least), 0, 0, 0.0
+        desired, idle, spare, window_s, kept_for_s, keep_alive_s = max(rounded_up(needed), least), 0, 0, 0.0, 0.0, 0.0
         if desired < observed:
+            now = desired
             if inputs.connected_s >= policy.report_ttl_s:
                 idle = observed - desired
                 lately_s = 2 * policy.rate_window_s
@@ -97,7 +102,13 @@ class Sizing:
                 kept, window_s = self._kept(0.0, inputs, now_s)
                 kept = max(kept, observed - 1)
             desired = min(observed, max(desired, kept))
-        return Size(desired, needed, idle, spare, window_s if desired < observed else 0.0)
+            if desired < observed:
+                return Size(desired, needed, idle, spare, window_s)
+            if self._fitting(now_s, window_s) > now:
+                kept_for_s = window_s
+            elif observed == 1 and inputs.keep_alive_s > inputs.idle_s:
+                keep_alive_s = inputs.keep_alive_s
+        return Size(desired, needed, idle, spare, kept_for_s=kept_for_s, keep_alive_s=keep_alive_s)
 
     def _fitting(self, now_s: float, within_s: float) -> int:
         """Instances that the largest need of that time fits with headroom."""

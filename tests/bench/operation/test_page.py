@@ -78,7 +78,7 @@ def test_every_kind_of_operation_has_a_page_that_says_all_in_text(name: str) -> 
     record = OPERATIONS[name]
     page = _page(record, made_up.decision())
     said = " ".join(page.texts)
-    assert OperationReport.of(record, ()).sentence in said
+    assert OperationReport.of(record, [made_up.decision()]).sentence in said
     expected = [record.plan_id, *record.explain, *record.left_out]
     for target in record.targets:
         expected += [

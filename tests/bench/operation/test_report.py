@@ -72,6 +72,15 @@ def test_a_sentence_and_phases_tell_what_happened(name: str, sentence: str, phas
     assert {phase.name: phase.after_ms for phase in report.phases} == phases
 
 
+def test_what_there_were_no_workers_for_was_not_scaled_out_to() -> None:
+    record = made_up.record(desired=57)
+    decision = made_up.decision(wanted=57, asked=57)
+    assert OperationReport.of(record, [decision]).sentence.startswith(
+        "demo was scaled out by 3 instances, and 57 in all were wanted: 3 of 3 serving, the last after 127 ms"
+    )
+    assert OperationReport.of(record, ()).sentence.startswith("demo was scaled out to 57 instances: 3 of 3 serving")
+
+
 def test_of_what_failed_as_a_whole_the_reason_is_the_error() -> None:
     assert sentence_of(OPERATIONS["failed as a whole"]).endswith("0 of 0 serving (it failed: no word).")
 

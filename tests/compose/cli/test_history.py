@@ -47,3 +47,20 @@ def test_of_one_model_and_as_json(records: FakeGateway, capsys: pytest.CaptureFi
     assert run(["history", "demo", "--limit", "5", "--json"]) == 0
     assert [each["plan_id"] for each in json.loads(capsys.readouterr().out)["records"]] == ["plan-2"]
     assert records.requests[-1][0] == "GET /admin/scale?limit=5"
+
+
+def test_long_reasons_take_lines_and_not_the_ids(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "130")
+    found = ScaleRecords(records=(record("plan-0123456789ab", "demo", reason="a reason of many words " * 9),))
+    gateway.answers["GET /admin/scale"] = (200, json.loads(msgspec.json.encode(found)))
+    assert run(["history"]) == 0
+    shown = capsys.readouterr().out
+    assert "plan-0123456789ab" in shown
+    assert shown.count("reason") == 9
+
+
+def test_where_there_is_none_it_is_said(records: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["history", "nope"]) == 0
+    assert capsys.readouterr().out == "no scale operation of 'nope' is among the newest 20\n"

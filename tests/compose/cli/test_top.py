@@ -252,3 +252,29 @@ def test_of_a_large_cluster_as_many_rows_are_laid_out_as_are_asked_for() -> None
     lines = [line.split()[:2] for line in console.export_text().splitlines()]
     assert lines[:7] == [["Models"], ["name", "instances"], *([f"m-{i:03}", "none"] for i in range(4)), ["and", "96"]]
     assert lines[7:] == [["Workers"], ["id", "state"], ["w-000", "spare"], ["w-001", "spare"], ["...", "and"]]
+
+
+def test_targets_of_what_is_done_have_rates_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    targets = [
+        {"worker_id": f"worker-{gbps:.0f}", "instance_id": "i", "serving_ms": 9.0, "gbps": gbps} for gbps in (2.0, 3.0)
+    ]
+    done = OPERATION | {"status": "done", "gbps": 2.0, "targets": targets}
+    with fake_feed(event("snapshot", 1, {"entities": ENTITIES | {"operation/plan-1": done}, "is_cut": False})) as feed:
+        assert run(["top", "--once", "--url", feed.url]) == 0
+    shown = capsys.readouterr().out
+    assert "3.00 Gbit/s" in shown
+    assert shown.count("2.00 Gbit/s") == 1
+
+
+def test_on_a_very_narrow_terminal_workers_can_be_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with fake_feed(SNAPSHOT) as feed:
+        assert run(["top", "--once", "--url", feed.url]) == 0
+    shown = capsys.readouterr().out
+    assert "worker-0  serving  demo" in shown
+    assert "worker-1  loading  demo" in shown

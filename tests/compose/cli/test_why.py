@@ -47,7 +47,7 @@ def test_why_shows_need_bound_and_decisions(gateway: FakeGateway, capsys: pytest
         "  cost       2 GB to load",
         "  otherwise  0 instances would stay",
         "  operation  plan-1",
-        "2023-11-14T22:13:20Z  gives back: 2 to 1 prefill instance, 0 asked for, the load",
+        "2023-11-14T22:13:20Z  gives back: 2 to 1 prefill instance, 0 asked for, min_instances 1",
         "  seen       prefill 0",
         "  bound      min_instances 1",
         "  chosen     w-2",

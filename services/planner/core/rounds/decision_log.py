@@ -228,8 +228,9 @@ def _of_step(step: Step, asked_by: AskedBy | None) -> tuple[Literal["load", "rev
         return "revive", f"{revived} drained, and serve on: their weights are there{more}", "nothing"
     chains = step.load.chains
     lines = [f"{revived} serve on"] if revived else []
+    verb = "loads" if len(chains.targets) == 1 else "load"
     lines += [
-        f"{instances_of(len(chains.targets), step.request.role)} load on {names(chains.targets)}",
+        f"{instances_of(len(chains.targets), step.request.role)} {verb} on {names(chains.targets)}",
         *chains.explain[:MAX_LINES],
         *left_out,
     ]

@@ -455,6 +455,30 @@ def test_who_is_given_back_hears_for_how_long_no_more_was_needed() -> None:
     assert by_rule.colocated(8.3, 1).reason.endswith("; the last 8 s needed no more")
 
 
+def test_who_is_kept_hears_what_for() -> None:
+    demand = ModelDemand(DemandPolicy(down_window_s=60.0))
+    demand.on_load(report(load_s=0.03), 0.0)
+    demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
+    asked = demand.colocated(0.0, 1)
+    assert asked.desired > 1
+    assert "kept" not in asked.reason
+    demand.on_queue("g", queue(0), 1.0)
+    assert idle_until(demand, 30.0, asked.desired, since_s=1.0) == asked.desired
+    assert demand.colocated(30.1, asked.desired).reason.endswith("; what the last 60 s needed is kept")
+
+
+def test_the_last_one_is_said_to_be_kept_by_its_keep_alive() -> None:
+    demand = ModelDemand(DemandPolicy(down_window_s=10.0))
+    demand.on_load(report(load_s=0.03), 0.0)
+    settings = DemandSettings(keep_alive_s=600.0)
+    assert demand.colocated(0.0, 1, settings=settings).desired == 1
+    for now_s in (10.5, 11.0):
+        demand.on_load(report(load_s=0.03), now_s)
+        kept = demand.colocated(now_s, 1, settings=settings)
+    assert kept.desired == 1
+    assert kept.reason.endswith("; the last one has a keep-alive of 600 s")
+
+
 def test_the_last_instance_stays_for_the_keep_alive_and_the_others_go() -> None:
     demand = ModelDemand(DemandPolicy(down_window_s=0.0))
     demand.on_load(report(load_s=0.03), 0.0)
