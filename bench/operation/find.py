@@ -9,7 +9,7 @@ from shared.messages.decisions import MAX_DECISIONS
 from shared.messages.operations import ScaleRecord
 
 LATEST = "latest"
-"""Stands for the newest operation."""
+"""Stands for the newest operation that did something."""
 MAX_RECORDS = 100
 """The newest, among which a model's is looked for: as many as a gateway lists."""
 
@@ -34,7 +34,7 @@ async def _record(client: AdminClient, name: str) -> ScaleRecord:
             pass  # it may be a model
     # Lists leave batches out.
     for record in await client.scale_records(limit=MAX_RECORDS):
-        if name in (LATEST, record.model):
+        if name == record.model or (name == LATEST and record.direction != "none"):
             return await client.scale_record(record.plan_id)
     if name == LATEST:
         raise PlanNotFound(f"{client.url} knows no scale operation yet")
