@@ -122,6 +122,12 @@ def hostile(context: typer.Context) -> None:
     _hand_over(context, "bench.hostile.cli", takes="a minute")
 
 
+@app.command("page", context_settings=_PASS_ON, add_help_option=False)
+def page(context: typer.Context) -> None:
+    """What ten readers of the page's feed cost a gateway: CPU time per token, and tokens per second."""
+    _hand_over(context, "bench.page", takes="four minutes")
+
+
 @app.command("pd", context_settings=_PASS_ON, add_help_option=False)
 def pd(context: typer.Context) -> None:
     """Prefill and decode on instances of their own, against the same workers that do both, between several hosts."""

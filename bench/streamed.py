@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -40,8 +41,16 @@ class Streamed:
         return max((gap_s for gap_s, at_s in ends if since_s <= self.sent_s + at_s <= until_s), default=0.0)
 
 
-async def ask(client: StreamClient, number: int, request: CompletionRequest, *, timeout_s: float) -> Streamed:
-    """Ask, and take the answer to its end; what went wrong is part of it. ``timeout_s``: the longest silence."""
+async def ask(
+    client: StreamClient,
+    number: int,
+    request: CompletionRequest,
+    *,
+    timeout_s: float,
+    on_token: Callable[[], None] = lambda: None,
+) -> Streamed:
+    """Ask, and take the answer to its end; what went wrong is part of it. ``timeout_s``: the longest silence.
+    ``on_token``: called for each."""
     pieces: list[str] = []
     tokens_s: list[float] = []
     error, done = "", False
@@ -56,6 +65,7 @@ async def ask(client: StreamClient, number: int, request: CompletionRequest, *, 
             error = event.error.message
         elif event.choices:
             tokens_s.append(now_s - sent_s)
+            on_token()
             pieces.append(event.choices[0].text)
 
     sent_s = time.perf_counter()
