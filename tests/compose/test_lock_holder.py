@@ -81,7 +81,9 @@ def test_an_id_that_is_used_again_is_another_process(tmp_path: Path, bystander: 
         lock_holder.find(tmp_path)
 
 
-@pytest.mark.parametrize("line", ["", "x", "17", "-1 5", "0 0", f"{1 << 40} 7", "9" * 64, f"{os.getpid()}"])
+@pytest.mark.parametrize(
+    "line", ["", "x", "17", "-1 5", "0 0", f"{1 << 40} 7", "9" * 64, pytest.param(f"{os.getpid()}", id="own")]
+)
 def test_what_names_no_process_is_refused(tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_holder, "PAUSE_S", 0.0)
     with holding(tmp_path, line), pytest.raises(StackRefused, match="cannot be seen from here"):
