@@ -254,6 +254,12 @@ async def test_the_page_may_load_and_run_nothing_but_its_own_files(make_stack: S
         assert forbidden not in page.text.replace("http://www.w3.org/2000/svg", ""), forbidden
 
 
+async def test_who_opens_the_address_comes_to_the_page(make_stack: StackFactory) -> None:
+    stack = await make_stack(1)
+    answer = await stack.http.get("/")
+    assert (answer.status_code, answer.headers["location"]) == (307, "/ui")
+
+
 @pytest.mark.parametrize("name", ["none.js", "%2e%2e/service.py", "..%2fservice.py", ".", "index.html.bak"])
 async def test_only_the_pages_files_are_served(make_stack: StackFactory, name: str) -> None:
     stack = await make_stack(1)

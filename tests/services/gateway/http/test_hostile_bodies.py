@@ -143,6 +143,8 @@ async def wrong_with(stack: Stack, case: Case) -> str:
         return f"answered after {took_s:.2f} s"
     if case.path.startswith(("/live", "/health", "/ready", "/metrics")) and response.status_code == 200:
         return ""
+    if case.path == "/" and response.headers.get("location") == "/ui":
+        return ""
     return fault(response)
 
 
