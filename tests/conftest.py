@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -19,6 +20,10 @@ from tests.servers import nats_server, redis_server
 # How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A script's background job ignores Ctrl-C, and so would everything that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LAB = ("tests/bench/lab/", "tests/bench/scaleout/test_measure.py", "tests/bench/live/test_measure.py")
 """What needs the lab, of which a machine has one."""
