@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import multiprocessing
+import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -103,10 +104,11 @@ class Ratio:
 
 async def measure(setting: Setting, folder: Path) -> list[tuple[Window, Window]]:
     """Pairs of windows, with readers and without. Raises ``StackError`` and ``BlitzError``; nothing is left behind."""
-    models = [
-        await asyncio.to_thread(ensure_demo_model, folder / "models" / str(number) / f"m{number}")
-        for number in range(NUM_MODELS)
-    ]
+    demo = await asyncio.to_thread(ensure_demo_model, folder / "models")
+    models = [demo.rename(folder / "m0")]
+    for number in range(1, NUM_MODELS):
+        models.append(folder / f"m{number}")
+        await asyncio.to_thread(shutil.copytree, models[0], models[-1])
     config = StackConfig(
         models=tuple(models),
         state_dir=folder / "state",

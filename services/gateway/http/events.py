@@ -6,6 +6,7 @@ cookie.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from importlib import resources
 
@@ -43,7 +44,7 @@ def events_router(gateway: Gateway) -> APIRouter:
         first = await anext(stream, None)
         if first is None:
             raise Unavailable("the gateway is shutting down", retry_after_s=1.0)
-        return _Events(request, first, stream)
+        return _Events(first, stream)
 
     @router.get("/", include_in_schema=False)
     async def root() -> Response:
@@ -68,24 +69,32 @@ class _Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, request: Request, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._request = request
         self._first, self._rest = first, rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope, receive
+        del scope
+        # Watched beside: to ask before each event would take longer than to send it.
+        leaving = asyncio.create_task(_until_left(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for event in self._rest:
-                if await self._request.is_disconnected():
+                if leaving.done():
                     return
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
+            leaving.cancel()
             await self._rest.aclose()
+
+
+async def _until_left(receive: Receive) -> None:
+    """Until the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _file(name: str) -> Response:
