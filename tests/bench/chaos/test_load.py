@@ -33,8 +33,8 @@ async def verdicts(script: str, *, silence_s: float = 20.0) -> set[str]:
         quiet.set()
         await running
         gateways.close()
-        # Nothing is sent again in secret.
-        assert len(server.bodies) == len(load.records)
+        # Nothing is sent again in secret. What is given up soon may not have come.
+        assert len(server.bodies) <= len(load.records)
         return {record.outcome.verdict for record in load.records}
 
 
