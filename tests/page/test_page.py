@@ -140,8 +140,7 @@ async def test_the_past_is_looked_at_moment_by_moment(tmp_path: Path) -> None:
         await stack.wait_ready(READY_S)
         asked = await stack.admin.scale(MODEL, 2, hold_s=600.0, live="never")
         async with page_of(launched, stack.url) as page:
-            await page.wait_for_selector("#past tbody tr:has-text('more') , #past tbody tr:nth-child(2)")
-            await page.wait_for_selector("#operation h3:has-text('done')")
+            await page.wait_for_selector(f"#op-{asked.plan_id} h3:has-text('done')")
             record = await stack.admin.scale_record(asked.plan_id)
             (target,) = record.targets
             await page.click(f"#past button[data-plan='{asked.plan_id}']")
