@@ -76,7 +76,7 @@ class _Events(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
-        # Watched beside: to ask before each event would take longer than to send it.
+        # Watched beside, and not asked for before each event.
         leaving = asyncio.create_task(_until_left(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
