@@ -128,6 +128,8 @@ class CopyWorker:
         self.holds: list[HoldCopy] = []
         self.drops: list[DropCopy] = []
         self.refused: list[str] = []
+        self.refuses_with: BlitzError = Conflict("not now")
+        """What it says of a hold where it is not ``obedient``."""
         self.readable: set[str] = set()
         """Names of the models that it can read from disk."""
         self.asked: list[str] = []
@@ -190,7 +192,7 @@ class CopyWorker:
     async def _on_hold(self, request: HoldCopy) -> Ack:
         self.holds.append(request)
         if not self.obedient:
-            raise Conflict("not now")
+            raise self.refuses_with
         self.records[request.model.model_hash] = request.model
         self.copies[request.model.model_hash] = copy_of(request.model, "loading")
         self._run(self._load(request))

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.errors import Conflict, Unavailable
+from shared.errors import BlitzError, Conflict, NoCapacity, Unavailable
 from shared.messages.registry import ModelRecord, Snapshot
 from tests.records import model
 from tests.services.pool.host_copies import copy_of
@@ -83,6 +84,22 @@ async def test_a_worker_that_refuses_is_passed_over(pool: CopyPool) -> None:
     await pool.add_model(M)
     await eventually(lambda: bool(able.copies))
     assert len(deaf.holds) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "warned"),
+    [(Unavailable("worker w0 stops"), False), (Conflict("not now"), True), (NoCapacity("no room"), True)],
+)
+async def test_that_a_worker_stops_is_nothing_to_be_warned_of(
+    pool: CopyPool, caplog: pytest.LogCaptureFixture, error: BlitzError, warned: bool
+) -> None:
+    worker = await pool.worker("w0", obedient=False)
+    worker.refuses_with = error
+    with caplog.at_level(logging.INFO):
+        await pool.add_model(M)
+        await eventually(lambda: str(error) in caplog.text)
+    [level] = {record.levelname for record in caplog.records if str(error) in record.getMessage()}
+    assert (level == "WARNING") is warned
 
 
 async def test_a_worker_that_does_not_answer_does_not_hold_up_the_others(pool: CopyPool) -> None:

@@ -289,7 +289,7 @@ async def test_a_stopped_worker_keeps_its_copies_until_the_pool_lets_them_go(hol
     await eventually(lambda: {r.kind for r in holder.pool.retired if r.leaving} == {"gpu", "host"})
     await asyncio.sleep(0.5)
     assert not stopping.done()
-    with pytest.raises(Conflict):
+    with pytest.raises(Unavailable, match="stops"):
         await hold(holder, epoch=1001)
     offered = holder.worker.service.parts.mover.copies
     assert all(offered.find(k, holder.model.model_hash, holder.model.layout_hash) for k in ("gpu", "host"))
