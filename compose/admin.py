@@ -27,6 +27,7 @@ from shared.messages.admin import (
 )
 from shared.messages.common import LiveChoice, Role, Serving
 from shared.messages.operations import ScaleRecord, ScaleRecords
+from shared.messages.registry import GpuTimeReport
 
 T = TypeVar("T")
 _TIMEOUT_S = 20.0
@@ -166,6 +167,12 @@ class AdminClient:
         ``ModelNotFound``."""
         at = f"&at={until_s!r}" if until_s is not None else ""
         return await self._call("GET", f"/admin/why/{quote(model, safe='')}?limit={limit}{at}", WhyStatus)
+
+    async def gpu_time(self, model: str = "") -> GpuTimeReport:
+        """What the workers' GPUs were for since the pool leads; of one model, if it is named. Raises
+        ``ModelNotFound``."""
+        asked = f"?model={quote(model, safe='')}" if model else ""
+        return await self._call("GET", f"/admin/gpu_time{asked}", GpuTimeReport)
 
     async def scale_record(self, plan_id: str, *, wait_s: float = 0.0) -> ScaleRecord:
         """An operation's record; waits up to ``wait_s`` for it to end. Raises ``PlanNotFound``."""

@@ -137,6 +137,7 @@ TABLE: tuple[Row, ...] = (
             "restore_model": _WORKER,
             "retire_copy": _WORKER,
             "snapshot": ("gateway", "monitor", "planner", "worker"),
+            "gpu_time": _GATEWAY,
             "add_model": _GATEWAY,
             "set_model": _GATEWAY,
             "remove_model": _GATEWAY,

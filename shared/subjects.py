@@ -22,7 +22,7 @@ CLUSTER_STREAM = "BLITZ_CLUSTER"
 
 POOL_OPERATIONS = (
     "heartbeat", "add_model", "set_model", "remove_model", "restore_model", "snapshot", "lease_batch",
-    "release", "set_floor", "retire_copy", "lead", "cordon_worker",
+    "release", "set_floor", "retire_copy", "lead", "cordon_worker", "gpu_time",
 )  # fmt: skip
 PLANNER_OPERATIONS = ("decisions", "destinations", "scale", "record", "records", "split")
 

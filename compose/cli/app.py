@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from compose.cli.boards import boards
+from compose.cli.cost import cost
 from compose.cli.credentials import credentials
 from compose.cli.down import down
 from compose.cli.exit_status import FAILED, INTERRUPTED
@@ -126,6 +127,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(workers_app, name="workers")
 app.command()(scale)
 app.command()(why)
+app.command()(cost)
 app.command()(history)
 app.command()(profile)
 app.command()(credentials)

@@ -15,9 +15,10 @@ from compose.admin import AdminClient
 from compose.cli.history import MAX_LISTED, operations_table
 from compose.cli.options import URL_DEFAULT, Json, Url, show, shown_ms, shown_s, shown_timeout
 from compose.cli.status import instances_table, state_text
-from compose.cli.tables import named_texts, shown_limit, shown_mib, shown_time, titled_table
+from compose.cli.tables import named_texts, shown_mib, shown_time, titled_table
 from shared.errors import ModelNotFound
 from shared.messages.admin import (
+    MAX_INSTANCES,
     FloorStatus,
     HostCopyStatus,
     InstanceStatus,
@@ -132,7 +133,8 @@ def _settings(found: ModelShown) -> Iterator[tuple[str, str]]:
     )
     if model.added_at_s:
         yield "added", shown_time(model.added_at_s)
-    limits = f"{model.min_instances} to {shown_limit(model.max_instances)} instances"
+    most = "any number of" if model.max_instances >= MAX_INSTANCES else model.max_instances
+    limits = f"{model.min_instances} to {most} instances"
     yield "limits", f"{limits}; served as {model.served_as or 'colocated'}; weight {model.weight:g}"
     objectives = f"first token {shown_ms(model.slo_ttft_s)} ms, between tokens {shown_ms(model.slo_tbt_s)} ms"
     yield "objectives", objectives

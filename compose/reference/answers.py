@@ -23,6 +23,7 @@ from shared.messages.admin import (
     WhyStatus,
 )
 from shared.messages.operations import ScaleRecord
+from shared.messages.registry import GpuTimeReport
 from shared.profile import Profile
 
 Struct = type[msgspec.Struct]
@@ -34,6 +35,7 @@ _PAGES: tuple[tuple[str, Struct], ...] = (
     ("`GET /admin/status`", Status),
     ("`GET /admin/pool`", PoolStatus),
     ("`GET /admin/traffic`", TrafficStatus),
+    ("`GET /admin/gpu_time`", GpuTimeReport),
     ("`GET /admin/why/{name}`", WhyStatus),
     ("`GET /admin/scale/{plan_id}`: the record", ScaleRecord),
     ("Profiles", Profile),

@@ -31,7 +31,7 @@ from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
 from shared.bus.departures import CLOSED, DEPARTED_TIMEOUTS_S, Departure
-from shared.errors import BadRequest, BlitzError, Conflict, NoResponder, NotFound, Unavailable
+from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoResponder, NotFound, Unavailable
 from shared.identity import refuse_if_held
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, InstanceState
@@ -40,7 +40,9 @@ from shared.messages.identity import GetHolder, Holder
 from shared.messages.registry import (
     AddModel,
     CordonWorker,
+    GetGpuTime,
     GetSnapshot,
+    GpuTimeReport,
     HeartbeatAck,
     Lead,
     LeaseBatch,
@@ -96,6 +98,7 @@ class LeadingPool:
         self._store = store
         self._lease_s = lease_s = settings.lease_s
         self._metrics = metrics
+        self._settings = settings
         # Unique even within this process: a leader that leads again with its old term starts numbering anew.
         self.registry = Registry(f"pool-{status.term}-{secrets.token_hex(4)}")
         self._grace_period = GracePeriod(lease_s, knows_all=knows_all)
@@ -109,7 +112,7 @@ class LeadingPool:
         self._id_owners = IdOwners()
         self._subscriptions: list[Subscription] = []
         self._publisher: asyncio.Task[None] | None = None
-        self._gpu_time: GpuTime | None = None
+        self._gpu_time = GpuTime(self.registry, time.monotonic())
         self._departed = OwnedTasks()
         """Questions to workers whose connections have ended."""
         self._renewed: set[str] = set()
@@ -129,6 +132,7 @@ class LeadingPool:
         await self._respond("remove_model", RemoveModel, self._models.remove)
         await self._respond("restore_model", RestoreModel, self._models.restore)
         await self._respond("snapshot", GetSnapshot, self._on_snapshot)
+        await self._respond("gpu_time", GetGpuTime, self._on_gpu_time)
         await self._respond("lease_batch", LeaseBatch, self._grants.grant)
         await self._respond("release", ReleaseWorkers, self._grants.release)
         await self._respond("set_floor", SetFloor, self._models.set_floor)
@@ -137,7 +141,7 @@ class LeadingPool:
         await self._respond("lead", Lead, self._terms.lead)
         self._subscriptions.append(await self._bus.watch_departures(self._on_departure))
         self._publisher = asyncio.create_task(self._routes.run())
-        self._gpu_time = self._metrics.gpus.gpu_time = GpuTime(self.registry, time.monotonic())
+        self._metrics.gpus.gpu_time = self._gpu_time
 
     async def close(self) -> None:
         """Answer what was asked, then stop answering."""
@@ -188,9 +192,8 @@ class LeadingPool:
     async def tick(self) -> None:
         """The regular work; called often. Raises ``RedisError``, ``Unavailable`` when another process leads by now."""
         now_s = time.monotonic()
-        if self._gpu_time is not None:
-            # No longer than this process surely led: another one may count from then on.
-            self._gpu_time.look(min(now_s, self._leads_until_s))
+        # No longer than this process surely led: another one may count from then on.
+        self._gpu_time.look(min(now_s, self._leads_until_s))
         if self._publisher is not None and self._publisher.done():
             self._publisher.result()
         if self._store.has_strangers:
@@ -356,6 +359,11 @@ class LeadingPool:
         return Ack()
 
     # --- readers -----------------------------------------------------------------------------
+
+    async def _on_gpu_time(self, request: GetGpuTime) -> GpuTimeReport:
+        if request.model and request.model not in self.registry.models.entries:
+            raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
+        return self._gpu_time.report(request.model, self._settings.gpu_hour_cost)
 
     async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
         async with self._pages:

@@ -304,6 +304,36 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
     """Of the last ``RouteChanges`` before this page was made."""
 
 
+class GetGpuTime(Message, frozen=True, kw_only=True, tag="get_gpu_time.v1"):
+    """Ask the pool that leads what the workers' GPUs were for since it leads."""
+
+    model: str = ""
+    """Only of this one, and of what is idle; empty: of all."""
+
+
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU time of one model in one state of its instances. A worker is one GPU."""
+
+    model: str
+    """Empty: of no registered model."""
+    state: str
+    """``idle`` without an instance."""
+    seconds: Figure
+
+
+class GpuTimeReport(Message, frozen=True, kw_only=True, tag="gpu_time_report.v1"):
+    """What the workers' GPUs were for."""
+
+    counted_s: Figure
+    """How long this pool has counted."""
+    total_s: Figure
+    """Of all workers, also of what ``uses`` leaves out: they are a thousand at most, the largest."""
+    hour_cost: Figure
+    """Of one GPU; 0: not known."""
+    uses: tuple[GpuUse, ...]
+    """The largest first."""
+
+
 class LeaseWorkers(Message, frozen=True, kw_only=True, tag="lease_workers.v1"):
     """Lease exactly these spare workers for a plan, all or none: no process in place of another (``Conflict``)."""
 

@@ -36,7 +36,15 @@ from shared.messages.codec import Message
 from shared.messages.common import Ack
 from shared.messages.decisions import MAX_DECISIONS
 from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
-from shared.messages.registry import AddModel, CordonWorker, ModelRecord, RemoveModel, SetModel
+from shared.messages.registry import (
+    AddModel,
+    CordonWorker,
+    GetGpuTime,
+    GpuTimeReport,
+    ModelRecord,
+    RemoveModel,
+    SetModel,
+)
 from shared.messages.traffic import GetTraffic, WorkerTraffic
 from shared.registry import RegistryView
 from shared.subjects import Process
@@ -153,6 +161,14 @@ def admin_router(gateway: Gateway) -> APIRouter:
     async def pool() -> Response:
         """Which memory holds which model, and whether every model has a copy."""
         return _json(pool_of(await registry()))
+
+    @router.get("/gpu_time")
+    async def gpu_time(model: str = "") -> Response:
+        """What the workers' GPUs were for since the pool leads, and what an hour of one costs; with ``model`` of that
+        one, and of what is idle."""
+        message = GetGpuTime(model=model)
+        with _asking("pool", WITHOUT_POOL):
+            return _json(await bus.request(subjects.pool("gpu_time"), message, GpuTimeReport, timeout_s=RPC_TIMEOUT_S))
 
     @router.get("/traffic")
     async def traffic() -> Response:

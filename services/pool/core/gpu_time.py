@@ -18,11 +18,14 @@ from collections.abc import Mapping
 
 from services.pool.core.registry import InstanceKind, Registry
 from shared.messages.common import SERVED_BY, Role
+from shared.messages.registry import GpuTimeReport, GpuUse
 
 SHOW_EVERY_S = 1.0
 """Looks are more frequent, and what is shown takes longer to make than they do."""
 IDLE = "idle"
 NO_MODEL = ""
+MAX_USES = 1000
+"""In one report."""
 
 
 class GpuTime:
@@ -31,7 +34,7 @@ class GpuTime:
     def __init__(self, registry: Registry, now_s: float) -> None:
         """Nothing is counted of the time before ``now_s`` (monotonic, as all times here)."""
         self._registry = registry
-        self._until_s = now_s
+        self._began_s = self._until_s = now_s
         self._shown_at_s = -math.inf
         self._seconds: dict[tuple[str, str], float] = defaultdict(float)
         self._seen: set[InstanceKind] = set()
@@ -55,6 +58,21 @@ class GpuTime:
         if now_s - self._shown_at_s >= SHOW_EVERY_S:
             self._shown_at_s = now_s
             self._show()
+
+    def report(self, model: str, hour_cost: float) -> GpuTimeReport:
+        """As it was shown last; of ``model``, if one is named, and of what is idle. ``hour_cost`` is passed on."""
+        asked = [
+            GpuUse(model=name, state=state, seconds=seconds)
+            for (name, state), seconds in self.seconds.items()
+            if not model or name in (model, NO_MODEL)
+        ]
+        asked.sort(key=lambda use: (-use.seconds, use.model, use.state))
+        return GpuTimeReport(
+            counted_s=self._until_s - self._began_s,
+            total_s=sum(self.seconds.values()),
+            hour_cost=hour_cost,
+            uses=tuple(asked[:MAX_USES]),
+        )
 
     def _counted_as(self, name: str) -> str:
         return name if name in self._registry.models.entries else NO_MODEL

@@ -45,7 +45,7 @@ def test_a_model_is_shown_with_all_that_concerns_it_and_nothing_else(
         "path /models/demo",
         "what LlamaForCausalLM float32 8 layers",
         "weights 10.0 MiB (10485760 bytes), hash -",
-        "limits 1 to - instances; served as colocated; weight 1",
+        "limits 1 to any number of instances; served as colocated; weight 1",
         "requests 5 running, 8 waiting in instances, 3 in gateways",
         "copy ok",
         "colocated 2 wanted, 1 there; prefill 5.25 (9 tokens/s); 6 would be needed, and max_instances is 2",

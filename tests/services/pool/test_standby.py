@@ -15,10 +15,12 @@ from services.pool.config import PoolSettings
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
-from shared.errors import Conflict, NoResponder, StaleTerm, Unavailable
+from shared.errors import Conflict, ModelNotFound, NoResponder, StaleTerm, Unavailable
 from shared.messages.common import Ack
 from shared.messages.registry import (
+    GetGpuTime,
     GetSnapshot,
+    GpuTimeReport,
     HeartbeatAck,
     Lead,
     Leadership,
@@ -163,6 +165,10 @@ async def test_only_the_pool_that_leads_counts_gpu_time_and_the_next_one_begins_
     await eventually(lambda: (served_s(first) or 0.0) > 1.0)
     assert served_s(second) is None
     assert second.metrics.get_sample_value("blitz_gpu_hour_cost") == 2.5
+    report = await pools.ask("gpu_time", GetGpuTime(model="m"), GpuTimeReport)
+    assert (report.hour_cost, [use.model for use in report.uses if use.seconds]) == (2.5, ["m"])
+    with pytest.raises(ModelNotFound):
+        await pools.ask("gpu_time", GetGpuTime(model="none"), GpuTimeReport)
     await first.stop()
     assert served_s(first) is None
     await eventually(lambda: served_s(second) is not None)

@@ -79,6 +79,7 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "pool.retire_copy": (copies.RetireCopy, common.Ack),
     "pool.cordon_worker": (registry.CordonWorker, common.Ack),
     "pool.snapshot": (registry.GetSnapshot, registry.Snapshot),
+    "pool.gpu_time": (registry.GetGpuTime, registry.GpuTimeReport),
     "pool.add_model": (registry.AddModel, registry.ModelRecord),
     "pool.set_model": (registry.SetModel, registry.ModelRecord),
     "pool.remove_model": (registry.RemoveModel, common.Ack),

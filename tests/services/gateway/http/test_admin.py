@@ -10,11 +10,11 @@ import pytest
 from compose import admin as admin_client
 from services.gateway.http import admin
 from shared import subjects
-from shared.errors import PlanNotFound, Unavailable
+from shared.errors import ModelNotFound, PlanNotFound, Unavailable
 from shared.messages.codec import Message
 from shared.messages.load import LoadReport
 from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
-from shared.messages.registry import AddModel, SetModel
+from shared.messages.registry import AddModel, GetGpuTime, GpuTimeReport, GpuUse, SetModel
 from shared.messages.traffic import CarriedBytes, GetTraffic, WorkerTraffic
 from tests.processes import INCARNATION, process
 from tests.services.gateway.conftest import Stack, StackFactory
@@ -79,6 +79,22 @@ async def test_traffic_is_asked_of_the_workers_and_those_that_do_not_answer_are_
     assert (worker["worker_id"], worker["incarnation"]) == ("w1", "i")
     assert worker["carried"] == [{"direction": "sent", "purpose": "kv", "way": "network", "num_bytes": 7}]
     assert traffic["silent"] == ["w0"]
+
+
+async def test_what_gpus_were_for_is_asked_of_the_pool(stack: Stack) -> None:
+    use = GpuUse(model="tiny", state="serving", seconds=5.0)
+
+    async def answer(request: GetGpuTime) -> GpuTimeReport:
+        if request.model not in ("", "tiny"):
+            raise ModelNotFound(f"model {request.model!r} is not registered")
+        return GpuTimeReport(counted_s=3.0, total_s=9.0, hour_cost=2.0, uses=(use,))
+
+    unanswered = await stack.http.get("/admin/gpu_time")
+    assert "no pool answers" in check(unanswered, 503, "server_error", "no_responder")
+    await stack.broker.bus("pool-2").respond(subjects.pool("gpu_time"), GetGpuTime, answer)
+    found = (await stack.http.get("/admin/gpu_time?model=tiny")).json()
+    assert (found["total_s"], found["hour_cost"], found["uses"]) == (9.0, 2.0, [msgspec.structs.asdict(use)])
+    check(await stack.http.get("/admin/gpu_time?model=none"), 404, "invalid_request_error", "model_not_found")
 
 
 async def test_status_shows_live_instances_and_what_instances_have_to_do(make_stack: StackFactory) -> None:

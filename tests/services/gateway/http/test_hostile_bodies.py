@@ -73,6 +73,7 @@ ROUTES: dict[str, st.SearchStrategy[Case]] = {
     "scale_other": below("/admin/models", "POST", "/scale"),
     "status": gets("/admin/status"),
     "pool": gets("/admin/pool"),
+    "gpu_time": st.builds(lambda model: Case("GET", f"/admin/gpu_time?model={model}"), bodies.queries),
     "admin_models": gets("/admin/models"),
     "records": st.builds(lambda limit: Case("GET", f"/admin/scale?limit={limit}"), bodies.queries),
     "record": st.builds(

@@ -84,3 +84,23 @@ def test_each_model_gets_the_time_of_its_instances_and_what_is_of_none_is_idle()
     assert gpu_time.seconds == {(NO_MODEL, "serving"): 1, (NO_MODEL, "loading"): 1, (NO_MODEL, IDLE): 5,
                                 (NO_MODEL, "draining"): 5}  # fmt: skip
     assert all(name != "m" for name, *_ in gpu_time.instances)
+
+
+def test_a_report_is_of_all_or_of_one_model_and_what_is_idle_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry("pool-1")
+    for record in (M, N):
+        registry.put_model(record)
+    gpu_time = GpuTime(registry, 10.0)
+    for worker_id, serves, state in (("w0", M, "serving"), ("w1", N, "serving"), ("w2", N, "serving")):
+        registry.take(heartbeat(worker_id, serves, state), 10.0, 1e6)
+    registry.take(heartbeat("w3", None, "spare"), 10.0, 1e6)
+    gpu_time.look(14.0)
+    found = gpu_time.report("", 2.0)
+    assert (found.counted_s, found.total_s, found.hour_cost) == (4.0, 16.0, 2.0)
+    assert [(use.model, use.state, use.seconds) for use in found.uses] == [
+        ("n", "serving", 8.0), ("", IDLE, 4.0), ("m", "serving", 4.0),
+    ]  # fmt: skip
+    assert [use.model for use in gpu_time.report("m", 0.0).uses] == ["", "m"]
+    monkeypatch.setattr("services.pool.core.gpu_time.MAX_USES", 1)
+    cut = gpu_time.report("", 2.0)
+    assert ([use.model for use in cut.uses], cut.total_s) == (["n"], 16.0)
