@@ -144,7 +144,8 @@ def left_out_of(cluster: Cluster, num_planned: int, num_targets: int) -> tuple[s
     reasons = [spare_workers(free)] if free or not cluster.too_small else []
     reasons += [cluster.too_small] if cluster.too_small else []
     first = f"{num_targets - num_planned} of {num_targets} more instances have no worker: {reasons[0]}"
-    return (first, *reasons[1:], *cluster.refused)
+    drained = (f"drained: {names(cluster.drained)} (blitzscale workers undrain)",) if cluster.drained else ()
+    return (first, *reasons[1:], *drained, *cluster.refused)
 
 
 def fallbacks_of(cluster: Cluster, chains: Iterable[Chain]) -> tuple[Copy, ...]:

@@ -101,6 +101,8 @@ class Cluster:
     """Workers that could take part if what they report did not contradict other workers, and the contradictions."""
     too_small: str = ""
     """Spare workers that cannot hold the model, in words."""
+    drained: tuple[str, ...] = ()
+    """Workers that would be spare, had an operator not taken them out."""
 
     def host_holders(self) -> dict[str, list[str]]:
         """Workers with a complete host copy, by host."""
@@ -131,14 +133,18 @@ class Clusters:
         self._by_model: dict[str, list[WorkerRecord]] = {}
         self._by_hash: dict[str, list[WorkerRecord]] = {}
         self._spare: dict[str, WorkerInfo] = {}
+        self._drained: list[WorkerInfo] = []
         for record in self.records:
             for name in {record.instance.model} if record.instance is not None else {record.lease_model} - {""}:
                 self._by_model.setdefault(name, []).append(record)
             hashes = {c.model_hash for c in record.host_copies}
             for model_hash in hashes | ({record.instance.model_hash} if record.instance is not None else set()):
                 self._by_hash.setdefault(model_hash, []).append(record)
-            if record.state == "spare" and not record.lease_plan_id and not record.leaves:
-                self._spare[record.worker.worker_id] = record.worker
+            if record.state == "spare" and not record.lease_plan_id:
+                if not record.leaves:
+                    self._spare[record.worker.worker_id] = record.worker
+                elif not record.stopping:
+                    self._drained.append(record.worker)
         self._topology = topology = (topologies or Topologies()).of(r.worker for r in self.records)
         known = [r for r in self.records if r.worker.worker_id in topology.gpus]
         self._workers = {r.worker.worker_id: r.worker for r in known}
@@ -253,6 +259,7 @@ class Clusters:
                 *shortened([f"worker {w} is avoided: {why}" for w, why in shunned.items()], MAX_NAMES),
             ),
             too_small=_too_small(num_small, model.weights_bytes),
+            drained=tuple([w.worker_id for w in self._drained if w.arena_bytes >= model.weights_bytes]),
         )
 
     def _is_spare_for(self, worker_id: str, model: ModelRecord) -> bool:

@@ -94,7 +94,7 @@ async def test_what_gpus_were_for_is_asked_of_the_pool(stack: Stack) -> None:
     await stack.broker.bus("pool-2").respond(subjects.pool("gpu_time"), GetGpuTime, answer)
     found = (await stack.http.get("/admin/gpu_time?model=tiny")).json()
     assert (found["total_s"], found["hour_cost"], found["uses"]) == (9.0, 2.0, [msgspec.structs.asdict(use)])
-    check(await stack.http.get("/admin/gpu_time?model=none"), 404, "invalid_request_error", "model_not_found")
+    check(await stack.http.get("/admin/gpu_time?model=none"), 404, "not_found_error", "model_not_found")
 
 
 async def test_status_shows_live_instances_and_what_instances_have_to_do(make_stack: StackFactory) -> None:

@@ -323,6 +323,18 @@ def test_more_targets_than_workers_give_a_smaller_plan_that_says_what_it_left_ou
     assert plan.left_out == ("2 of 3 more instances have no worker: 1 worker is spare",)
 
 
+def test_that_workers_are_drained_is_a_reason() -> None:
+    drained = [msgspec.structs.replace(record(name), cordoned=True) for name in ("w1", "w2")]
+    ends = msgspec.structs.replace(record("w3"), cordoned=True, stopping=True)
+    small = msgspec.structs.replace(record("w4", arena_bytes=MODEL_BYTES - 1), cordoned=True)
+    plan = plan_worker_chains(cluster(record("w0", "serving"), *drained, ends, small), 1, MODEL_BYTES)
+    assert plan.left_out == (
+        "1 of 1 more instances have no worker: no worker is spare",
+        "drained: w1, w2 (blitzscale workers undrain)",
+    )
+    assert plan_worker_chains(cluster(record("w0", "serving"), record("w9"), *drained), 1, MODEL_BYTES).left_out == ()
+
+
 def test_no_spare_worker_gives_no_chain() -> None:
     plan = plan_worker_chains(cluster(record("w0", "serving")), 1, MODEL_BYTES)
     assert plan.chains == ()
