@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from services.monitor.core.need import Capability, DecodeLoad, Need, decode_need_of
+from services.monitor.core.need import Capability, DecodeLoad, Need, decode_need_of, shown_requests
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.prescaling import Rise
 from services.monitor.core.reported import ARRIVALS_S, Reported, serving, waiting_requests
@@ -37,7 +37,7 @@ class DecodeNeed(NamedTuple):
                 f"lets {load.flow_per_s:.1f} requests/s come"
             )
         return (
-            f"decode {need.decode:.2f}, memory {need.memory:.2f} ({load.at_once:.0f} requests at once: "
+            f"decoding fills {need.decode:.2f} instances, KV {need.memory:.2f} ({shown_requests(load.at_once)} at once: "
             f"{load.running:.0f} are, {load.coming:.0f} have prompts to compute){ahead}"
         )
 

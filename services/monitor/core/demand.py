@@ -22,7 +22,7 @@ from typing import NamedTuple
 from services.monitor.core.capability import Estimate
 from services.monitor.core.decoding import Decoding
 from services.monitor.core.give_back import idle_window_s
-from services.monitor.core.need import Capability, ModelLoad, Need, need_of, worth_moving
+from services.monitor.core.need import Capability, ModelLoad, Need, need_of, shown_requests, worth_moving
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.reported import ARRIVALS_S, Reported, serving, waiting_requests
 from services.monitor.core.sizing import Size, Sizing, SizingInputs
@@ -91,17 +91,17 @@ class _Prompts(NamedTuple):
 
     def __str__(self) -> str:
         load, need = self.load, self.need
-        prefill = (
-            f"prefill {need.prefill:.2f} ({load.arrived_tokens_per_s:.0f} tokens/s arriving, "
-            f"{load.waiting_tokens:.0f} waiting, {load.overdue_tokens:.0f} of them overdue, "
-            f"{self.tokens_per_s:.0f} tokens/s each)"
+        requests = shown_requests(load.requests)
+        running = f", {load.running_requests} running" if self.decodes and load.requests else ""
+        overdue = f", {load.overdue_tokens:.0f} of them overdue" if load.overdue_tokens else ""
+        prompts = (
+            f"prompts fill {need.prefill:.2f} instances ({load.arrived_tokens_per_s:.0f} tokens/s arrive, "
+            f"{load.waiting_tokens:.0f} wait{overdue}; one computes {self.tokens_per_s:.0f} tokens/s)"
         )
-        if not self.decodes:
-            return f"{prefill}; {load.requests} requests"
-        return (
-            f"{prefill} + decode {need.decode:.2f}, memory {need.memory:.2f}; "
-            f"{load.requests} requests, {load.running_requests} running"
-        )
+        parts = [prompts] if load.arrived_tokens_per_s or load.waiting_tokens else []
+        parts += [f"decoding {need.decode:.2f}"] if self.decodes and need.decode else []
+        parts += [f"KV {need.memory:.2f}"] if self.decodes and need.memory else []
+        return "; ".join([requests + running, *parts])
 
 
 _NO_LOAD, _NO_NEED = ModelLoad(), Need(0.0, 0.0, 0.0, 0.0)

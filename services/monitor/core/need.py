@@ -89,6 +89,11 @@ class Need:
     memory: float
 
 
+def shown_requests(number: float) -> str:
+    """In words."""
+    return "no request" if round(number) == 0 else "1 request" if round(number) == 1 else f"{number:.0f} requests"
+
+
 def need_of(load: ModelLoad, one: Capability, *, slack_s: float) -> Need:
     """The formula above. It never falls when any part of the load grows."""
     rate = max(load.arrived_tokens_per_s, min(load.burst_tokens, load.waiting_tokens) / slack_s)

@@ -162,10 +162,10 @@ async def test_an_instance_can_do_what_its_profile_says(tmp_path: Path, monkeypa
     async with running(profiles=tmp_path) as rig:
         await rig.show(model(), serving=1)
         async with busy(rig, 4000):
-            await eventually(lambda: any("1000 tokens/s each" in demand.reason for demand in rig.demands))
+            await eventually(lambda: any("computes 1000 tokens/s" in demand.reason for demand in rig.demands))
             point = PrefillPoint(prompt_tokens=100, seconds=0.2, repetitions=1)
             write_profile(tmp_path / "m.json", profile(model(), prefill=(point,)))
-            await eventually(lambda: any("500 tokens/s each" in demand.reason for demand in rig.demands))
+            await eventually(lambda: any("computes 500 tokens/s" in demand.reason for demand in rig.demands))
 
 
 @pytest.mark.parametrize(

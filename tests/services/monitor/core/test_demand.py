@@ -43,7 +43,7 @@ def test_a_burst_is_drained_within_the_slack() -> None:
     demand.on_queue("g", queue(1500, queued_tokens=900, inflight=6), 0.1)
     verdict = demand.colocated(0.1, 1)
     assert verdict.desired == 3  # 1500 tokens / 0.5 s at 1000 tokens/s
-    assert "1500 waiting" in verdict.reason
+    assert "1500 wait" in verdict.reason
 
 
 def test_what_a_gateway_holds_when_it_is_first_heard_counts_as_a_burst() -> None:
@@ -341,7 +341,7 @@ def test_prefill_instances_that_serve_take_their_share_of_new_requests() -> None
     demand.on_load(report("i1", role="prefill"), 0.5)
     verdict = demand.colocated(0.5, 1)
     assert verdict.needed == pytest.approx(1.5)
-    assert "375 waiting" in verdict.reason
+    assert "375 wait" in verdict.reason
     demand.on_load(report("i1", role="prefill", state="draining"), 0.5)
     assert demand.colocated(0.5, 1).needed == pytest.approx(3.0)
 
@@ -448,7 +448,7 @@ def test_who_is_given_back_hears_for_how_long_no_more_was_needed() -> None:
     demand.on_load(report(load_s=0.03), 0.0)
     assert "needed no more" not in demand.colocated(0.0, 1).reason
     assert idle_until(demand, 60.2, 1, since_s=0.0) == 0
-    assert demand.colocated(60.3, 1).reason.endswith("0 running; the last 60 s needed no more")
+    assert demand.colocated(60.3, 1).reason.endswith("no request; the last 60 s needed no more")
     by_rule = ModelDemand(DemandPolicy(down_window_s=0.0))
     by_rule.on_load(report(load_s=4.0), 0.0)
     assert idle_until(by_rule, 8.2, 1, since_s=0.0) == 0

@@ -277,11 +277,11 @@ def test_a_profile_counts_while_all_workers_are_of_the_kind_that_it_was_measured
     point = PrefillPoint(prompt_tokens=100, seconds=0.2, repetitions=1)
     rig = Rig(profiled=profile(model(), prefill=(point,)), waiting=4000)
     rig.show(model(), serving=1)
-    assert "500 tokens/s each" in rig.run(TICK_S)[0].reason
+    assert "computes 500 tokens/s" in rig.run(TICK_S)[0].reason
     odd = worker_record("w9")
     rig.workers = (*rig.workers, msgspec.structs.replace(odd, worker=msgspec.structs.replace(odd.worker, device="odd")))
     rig.show(model())
-    assert "1000 tokens/s each" in rig.run(1.0)[-1].reason
+    assert "computes 1000 tokens/s" in rig.run(1.0)[-1].reason
 
 
 # --- how many ------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_load_is_met_within_the_models_limits() -> None:
     rig.show(record, serving=1)
     said = rig.run(1.0)
     assert said[-1].desired == 3
-    assert "20000 waiting" in said[-1].reason
+    assert "20000 wait" in said[-1].reason
     rig.show(record, serving=3)
     assert rig.numbers() == {("colocated", 3, 3)}
     assert rig.run(3.0) == []
