@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -110,8 +111,9 @@ class FeedEntities:
         first = self._ring[0].sequence if self._ring else self._sequence + 1
         if sequence is None or not first - 1 <= sequence < self._sequence:
             return self._sequence, [self._snapshot()]
-        skipped = sequence + 1 - first
-        return self._sequence, [frame.event for frame in list(self._ring)[skipped:]]
+        # From behind: nearly all readers lack only the newest of thousands.
+        missed = islice(reversed(self._ring), self._sequence - sequence)
+        return self._sequence, [frame.event for frame in missed][::-1]
 
     def _snapshot(self) -> bytes:
         if self._whole is None or self._whole[0] != self._sequence:
