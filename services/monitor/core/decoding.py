@@ -37,8 +37,8 @@ class DecodeNeed(NamedTuple):
                 f"lets {load.flow_per_s:.1f} requests/s come"
             )
         return (
-            f"decoding fills {need.decode:.2f} instances, KV {need.memory:.2f} ({shown_requests(load.at_once)} at once: "
-            f"{load.running:.0f} are, {load.coming:.0f} have prompts to compute){ahead}"
+            f"decoding fills {need.decode:.2f} instances, KV {need.memory:.2f} ({shown_requests(load.at_once)} "
+            f"at once: {load.running:.0f} are, {load.coming:.0f} have prompts to compute){ahead}"
         )
 
 
