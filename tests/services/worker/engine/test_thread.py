@@ -12,7 +12,8 @@ from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.thread import EngineThread
 from shared.errors import Overloaded, Unavailable
 from tests.services.worker.engine.loops import BLOCK_SIZE, NUM_BLOCKS, Partial, expected, make_loop, request
-from tests.services.worker.pausing import pause
+from tests.services.worker.pausing import pause, resume
+from tests.wait_until import eventually_sync
 
 
 class Collector:
@@ -50,7 +51,7 @@ def running():
     yield start
     for thread in threads:
         thread.stop()
-        assert thread.join(10)
+        assert thread.join(60)
 
 
 SLOW = MockTiming(layer_base_s=0.002)
@@ -66,7 +67,7 @@ def test_the_thread_runs_requests_from_several_threads(running):
 
     def submit(start):
         for i in range(start, start + 5):
-            thread.submit(request(f"r{i}", (i, i + 1))).result(10)
+            thread.submit(request(f"r{i}", (i, i + 1))).result(60)
 
     submitters = [threading.Thread(target=submit, args=(n,)) for n in (0, 5, 10)]
     for t in submitters:
@@ -101,11 +102,11 @@ def test_blocks_are_prepared_before_the_thread_starts_and_before_they_are_used(r
     thread = EngineThread(loop, Collector())
     thread.prepare()
     engine.wait(2)
-    assert thread.join(10)
+    assert thread.join(60)
     assert engine.ranges == [(0, 2)]
 
     thread, collector = running(loop)
-    thread.submit(request("r", tuple(range(NUM_BLOCKS * BLOCK_SIZE // 2)))).result(10)
+    thread.submit(request("r", tuple(range(NUM_BLOCKS * BLOCK_SIZE // 2)))).result(60)
     collector.wait(1)
     engine.wait(NUM_BLOCKS)
     firsts, lasts = zip(*engine.ranges[1:], strict=True)
@@ -117,31 +118,34 @@ def test_blocks_are_prepared_before_the_thread_starts_and_before_they_are_used(r
 
 def test_a_refusal_reaches_the_submitter(running):
     thread, _ = running(slow_loop())
-    pause(thread).result(10)
-    thread.submit(request("a")).result(10)
+    pause(thread).result(60)
+    thread.submit(request("a")).result(60)
     with pytest.raises(Overloaded):
-        thread.submit(request("b")).result(10)
+        thread.submit(request("b")).result(60)
 
 
 def test_a_cancel_frees_blocks_before_its_future_is_done(running):
     thread, collector = running(slow_loop())
-    thread.submit(request("a", max_tokens=50)).result(10)
-    while thread.stats().load.kv_blocks_used == 0:
-        time.sleep(0.001)
-    assert thread.cancel("a", 0).result(10)
-    assert thread.call(lambda loop: loop.stats().load.kv_blocks_used).result(10) == 0
+    pause(thread).result(60)  # it runs until it is cancelled
+    thread.submit(request("a", max_tokens=50)).result(60)
+    thread.call(EngineLoop.step).result(60)
+    assert thread.call(lambda loop: loop.stats().load.kv_blocks_used).result(60) > 0
+    assert thread.cancel("a", 0).result(60)
+    assert thread.call(lambda loop: loop.stats().load.kv_blocks_used).result(60) == 0
+    resume(thread).result(60)
     collector.wait(1)
     assert collector.endings["a"].finish_reason == "cancelled"
 
 
 def test_stop_ends_what_is_left_with_an_error_and_refuses_what_comes_later(running):
     thread, collector = running(slow_loop())
-    thread.submit(request("a", max_tokens=50)).result(10)
+    pause(thread).result(60)
+    thread.submit(request("a", max_tokens=50)).result(60)
     thread.stop()
-    assert thread.join(10)
+    assert thread.join(60)
     assert collector.endings["a"].error.code == "unavailable"
     with pytest.raises(Unavailable):
-        thread.submit(request("b")).result(10)
+        thread.submit(request("b")).result(60)
     assert thread.stats().load.kv_blocks_used == 0
 
 
@@ -153,7 +157,7 @@ def test_a_consumer_that_raises_does_not_stop_the_thread(running):
         raise ValueError("consumer")
 
     thread, _ = running(on_output=consumer)
-    thread.submit(request("a")).result(10)
+    thread.submit(request("a")).result(60)
     collector.wait(1)
     assert not thread.join(0)
 
@@ -164,7 +168,7 @@ def test_a_broken_loop_ends_its_requests_and_tells_its_owner():
     thread = EngineThread(loop, collector, failures.append)
     thread.start()
     thread.submit(request("a"))
-    assert thread.join(10)
+    assert thread.join(60)
     assert collector.endings["a"].error.code == "engine_broken"
     assert [f.code for f in failures] == ["engine_broken"]
 
@@ -191,7 +195,7 @@ def held(running):
     """A thread inside the first layer of a prompt."""
     engine = HeldEngine()
     thread, collector = running(make_loop(engine, clock=time.monotonic))
-    thread.submit(request("a")).result(10)
+    thread.submit(request("a")).result(60)
     assert engine.layers_begun.acquire(timeout=60)
     yield thread, engine, collector
     engine.let_all_go()
@@ -210,7 +214,7 @@ def test_commands_for_between_layers_do_not_wait_for_the_steps_end(held):
     assert ran == [0, 1, 2]
     assert not steps[0].done()
     engine.let_all_go()
-    steps[0].result(10)
+    steps[0].result(60)
     assert ran == [0, 1, 2, "step"]
     collector.wait(2)
     assert collector.tokens == {name: expected((1, 2, 3, 4, 5), 6) for name in "ab"}
@@ -231,7 +235,7 @@ def test_a_refusal_between_layers_reaches_the_caller_and_hurts_nobody(held):
     failing = thread.call(lambda _: 1 / 0, between_layers=True)
     engine.let_all_go()
     with pytest.raises(ZeroDivisionError):
-        failing.result(10)
+        failing.result(60)
     collector.wait(1)
     assert collector.endings["a"].finish_reason == "length"
 
@@ -247,9 +251,9 @@ def test_a_command_that_was_taken_back_is_not_run(held):
 
 def test_commands_for_between_layers_run_though_nothing_steps(running):
     thread, _ = running()
-    assert thread.call(lambda loop: loop.num_requests, between_layers=True).result(10) == 0
-    pause(thread).result(10)
-    assert thread.call(lambda loop: loop.num_requests, between_layers=True).result(10) == 0
+    assert thread.call(lambda loop: loop.num_requests, between_layers=True).result(60) == 0
+    pause(thread).result(60)
+    assert thread.call(lambda loop: loop.num_requests, between_layers=True).result(60) == 0
 
 
 def test_commands_given_while_it_stops_are_all_answered(held):
@@ -258,7 +262,7 @@ def test_commands_given_while_it_stops_are_all_answered(held):
     thread.stop()
     late = [thread.call(lambda _: None, between_layers=bool(i % 2)) for i in range(4)]
     engine.let_all_go()
-    assert thread.join(10)
+    assert thread.join(60)
     for future in futures:
         assert future.exception(0) is None
     for future in late:
@@ -275,13 +279,11 @@ def test_a_thread_with_partial_work_that_is_not_ready_sleeps(running):
     loop.step = lambda step=loop.step: steps.append(1) or step()
     thread, _ = running(loop)
     for _ in range(3):
-        thread.call(lambda _: asked.append(ready.fget(partial)), between_layers=True).result(10)
+        thread.call(lambda _: asked.append(ready.fget(partial)), between_layers=True).result(60)
     assert steps == []
-    thread.call(lambda _: setattr(partial, "layers", 2)).result(10)
-    deadline_s = time.monotonic() + 10
-    while partial.layers and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    thread.call(lambda _: None).result(10)
+    thread.call(lambda _: setattr(partial, "layers", 2)).result(60)
+    eventually_sync(lambda: not partial.layers)
+    thread.call(lambda _: None).result(60)
     assert len(steps) == 2
 
 
@@ -292,8 +294,8 @@ def test_requests_from_many_threads_come_in_between_layers(running):
 
     def submit(start):
         for i in range(start, start + 20):
-            thread.submit(request(f"r{i}", (i, i + 1))).result(10)
-            thread.call(lambda loop: loop.scheduler.load(), between_layers=True).result(10)
+            thread.submit(request(f"r{i}", (i, i + 1))).result(60)
+            thread.call(lambda loop: loop.scheduler.load(), between_layers=True).result(60)
 
     submitters = [threading.Thread(target=submit, args=(n,)) for n in (0, 20, 40)]
     for t in submitters:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from services.worker.instance.host_group import HostGroup, group_name
 from shared.messages.codec import encode
 from shared.messages.load import HostLoad, LoadReport
 from tests.services.monitor.core.reports import report
+from tests.wait_until import eventually_sync
 
 INTERVAL_S = 0.1
 
@@ -285,20 +285,22 @@ def test_a_killed_process_that_gathered_is_replaced_and_few_reports_are_lost() -
 
     def until(names_left: int) -> str:
         """Who speaks for all of them at last."""
-        gathered.clear()
-        deadline_s = time.monotonic() + 30.0
-        while not gathered or gathered[-1][1] != names_left:
-            assert time.monotonic() < deadline_s
+
+        def is_told() -> bool:
             listen()
-            time.sleep(0.02)
+            return bool(gathered) and gathered[-1][1] == names_left
+
+        gathered.clear()
+        eventually_sync(is_told)
         return gathered[-1][0]
 
-    def until_said(worker_id: str, count: int) -> None:
-        deadline_s = time.monotonic() + 30.0
-        while len(said[worker_id]) < count:
-            assert time.monotonic() < deadline_s
+    def until_said(count: int) -> None:
+        def are_said() -> bool:
             listen()
-            time.sleep(0.02)
+            return all(len(said[worker_id]) >= count for worker_id in processes)
+
+        eventually_sync(are_said)
+        listen()  # what was said before what was heard last, in a pipe that was read before that one
 
     try:
         for left in (4, 3, 2):
@@ -308,8 +310,7 @@ def test_a_killed_process_that_gathered_is_replaced_and_few_reports_are_lost() -
             processes.pop(first).wait()
             if left > 2:
                 until(left - 1)
-            else:
-                until_said(*processes, 10)
+            until_said(10)
             for survivor in processes:
                 numbers = sorted(said[survivor])
                 gaps = [b - a - 1 for a, b in pairwise(numbers)]

@@ -44,7 +44,7 @@ async def test_the_share_of_kv_in_use_is_shown_under_vllms_name_while_there_is_a
 
 
 async def test_the_speed_that_was_measured_is_reported() -> None:
-    timing = MockTiming(layer_base_s=1e-3, layer_per_token_s=50e-6)
+    timing = MockTiming(layer_base_s=5e-3, layer_per_token_s=50e-6)
     async with lone_worker(mock=timing) as alone:
         reports = await reports_of(alone)
         instance_id = await alone.serve()
@@ -56,8 +56,9 @@ async def test_the_speed_that_was_measured_is_reported() -> None:
         assert speed.prefill_tokens_per_s > 0
         await eventually(lambda: reports and all(getattr(reports[-1], name) == getattr(speed, name) for name in SPEED))
         last = reports[-1]
-        # The engine sleeps at least this long per step; a slow machine only adds to it.
-        assert last.decode_base_s + 3 * last.decode_request_s > alone.model.spec.num_layers * 1e-3
+        # The engine sleeps at least this long per step, but for the millisecond at most that the step before it was
+        # late; a slow machine only adds to it.
+        assert last.decode_base_s + 3 * last.decode_request_s > alone.model.spec.num_layers * 5e-3 - 1e-3
 
 
 @pytest.mark.parametrize(
@@ -77,12 +78,13 @@ async def test_nothing_that_was_reported_in_an_outage_is_heard_after_it(alone: L
     await alone.serve()
     await eventually(lambda: reports)
     alone.broker.disconnect("w0")
+    alone.worker.serving.drain()  # only reports of the outage say so
     await asyncio.sleep(0.3)
+    assert alone.worker.serving.revive()
     known = len(reports)
     alone.broker.reconnect("w0")
-    await asyncio.sleep(0)
-    assert len(reports) == known, "what was kept would be sent at once"
     await eventually(lambda: len(reports) > known)
+    assert {r.state for r in reports} == {"serving"}
 
 
 async def test_a_worker_takes_its_place_among_those_of_its_host_while_it_has_an_instance() -> None:

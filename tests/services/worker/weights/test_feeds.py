@@ -39,7 +39,10 @@ from tests.services.worker.weights.feeding_peers import (
 from tests.wait_until import WAIT_S, eventually
 
 PIECES = cut(LAYOUT, CHECK_BYTES)
-SLOW_BYTES_PER_S = 20_000_000
+SLOW_BYTES_PER_S = 2_000_000
+"""Seconds for all of it: time to interrupt it also where this process stands still meanwhile."""
+FAST_BYTES_PER_S = 1e12
+"""From then on, for what is left. No rate at all would be another for the threads that are just sending."""
 
 
 def num_wanted(feed: Feed) -> int:
@@ -160,6 +163,7 @@ async def test_a_target_whose_predecessor_dies_keeps_what_it_has(between_hosts: 
         ]
         await progressed(last)
         lost.die(fabric)
+        fabric.set_rate(FAST_BYTES_PER_S)
         receiving[1].cancel()
         await asyncio.wait_for(asyncio.gather(receiving[0], receiving[2]), timeout=WAIT_S)
         assert same_bytes(last.copy, source.copy)
@@ -179,6 +183,7 @@ async def test_a_target_whose_source_dies_continues_from_a_fallback() -> None:
         ]
         await progressed(second)
         source.die(fabric)
+        fabric.set_rate(FAST_BYTES_PER_S)
         await asyncio.wait_for(asyncio.gather(*receiving), timeout=WAIT_S)
         assert same_bytes(first.copy, spare_copy.copy)
         assert same_bytes(second.copy, spare_copy.copy)
@@ -335,6 +340,7 @@ async def test_a_fill_that_fails_sends_its_readers_elsewhere_at_once() -> None:
         await progressed(last)
         upstream.cancel()
         await failing.sender.end_feeds_of(failing.copy)
+        fabric.set_rate(FAST_BYTES_PER_S)
         await asyncio.wait_for(receiving, timeout=WAIT_S)
         assert same_bytes(last.copy, source.copy)
 
@@ -373,12 +379,13 @@ async def test_a_lost_notice_only_costs_a_look_at_the_feed() -> None:
         await progressed(last)
         upstream.cancel()
         await failing.sender.end_feeds_of(failing.copy)
+        fabric.set_rate(FAST_BYTES_PER_S)
         await asyncio.wait_for(receiving, timeout=WAIT_S)
         assert same_bytes(last.copy, source.copy)
 
 
 async def test_a_sender_that_starves_is_waited_for_beyond_the_stall_time() -> None:
-    async with peers(3, random_copy(), stall_s=3.0) as (_, (source, first, second)):
+    async with peers(3, random_copy(), stall_s=5.0) as (_, (source, first, second)):
         receiving = second.receive([[first.upstream()]])
         await asyncio.sleep(6.0)
         assert not receiving.done(), "its upstream lives and has nothing yet"
@@ -442,7 +449,7 @@ async def test_what_was_sent_is_waited_for_until_the_link_counts_as_stuck(
 
 
 async def test_a_receiver_that_dies_ends_the_feed_and_frees_the_copy() -> None:
-    async with peers(2, random_copy(), stall_s=0.5) as (fabric, (source, target)):
+    async with peers(2, random_copy()) as (fabric, (source, target)):
         fabric.set_rate(SLOW_BYTES_PER_S)
         receiving = target.receive([[source.upstream()]])
         await progressed(target)
@@ -455,7 +462,7 @@ async def test_a_receiver_that_dies_ends_the_feed_and_frees_the_copy() -> None:
 
 
 async def test_a_feed_that_begins_after_its_copy_failed_is_refused() -> None:
-    async with peers(3, random_copy(), stall_s=0.5) as (_, (source, failing, last)):
+    async with peers(3, random_copy()) as (_, (source, failing, last)):
         connecting = asyncio.Event()
         go_on = asyncio.Event()
         connect = failing.dial
@@ -534,22 +541,27 @@ async def test_a_stripe_from_disk_leaves_the_other_stripes_pieces_alone() -> Non
 async def test_a_thread_that_writes_is_waited_for_by_a_fill_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_checkpoint("llama")
     checkpoint = inspect_checkpoint(path)
-    begun, ended = threading.Event(), list[float]()
+    begun, go_on, ended = threading.Event(), threading.Event(), list[float]()
 
     def slow_load(*_: object) -> None:
         begun.set()
-        time.sleep(0.5)
+        assert go_on.wait(WAIT_S)
         ended.append(time.monotonic())
 
     monkeypatch.setattr(checkpoint_reader, "load_unit", slow_load)
     async with peers(1, checkpoint=checkpoint) as (_, (target,)):
         filling = target.receive([[DISK]], path=str(path))
-        await eventually(begun.is_set)
-        filling.cancel()
+        try:
+            await eventually(begun.is_set)
+            filling.cancel()
+            await asyncio.sleep(0.2)
+            assert not filling.done(), "the thread still writes"
+        finally:
+            go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await filling
         assert len(ended) == 1
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.2)
         assert len(ended) == 1
 
 
@@ -613,6 +625,7 @@ async def test_a_feed_that_runs_is_not_begun_twice() -> None:
         await progressed(target)
         with pytest.raises(Conflict):
             await source.sender.on_feed(target.asked[0][1])
+        fabric.set_rate(FAST_BYTES_PER_S)
         await receiving
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from services.worker.weights.flow_completion import ends_soon
 from shared.aio import in_thread
+from tests.wait_until import WAIT_S
 
 
 async def test_work_in_a_thread_is_waited_for_however_often_the_caller_is_cancelled() -> None:
@@ -44,8 +45,10 @@ async def test_what_work_in_a_thread_gives_and_raises_is_the_callers() -> None:
 async def test_whether_transfers_have_ended_is_known_however_often_the_caller_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, quiet: bool
 ) -> None:
-    monkeypatch.setattr("services.worker.weights.flow_completion.SETTLE_S", 20.0 if quiet else 0.2)
-    is_quiet = False
+    monkeypatch.setattr("services.worker.weights.flow_completion.SETTLE_S", WAIT_S)
+    loop, is_quiet, passed_s = asyncio.get_running_loop(), False, 0.0
+    now_s = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now_s() + passed_s)
     waiting = asyncio.create_task(ends_soon(lambda: is_quiet))
     await asyncio.sleep(0.01)
     for _ in range(3):
@@ -57,4 +60,5 @@ async def test_whether_transfers_have_ended_is_known_however_often_the_caller_is
         with pytest.raises(asyncio.CancelledError):
             await waiting
     else:
+        passed_s = 2 * WAIT_S
         assert not await waiting, "whoever asked must learn that the memory cannot be used"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.records import digests_of_zeros
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.lone_worker import LoneWorker, lone_worker, model_record
 from tests.services.workers import MIB
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 FROM_HOST = Stripe(source="w0", source_kind="host", target="w0")
 
@@ -95,6 +95,9 @@ async def test_a_copy_comes_from_the_instance_of_the_same_process(holder: LoneWo
 
 
 async def test_where_a_copy_comes_from_is_reported_while_it_loads(holder: LoneWorker) -> None:
+    # No report is late because an answer to the one before it was.
+    holder.pool.ack = HeartbeatAck(lease_s=60.0, planner_term=1)
+    assert await holder.worker.service.parts.registration.confirmed(WAIT_S)
     source = CopySource(
         worker_id="w9", incarnation=INCARNATION, host="host-of-w9", transport_address=b"nobody", kind="host"
     )
@@ -122,7 +125,7 @@ async def test_a_copy_that_cannot_be_loaded_is_given_up(holder: LoneWorker) -> N
     good = holder.model
     holder.model = msgspec.structs.replace(good, path="/gone")
     await hold(holder)
-    await eventually(lambda: any(h.host_copies for h in holder.pool.heartbeats))
+    await eventually(lambda: not holder.worker.service.parts.store.report())
     await eventually(lambda: copies(holder) == ())
     holder.model = good
     await hold(holder, epoch=1001)
@@ -181,26 +184,25 @@ async def test_a_target_without_host_memory_serves_all_the_same(alone: LoneWorke
 # --- fills ---------------------------------------------------------------------------------------
 
 
-def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copying a unit inside a process takes 50 ms."""
-    copy_unit = WeightCopy.copy_unit
-
-    def slow(self: WeightCopy, unit: int, source: WeightCopy) -> bool:
-        time.sleep(0.05)
-        return copy_unit(self, unit, source)
-
-    monkeypatch.setattr(WeightCopy, "copy_unit", slow)
-
-
 async def test_a_copy_that_is_being_cached_and_is_placed_meanwhile_is_filled_once(
     holder: LoneWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_copies(monkeypatch)
+    held_too = threading.Event()
+    copy_unit = WeightCopy.copy_unit
+
+    def slow(self: WeightCopy, unit: int, source: WeightCopy) -> bool:
+        assert held_too.wait(WAIT_S)
+        return copy_unit(self, unit, source)
+
+    monkeypatch.setattr(WeightCopy, "copy_unit", slow)
     plan = holder.plan(epoch=10, keep_on_host=True)
     await holder.publish(plan)
-    await eventually(lambda: [c.state for c in copies(holder)] == ["loading"])
-    holder.model = msgspec.structs.replace(holder.model, path="/gone")  # a second fill would fail
-    await hold(holder)
+    try:
+        await eventually(lambda: [c.state for c in copies(holder)] == ["loading"])
+        holder.model = msgspec.structs.replace(holder.model, path="/gone")  # a second fill would fail
+        await hold(holder)
+    finally:
+        held_too.set()
     await eventually(lambda: [(c.state, c.cached) for c in copies(holder)] == [("ready", False)])
     await drop(holder)
     await eventually(lambda: copies(holder) == ())
@@ -280,25 +282,26 @@ async def test_a_copy_that_may_go_goes_after_its_readers_however_long_they_read(
 # --- the end of the process ----------------------------------------------------------------------
 
 
-async def test_a_stopped_worker_keeps_its_copies_until_the_pool_lets_them_go(holder: LoneWorker) -> None:
-    await holder.serve()
-    await hold(holder)
-    await held(holder)
-    holder.pool.retire_error = Conflict("the last copy")
-    stopping = asyncio.create_task(holder.worker.stop())
-    await eventually(lambda: {r.kind for r in holder.pool.retired if r.leaving} == {"gpu", "host"})
-    await asyncio.sleep(0.5)
-    assert not stopping.done()
-    with pytest.raises(Unavailable, match="stops"):
-        await hold(holder, epoch=1001)
-    offered = holder.worker.service.parts.mover.copies
-    assert all(offered.find(k, holder.model.model_hash, holder.model.layout_hash) for k in ("gpu", "host"))
-    with holder.worker.service.parts.store.pinned(holder.model.model_hash):
-        holder.pool.retire_error = None
-        await eventually(lambda: not offered.find("host", holder.model.model_hash, holder.model.layout_hash))
-        await asyncio.sleep(0.2)
-        assert not stopping.done(), "somebody reads it"
-    await asyncio.wait_for(stopping, 20.0)
+async def test_a_stopped_worker_keeps_its_copies_until_the_pool_lets_them_go() -> None:
+    async with lone_worker(host_cache_bytes=4 * MIB, drain_timeout_s=WAIT_S) as holder:
+        await holder.serve()
+        await hold(holder)
+        await held(holder)
+        holder.pool.retire_error = Conflict("the last copy")
+        stopping = asyncio.create_task(holder.worker.stop())
+        await eventually(lambda: {r.kind for r in holder.pool.retired if r.leaving} == {"gpu", "host"})
+        await asyncio.sleep(0.5)
+        assert not stopping.done()
+        with pytest.raises(Unavailable, match="stops"):
+            await hold(holder, epoch=1001)
+        offered = holder.worker.service.parts.mover.copies
+        assert all(offered.find(k, holder.model.model_hash, holder.model.layout_hash) for k in ("gpu", "host"))
+        with holder.worker.service.parts.store.pinned(holder.model.model_hash):
+            holder.pool.retire_error = None
+            await eventually(lambda: not offered.find("host", holder.model.model_hash, holder.model.layout_hash))
+            await asyncio.sleep(0.2)
+            assert not stopping.done(), "somebody reads it"
+        await asyncio.wait_for(stopping, WAIT_S)
 
 
 async def test_a_stopped_worker_waits_no_longer_than_its_drain_timeout() -> None:
@@ -306,14 +309,14 @@ async def test_a_stopped_worker_waits_no_longer_than_its_drain_timeout() -> None
         await hold(alone)
         await held(alone)
         alone.pool.retire_error = Conflict("the last copy")
-        await asyncio.wait_for(alone.worker.stop(), 3.0)
+        await asyncio.wait_for(alone.worker.stop(), WAIT_S)
         assert alone.pool.heartbeats[-1].leaving
 
 
 async def test_a_stopped_worker_does_not_wait_for_a_pool_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.instance.registration.POOL_SILENT_S", 0.3)
-    async with lone_worker(host_cache_bytes=4 * MIB) as alone:
+    async with lone_worker(host_cache_bytes=4 * MIB, drain_timeout_s=2 * WAIT_S) as alone:
         await hold(alone)
         await held(alone)
         alone.pool.retire_error = Unavailable("recovering")
-        await asyncio.wait_for(alone.worker.stop(), 3.0)
+        await asyncio.wait_for(alone.worker.stop(), WAIT_S)

@@ -20,7 +20,7 @@ from tests.records import model, worker, worker_record
 from tests.services.fake_pool import FakePool
 from tests.shared.bus.memory import MemoryBroker
 from tests.shared.transport.memory import MemoryFabric, MemoryTransport
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 
 class Recording:
@@ -150,7 +150,7 @@ async def test_a_cancellation_that_comes_together_with_a_reason_to_look_ends_it(
     for task in tasks:
         task.cancel()
         await asyncio.sleep(0)
-    done, _ = await asyncio.wait(tasks, timeout=1.0)
+    done, _ = await asyncio.wait(tasks, timeout=WAIT_S)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

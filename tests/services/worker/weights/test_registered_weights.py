@@ -60,7 +60,7 @@ async def test_weights_that_were_overwritten_are_no_host_copy(alone: LoneWorker)
     overwrite(Path(alone.model.path))
     request = HoldCopy(model=alone.model, epoch=1000, sources=())
     await alone.planner.request(subjects.worker_hold_copy(process("w0")), request, Ack, timeout_s=60)
-    await eventually(lambda: any(h.host_copies for h in alone.pool.heartbeats))
+    await eventually(lambda: not alone.worker.service.parts.store.report())
     await eventually(lambda: alone.pool.heartbeats[-1].host_copies == ())
     assert not [c for h in alone.pool.heartbeats for c in h.host_copies if c.state == "ready"]
 
