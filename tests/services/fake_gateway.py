@@ -26,7 +26,6 @@ from tests.shared.bus.memory import MemoryBroker
 from tests.wait_until import WAIT_S
 
 PROMPT = tuple(b"a prompt of some length")
-RPC_TIMEOUT_S = 5.0
 
 
 @functools.lru_cache(4096)
@@ -110,11 +109,11 @@ class FakeGateway:
         named = worker if isinstance(worker, Process) else process(worker)
         if self._patient:
             await self._beat(_PATIENT_S)
-        return await self.bus.request(subjects.worker_submit(named), request, Ack, timeout_s=RPC_TIMEOUT_S)
+        return await self.bus.request(subjects.worker_submit(named), request, Ack, timeout_s=WAIT_S)
 
     async def resend(self, worker_id: str, request_id: str, *, attempt: int = 1, offset: int = 0) -> Ack:
         request = Resend(request_id=request_id, attempt=attempt, offset=offset)
-        return await self.bus.request(subjects.worker_resend(process(worker_id)), request, Ack, timeout_s=RPC_TIMEOUT_S)
+        return await self.bus.request(subjects.worker_resend(process(worker_id)), request, Ack, timeout_s=WAIT_S)
 
     async def cancel(self, worker_id: str, request_id: str, *, attempt: int = 1) -> None:
         await self.bus.publish(
