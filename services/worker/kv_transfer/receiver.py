@@ -52,7 +52,7 @@ Key = tuple[str, int]
 """(request id, attempt)."""
 
 
-class Begun(NamedTuple):
+class _Begun(NamedTuple):
     """A request that was taken over: when (monotonic), and from which worker."""
 
     at_s: float
@@ -79,7 +79,7 @@ class KvReceiver(Cooperation):
         self._instance = instance
         self.reservations: dict[Key, DecodeReservation] = {}
         """Changed here alone."""
-        self._begun: OrderedDict[Key, Begun] = OrderedDict()
+        self._begun: OrderedDict[Key, _Begun] = OrderedDict()
         """Those that are, or were, decoded here: the answer may have been lost."""
         self._tickets = itertools.count()
         self._staging = Staging()
@@ -303,7 +303,7 @@ class KvReceiver(Cooperation):
         except BlitzError as error:
             self._inbox.spans.refused(sequence.key, error)
             raise
-        self._begun[sequence.key] = Begun(time.monotonic(), reservation.message.worker_id)
+        self._begun[sequence.key] = _Begun(time.monotonic(), reservation.message.worker_id)
         if len(self._begun) > MAX_BEGUN:
             self._begun.popitem(last=False)
         self.reservations.pop(sequence.key, None)
