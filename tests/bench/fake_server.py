@@ -37,12 +37,14 @@ async def fake_server(
     script: Script = lambda n: "ok",
     *,
     gap_s: float = 0.0,
+    answers: asyncio.Event | None = None,
     max_model_len: int | None = None,
     split: bool = False,
     admin: Mapping[str, msgspec.Struct] | None = None,
     admin_status: str = "404 Not Found",
 ) -> AsyncIterator[FakeServer]:
-    """Serve one model, "fake"; ``split`` sends every answer a few bytes at a time. ``admin``: what GET
+    """Serve one model, "fake"; ``split`` sends every answer a few bytes at a time. ``answers``: no completion has one
+    before. ``admin``: what GET
     answers there, by path; elsewhere there it answers ``admin_status``."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -83,6 +85,8 @@ async def fake_server(
                 server.authorizations.append(headers.get("authorization"))
                 server.running += 1
                 server.most_running = max(server.running, server.most_running)
+                if answers is not None:
+                    await answers.wait()
                 try:
                     if not await complete(script(len(server.bodies) - 1), json.loads(body), send, answer):
                         return

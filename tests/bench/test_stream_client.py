@@ -40,6 +40,8 @@ async def _answering(*answers: bytes, hang_up: bool = False) -> AsyncIterator[tu
         listener.close()
 
 
+LONG_S = 60.0
+"""Of what is not to be late."""
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
@@ -62,33 +64,34 @@ def test_what_is_no_url_is_refused(url: str) -> None:
         Endpoint.of(url)
 
 
-async def test_connections_are_kept_and_reused() -> None:
+async def test_connections_are_kept_and_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_client, "IDLE_S", LONG_S)
     async with _answering(SIZED, SIZED) as (client, connections):
         for _ in range(2):
-            assert (await client.request("GET", "/", timeout_s=2)).body == b"ok"
+            assert (await client.request("GET", "/", timeout_s=LONG_S)).body == b"ok"
     assert connections == [1]
 
 
 async def test_a_connection_kept_too_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_client, "IDLE_S", 0.05)
     async with _answering(SIZED, SIZED) as (client, connections):
-        await client.request("GET", "/", timeout_s=2)
+        await client.request("GET", "/", timeout_s=LONG_S)
         await asyncio.sleep(0.1)
-        await client.request("GET", "/", timeout_s=2)
+        await client.request("GET", "/", timeout_s=LONG_S)
     assert connections == [2]
 
 
 async def test_a_connection_that_the_server_closed_is_not_used_again() -> None:
     async with _answering(SIZED, SIZED, hang_up=True) as (client, connections):
-        await client.request("GET", "/", timeout_s=2)
+        await client.request("GET", "/", timeout_s=LONG_S)
         await asyncio.sleep(0.05)
-        assert (await client.request("GET", "/", timeout_s=2)).status == 200
+        assert (await client.request("GET", "/", timeout_s=LONG_S)).status == 200
     assert connections == [2]
 
 
 async def test_a_body_without_a_length_ends_with_the_connection() -> None:
     async with _answering(b"HTTP/1.1 500 Oops\r\n\r\nlong story", hang_up=True) as (client, _):
-        reply = await client.request("GET", "/", timeout_s=2)
+        reply = await client.request("GET", "/", timeout_s=LONG_S)
     assert (reply.status, reply.body) == (500, b"long story")
 
 
@@ -99,29 +102,29 @@ async def test_events_of_either_line_ending_are_read_and_comments_ignored() -> N
     )
     events: list[bytes] = []
     async with _answering(head + body) as (client, _):
-        await client.request("POST", "/", on_event=lambda data, now: events.append(data), timeout_s=2)
+        await client.request("POST", "/", on_event=lambda data, now: events.append(data), timeout_s=LONG_S)
     assert b"one" in events
     assert events[-1] == b"three"
     assert b"ping" not in b"".join(events)
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"),
+    ("answer", "timeout_s", "kind"),
     [
-        (b"SSH-2.0-x\r\n\r\n", "protocol"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "protocol"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok", "timeout"),
+        (b"SSH-2.0-x\r\n\r\n", LONG_S, "protocol"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", LONG_S, "protocol"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok", 0.2, "timeout"),
     ],
 )
-async def test_broken_answers_are_told_apart(answer: bytes, kind: str) -> None:
+async def test_broken_answers_are_told_apart(answer: bytes, timeout_s: float, kind: str) -> None:
     async with _answering(answer) as (client, _):
         with pytest.raises(StreamFailed) as caught:
-            await client.request("GET", "/", timeout_s=0.2)
+            await client.request("GET", "/", timeout_s=timeout_s)
     assert caught.value.kind == kind
 
 
 async def test_a_body_cut_short_is_a_lost_connection() -> None:
     async with _answering(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok", hang_up=True) as (client, _):
         with pytest.raises(StreamFailed) as caught:
-            await client.request("GET", "/", timeout_s=2)
+            await client.request("GET", "/", timeout_s=LONG_S)
     assert caught.value.kind == "disconnected"

@@ -21,7 +21,7 @@ from compose.restart_policy import RestartPolicy
 from compose.supervisor import Supervisor
 from tests.wait_until import eventually
 
-QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, stable_s=5.0, max_failed_starts=3)
+QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, stable_s=600.0, max_failed_starts=3)
 
 PRELOADED = "import os\nIMPORTED_BY = os.getpid()\n"
 PROGRAM = """
@@ -70,7 +70,7 @@ async def supervisor(tmp_path: Path, server: ForkServer) -> AsyncIterator[Superv
 
 def _spec(server: ForkServer, tmp_path: Path, env: dict[str, str], **more: str) -> ChildSpec:
     argv = (sys.executable, "-m", "program")
-    return ChildSpec("worker-7", argv, env | {"OWN": "mine"} | more, 5.0, tmp_path, tells_ready=True, forks=server)
+    return ChildSpec("worker-7", argv, env | {"OWN": "mine"} | more, 60.0, tmp_path, tells_ready=True, forks=server)
 
 
 def _server_pid() -> int:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_what_names_no_process_is_refused(tmp_path: Path, line: str, monkeypatch
         lock_holder.find(tmp_path)
 
 
-def test_who_only_looks_keeps_no_stack_from_its_directory(tmp_path: Path) -> None:
+def test_who_only_looks_keeps_no_stack_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = StateDir(tmp_path)
     state.acquire()
     state.release()
@@ -98,8 +98,8 @@ def test_who_only_looks_keeps_no_stack_from_its_directory(tmp_path: Path) -> Non
     fcntl.flock(looks, fcntl.LOCK_SH)
     with pytest.raises(StackRefused, match="another stack"):
         state.acquire()
-    done = threading.Timer(lock_holder.PAUSE_S / 50, os.close, [looks])
-    done.start()
-    state.acquire()
+    # It is over while the stack waits.
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", lambda _seconds: os.close(looks))
+        state.acquire()
     state.release()
-    done.join()

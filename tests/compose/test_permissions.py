@@ -17,6 +17,7 @@ from shared import subjects
 from shared.bus.nats_link import round_trip
 from shared.permissions import KINDS, SERVICE_VERBS, TABLE, USERS, Grant, Row, grant, inbox_prefix
 from tests.servers import Server, guarded_nats_server, password_of
+from tests.wait_until import WAIT_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -79,6 +80,12 @@ class Guarded:
         self.url = url
         self.witness = One("witness")
         self.users = {user: One(user) for user in USERS}
+
+
+@pytest.fixture(autouse=True)
+def patient_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the server refuses is heard, however late it answers."""
+    monkeypatch.setattr("shared.bus.nats_link._ROUND_TRIP_S", WAIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ async def test_redis_keeps_its_keys_when_it_restarts(servers: Servers) -> None:
     child.signal(signal.SIGTERM)
     while child.pid in (None, before):
         await wait_until(
-            redis_probe(servers.addresses.redis_socket, servers.addresses.redis_port), "redis", timeout_s=10
+            redis_probe(servers.addresses.redis_socket, servers.addresses.redis_port), "redis", timeout_s=60
         )
     await servers.ready()
     client = servers.redis()

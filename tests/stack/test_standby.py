@@ -14,9 +14,10 @@ from openai import AsyncOpenAI
 
 from compose.stack import Stack
 from tests.plain_http import http_client, openai_client
-from tests.stack.client import complete, scale, until
+from tests.stack.client import PATIENCE_S, complete, scale, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
 from tests.stack.readers import SLOWLY, texts, well_begun
+from tests.wait_until import eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
@@ -44,7 +45,7 @@ def _newest_term(stack: Stack, kind: str) -> tuple[int, str]:
 
 async def _listed(stack: Stack) -> set[str]:
     """Ids of the operations that are on record."""
-    async with http_client() as http:
+    async with http_client(timeout=PATIENCE_S) as http:
         answer = (await http.get(f"{stack.url}/admin/scale", params={"limit": 100})).raise_for_status()
     return {record["plan_id"] for record in answer.json()["records"]}
 
@@ -61,9 +62,7 @@ async def test_another_leads_when_the_leader_is_killed_and_nothing_is_forgotten(
     async with _client(stack.urls[0]) as first, _client(stack.urls[1]) as second:
         readers, expected = await well_begun([first, second] * 3)
         stack.kill(leader)
-        async with asyncio.timeout(60):
-            while _newest_term(stack, kind)[0] == term:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: _newest_term(stack, kind)[0] > term)
         assert await texts(readers) == [expected] * 6
     for instances in (1, 2):
         record = await scale(stack, MODEL, instances)
@@ -77,7 +76,7 @@ async def test_the_other_gateways_streams_do_not_notice_a_killed_one(stack: Stac
         readers, expected = await well_begun([first] * 3)
         stack.kill("gateway-1")
         assert await texts(readers) == [expected] * 3
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     assert await complete(second, MODEL, max_tokens=readers[0].max_tokens) == expected

@@ -52,7 +52,7 @@ def start(stack: Stack, log: Path, **env: str) -> subprocess.Popen[bytes]:
 
 def health(port: int) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -87,10 +87,14 @@ async def test_one_process_is_all_workers_of_a_host(stack: Stack, tmp_path: Path
         assert await ids(stack) == {f"{HOST}-0", f"{HOST}-1"}
         assert [health(port + 1), health(port + 2)] == [200, 200]
 
-        children = psutil.Process(process.pid).children()
-        killed = next(p for p in children if p.name() == f"{HOST}-1")
-        killed.kill()
-        await eventually(lambda: health(port) == 503)
+        def is_seen_dead() -> bool:
+            # On a busy machine it may be back before anybody has looked: then again.
+            if health(port + 2) == 200:
+                children = psutil.Process(process.pid).children()
+                next(p for p in children if p.name() == f"{HOST}-1").kill()
+            return health(port) == 503
+
+        await eventually(is_seen_dead)
         await eventually(lambda: health(port) == 200)
         assert await ids(stack) == {f"{HOST}-0", f"{HOST}-1"}
 

@@ -18,7 +18,7 @@ async def test_an_operation_is_asked_for_again_while_somebody_is_away() -> None:
             raise NoResponder("the planner is away")
         return "out done"
 
-    scaler = Scaler(ask)
+    scaler = Scaler(ask, patience_s=600.0)
     await scaler.run([WISH], start_s=now_s())
     assert scaler.outcomes == {"prefill out done": 1}
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from bench import stream_client
 from bench.lab.errors import LabFailed
 from bench.live.burst import Answer, BurstClient
 from tests.bench.fake_server import fake_server
@@ -11,7 +12,8 @@ from tests.bench.fake_server import fake_server
 PROMPTS = tuple((index, index + 1) for index in range(3))
 
 
-async def test_a_burst_is_sent_at_once_and_answered_in_order() -> None:
+async def test_a_burst_is_sent_at_once_and_answered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_client, "IDLE_S", 600.0)
     async with fake_server(gap_s=0.02) as server:
         client = BurstClient(server.url, "fake", output_tokens=3)
         await client.connect(3)

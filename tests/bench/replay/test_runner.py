@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from bench import stream_client
+from bench.replay import runner
 from bench.replay.plan import PlannedRequest, Shape, plan_requests
 from bench.replay.record import Collector, Result
 from bench.replay.runner import Bodies, SendOptions, choose_model, send_all
@@ -12,6 +14,8 @@ from bench.stream_client import Endpoint, StreamClient
 from bench.traces.request import Trace, TraceRequest
 from shared.errors import ModelNotFound, Unavailable
 from tests.bench.fake_server import FakeServer, fake_server
+from tests.bench.loop_time import loop_time
+from tests.wait_until import eventually
 
 
 def _trace(count: int, every_s: float = 0.0, output_tokens: int = 4) -> Trace:
@@ -53,8 +57,12 @@ async def test_measures_times_and_counts_tokens() -> None:
 
 
 async def test_requests_are_sent_on_time_however_late_the_answers_are() -> None:
-    async with fake_server(gap_s=2.0) as server:
-        result, _ = await _replay(server, _trace(10, every_s=0.02, output_tokens=1))
+    answers = asyncio.Event()
+    async with fake_server(answers=answers) as server:
+        replay = asyncio.create_task(_replay(server, _trace(10, every_s=0.02, output_tokens=1), timeout_s=600.0))
+        await eventually(lambda: server.running == 10)
+        answers.set()
+        result, _ = await replay
     assert result.completed == 10
     assert server.most_running == 10
 
@@ -71,7 +79,8 @@ async def test_requests_are_sent_on_time_however_late_the_answers_are() -> None:
     ],
 )
 async def test_failures_are_counted_by_kind_and_do_not_spoil_the_rest(behaviour: str, kind: str) -> None:
-    async with fake_server(lambda n: behaviour if n == 1 else "ok") as server:
+    # Who stands still for longer than the time limit has none in time.
+    async with fake_server(lambda n: behaviour if n == 1 else "ok") as server, loop_time(stream_client, runner):
         result, _ = await _replay(server, _trace(4, every_s=0.03), timeout_s=1.5)
     assert result.failures == {kind: 1}
     assert result.completed == 3
@@ -79,7 +88,7 @@ async def test_failures_are_counted_by_kind_and_do_not_spoil_the_rest(behaviour:
 
 
 async def test_a_slow_stream_that_keeps_talking_is_no_timeout() -> None:
-    async with fake_server(gap_s=0.5) as server:
+    async with fake_server(gap_s=0.5) as server, loop_time(stream_client, runner):
         result, _ = await _replay(server, _trace(1, output_tokens=6), timeout_s=2.0)
     assert result.completed == 1
 
@@ -106,7 +115,10 @@ async def test_samples_keep_prompt_and_output() -> None:
     assert (sample.text, sample.finish_reason) == ("t0 t1 t2 t3 ", "length")
 
 
-async def test_a_concurrency_limit_holds_and_its_wait_counts_into_the_first_token() -> None:
+async def test_a_concurrency_limit_holds_and_its_wait_counts_into_the_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_client, "IDLE_S", 600.0)
     async with fake_server(gap_s=0.03) as server:
         result, _ = await _replay(server, _trace(4), concurrency_limit=1)
     assert server.most_running == 1
@@ -121,8 +133,7 @@ async def test_cancelling_keeps_what_was_measured() -> None:
         requests = plan_requests(_trace(3, every_s=0.05), Shape())
         collector, send = Collector(planned=3), SendOptions(model="fake")
         task = asyncio.create_task(send_all(client, Bodies(requests, send), send, collector))
-        while len(server.bodies) < 3 or not collector.records:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: len(server.bodies) == 3 and collector.records)
         await asyncio.sleep(0.4)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -134,7 +145,8 @@ async def test_cancelling_keeps_what_was_measured() -> None:
 
 
 async def test_an_endpoint_that_dies_fails_what_it_had_and_what_comes_after() -> None:
-    async with fake_server(lambda n: "die" if n == 4 else "ok") as server:
+    # Who stands still meanwhile sends all of them before it dies.
+    async with fake_server(lambda n: "die" if n == 4 else "ok") as server, loop_time(stream_client, runner):
         result, _ = await _replay(server, _trace(10, every_s=0.1), timeout_s=2.0)
     assert (result.completed + result.failed, result.unfinished) == (10, 0)
     assert result.completed >= 1
@@ -159,10 +171,10 @@ def test_bodies_are_made_ahead_within_a_bound_and_come_in_order() -> None:
 async def test_choosing_a_model() -> None:
     async with fake_server(max_model_len=512) as server:
         client = StreamClient(Endpoint.of(server.url + "/v1/"))
-        card = await choose_model(client, None, timeout_s=5)
+        card = await choose_model(client, None, timeout_s=60)
         assert (card.id, card.max_model_len) == ("fake", 512)
         with pytest.raises(ModelNotFound, match="it has: fake"):
-            await choose_model(client, "other", timeout_s=5)
+            await choose_model(client, "other", timeout_s=60)
         client.close()
     with pytest.raises(Unavailable, match="cannot be reached"):
-        await choose_model(StreamClient(Endpoint.of("http://127.0.0.1:1")), None, timeout_s=5)
+        await choose_model(StreamClient(Endpoint.of("http://127.0.0.1:1")), None, timeout_s=60)

@@ -43,6 +43,7 @@ from shared.subjects import Process
 from tests.processes import INCARNATION, process
 from tests.services.gateway.checkpoint import CONTEXT_TOKENS
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
+from tests.wait_until import WAIT_S
 
 Script = Callable[[Submit], list[int]]
 """The whole output of a request, as token ids; its terminal part follows."""
@@ -174,7 +175,7 @@ class FakeWorker:
         if key in self._owners:
             try:
                 return await self.bus.request(
-                    subjects.worker_resend(process(self._owners[key])), resend, Ack, timeout_s=1.0
+                    subjects.worker_resend(process(self._owners[key])), resend, Ack, timeout_s=WAIT_S
                 )
             except NoResponder as error:
                 raise NotFound("its new owner does not answer") from error

@@ -12,7 +12,7 @@ import pytest
 
 from services.gateway.config import GatewayConfig
 from services.gateway.http.app import GatewayApp
-from services.gateway.server import Server, listen
+from services.gateway.server import ConnectionLimits, Server, listen
 from services.gateway.service import Gateway
 from shared.messages.registry import ModelRecord
 from tests.plain_http import http_client, openai_client
@@ -46,6 +46,8 @@ class Stack:
     openai: Any
     """An ``AsyncOpenAI``; its overloads do not take plain dictionaries."""
     server: Server
+    limits: ConnectionLimits
+    """Of the server's connections."""
 
     def forget(self) -> None:
         """Drop what the doubles remember."""
@@ -90,7 +92,7 @@ async def _stack(record: ModelRecord, num_workers: int, broker: MemoryBroker, **
     async with http_client(base_url=url, timeout=60) as http:
         stack = Stack(
             broker, bus, gateway, pool, workers, url, http,
-            openai_client(url, timeout_s=60), server,
+            openai_client(url, timeout_s=60), server, limits,
         )  # fmt: skip
         await stack.until(lambda: gateway.routes.ready and server.started)
         try:

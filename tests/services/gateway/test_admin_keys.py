@@ -67,8 +67,9 @@ async def test_keys_that_are_replaced_in_the_file_are_replaced_in_the_gateway(
 
 
 async def test_administration_is_never_open_because_the_file_is_empty_or_gone(
-    make_stack: StackFactory, tmp_path: Path
+    make_stack: StackFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watched_file, "LOOK_EVERY_S", 3600.0)  # or ours would see nothing new, and not wait
     file = tmp_path / "keys"
     file.write_text("root")
     stack = await make_stack(admin_keys_file=str(file))

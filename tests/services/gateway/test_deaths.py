@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 import httpx
 import msgspec
@@ -19,8 +18,6 @@ from tests.wait_until import WAIT_S
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 POISON = "z"
-SETTLED_S = 0.85
-"""A little more than the gateway's ``FailureDetector.settle_s`` in these tests, if it runs meanwhile."""
 
 
 def is_poison(submit: Submit) -> bool:
@@ -87,7 +84,9 @@ async def test_a_poison_prompt_is_ended_after_three_workers_and_the_others_are_a
     assert len(dead(stack)) == 3
     submits = [s for w in stack.workers for s in w.submits if is_poison(s)]
     assert sorted((s.attempt, s.alone_tokens > 0) for s in submits) == [(1, False), (2, False), (3, True)]
-    (named,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    # Of this gateway: what other tests left behind may be found just now, and is an error of asyncio's.
+    gateways = [r for r in caplog.records if r.name.startswith("services.gateway")]
+    (named,) = [r.getMessage() for r in gateways if r.levelno == logging.ERROR]
     assert submits[0].request_id in named
     assert all(worker.name in named for worker in dead(stack))
 
@@ -148,27 +147,6 @@ async def test_a_worker_that_was_told_to_leave_did_not_die(make_stack: StackFact
     await stack.until(lambda: stack.gateway.routes.models["tiny"].routes[holder.instance_id].state == "draining")
     (request,) = stack.gateway.dispatcher.requests.all()
     await holder.stop()
-    await stack.until(lambda: request.stream.attempt == 2)
-    assert request.stream.deaths.counted == request.stream.failures == 0
-    assert (await answer).json()["choices"][0]["text"] == TEXT
-
-
-@pytest.mark.parametrize("stands_still", [False, True])
-async def test_a_worker_that_is_silent_since_the_bus_was_away_did_not_die(
-    make_stack: StackFactory, stands_still: bool
-) -> None:
-    stack = await mortals(make_stack, 2)
-    answer = asyncio.create_task(ask(stack, "a"))
-    await stack.until(lambda: any(w.submits for w in stack.workers))
-    holder = next(w for w in stack.workers if w.submits)
-    (request,) = stack.gateway.dispatcher.requests.all()
-    await holder.stop()
-    stack.broker.disconnect()
-    stack.broker.reconnect()
-    if stands_still:
-        await asyncio.sleep(0.2)
-        time.sleep(SETTLED_S)  # noqa: ASYNC251 - the gateway, too, as if it were stopped
-    stack.gateway.dispatcher.silence_watch.ask(request)
     await stack.until(lambda: request.stream.attempt == 2)
     assert request.stream.deaths.counted == request.stream.failures == 0
     assert (await answer).json()["choices"][0]["text"] == TEXT

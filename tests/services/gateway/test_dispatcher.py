@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+
+import pytest
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.routes import RouteDiff, RouteView
 from services.gateway.core.stream import StreamState
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
+from shared import subjects
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, SamplingParams, StreamPart, TokenBatch, TokenLogprobs
 from shared.messages.load import QueueReport
+from shared.messages.registry import ModelRoute, RouteChanges
 from tests.moved_clock import MovedClock
-from tests.processes import INCARNATION
+from tests.processes import INCARNATION, process
+from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakeWorker
 from tests.shared.bus.memory import MemoryBroker
 from tests.wait_until import eventually
@@ -40,8 +46,8 @@ class Ends:
         self.errors.append(error)
 
 
-def dispatcher(broker: MemoryBroker, worker: FakeWorker) -> Dispatcher:
-    routes = RouteView()
+def dispatcher(broker: MemoryBroker, *workers: FakeWorker, routes: RouteView | None = None) -> Dispatcher:
+    routes = routes or RouteView()
     made = Dispatcher(
         broker.bus("gateway"),
         routes,
@@ -55,8 +61,9 @@ def dispatcher(broker: MemoryBroker, worker: FakeWorker) -> Dispatcher:
             probe_s=0.5,
             max_attempts=3,
         ),
+        incarnation=INCARNATION,
     )
-    made.router.set_routes("m", "", [worker.route()])
+    made.router.set_routes("m", "", [worker.route() for worker in workers])
     return made
 
 
@@ -142,3 +149,45 @@ async def test_streams_are_asked_for_what_an_outage_took_from_them_by_a_gateway_
     await eventually(lambda: worker.resends)
     await running.close()
     await worker.stop()
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+async def test_a_worker_that_is_silent_since_the_bus_was_away_did_not_die(
+    checkpoint: Path, moved_clock: MovedClock, stands_still: bool
+) -> None:
+    broker, routes, record = MemoryBroker(), RouteView(), model_record(checkpoint, "m")
+    holder, other = workers = FakeWorker(broker, "w0", pause_after=0), FakeWorker(broker, "w1")
+    for worker in workers:
+        await worker.start()
+    running = dispatcher(broker, routes=routes)
+    found = tuple(ModelRoute(model="m", route=worker.route()) for worker in workers)
+    running.routes_changed(
+        routes.apply_changes(RouteChanges(publisher="pool", sequence=1, models=(record,), routes=found))
+    )
+
+    async def tick() -> None:
+        while True:
+            running.tick()
+            await asyncio.sleep(0.05)
+
+    await broker.bus("gateway").subscribe(subjects.tokens(process("gw-test")), TokenBatch, running.on_batch)
+    ticking = asyncio.create_task(tick())
+    await eventually(lambda: running.silence_watch.is_settled)
+    stream, end = request("r"), Ends()
+    stream.model_hash = record.model_hash
+    running.start(stream, end)
+    await eventually(lambda: holder.submits)
+    await holder.stop()
+    broker.disconnect()
+    broker.reconnect()
+    if stands_still:
+        await asyncio.sleep(0.2)
+        moved_clock.move(2.1)  # the gateway, too, is as if it were stopped: for longer than it takes to settle
+    running.silence_watch.ask(running.requests["r"])
+    await eventually(lambda: stream.attempt == 2)
+    assert stream.deaths.counted == stream.failures == 0
+    await eventually(lambda: end.reason)
+    assert (end.reason, end.errors, len(other.submits)) == ("length", [], 1)
+    ticking.cancel()
+    await running.close()
+    await other.stop()

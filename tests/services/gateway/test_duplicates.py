@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from services.gateway import service
 from services.gateway.http.app import GatewayApp
 from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
@@ -21,6 +22,13 @@ from tests.services.gateway.conftest import CONFIG, Stack
 from tests.services.gateway.test_failover import collect
 from tests.shared.bus.memory import MemoryBroker
 from tests.wait_until import WAIT_S, eventually
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds an id, and lives, answers, however busy the machine is."""
+    for module in (identity, service):
+        monkeypatch.setattr(module, "ASK_TIMEOUT_S", WAIT_S)
 
 
 async def serve(broker: MemoryBroker, gateway_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import openai
@@ -16,7 +17,7 @@ from shared.messages.generation import Submit
 from tests.processes import process
 from tests.services.gateway.cluster import FakeWorker, say
 from tests.services.gateway.conftest import Stack, StackFactory
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 TEXT = "the quick brown fox"
 
@@ -181,13 +182,18 @@ async def test_a_request_that_is_sent_back_again_and_again_before_anybody_takes_
 ) -> None:
     """Where nobody says that an instance drains: no pool leads, or it has not heard of it."""
     monkeypatch.setattr(failover, "SUSPECT_PAUSE_S", 0.02)
-    stack = await make_stack(1, queue_timeout_s=0.3)
+    stack = await make_stack(1, queue_timeout_s=WAIT_S)
     stack.workers[0].refuse_with = SentBack("it drains")
+    began_s = time.monotonic()
+    answer = asyncio.create_task(collect(stack))
+    await stack.until(lambda: stack.gateway.metrics.of("tiny").sent_back > 2)
+    # Its time, which counts from its beginning, is over now.
+    skipped_s = began_s + WAIT_S - time.monotonic()
+    monkeypatch.setattr(stack.gateway.dispatcher, "_clock", lambda: time.monotonic() + skipped_s)
     with pytest.raises(openai.APIStatusError) as raised:
-        async with asyncio.timeout(10):
-            await collect(stack)
+        async with asyncio.timeout(WAIT_S):
+            await answer
     assert raised.value.status_code == 503
-    assert stack.gateway.metrics.of("tiny").sent_back > 2
 
 
 async def test_a_silent_instance_is_asked_and_then_given_up(make_stack: StackFactory) -> None:
@@ -204,7 +210,8 @@ async def test_a_silent_instance_is_asked_and_then_given_up(make_stack: StackFac
     await stack.until(lambda: first.cancels)
 
 
-async def test_a_lost_part_is_asked_for_and_a_repeated_one_dropped(stack: Stack) -> None:
+async def test_a_lost_part_is_asked_for_and_a_repeated_one_dropped(make_stack: StackFactory) -> None:
+    stack = await make_stack(probe_s=WAIT_S)  # nothing is asked because the worker is silent
     worker = stack.workers[0]
     held: list[Submit] = []
 
@@ -316,7 +323,8 @@ async def test_malformed_messages_change_nothing(stack: Stack) -> None:
     assert await collect(stack) == TEXT
 
 
-async def test_draining_finishes_streams_and_refuses_new_requests(stack: Stack) -> None:
+async def test_draining_finishes_streams_and_refuses_new_requests(make_stack: StackFactory) -> None:
+    stack = await make_stack(drain_timeout_s=WAIT_S)
     worker = stack.workers[0]
     worker.pause_after = 2
     answer = asyncio.create_task(collect(stack))

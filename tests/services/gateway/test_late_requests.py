@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+import pytest
+
+from services.gateway import late_requests
 from services.gateway.active_requests import ActiveRequest, ActiveRequests, Sink
 from services.gateway.core.capacity import Capacity
 from services.gateway.core.routes import RouteView
@@ -16,7 +19,7 @@ from shared.errors import BlitzError
 from shared.messages.operations import ListScaleRecords, ScaleRecords
 from tests.services.gateway.core.routing import stream
 from tests.shared.bus.memory import MemoryBroker
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 
 def stream_of(index: int) -> StreamState:
@@ -25,7 +28,10 @@ def stream_of(index: int) -> StreamState:
     return waiting
 
 
-async def test_many_models_are_asked_about_in_few_questions_and_who_left_meanwhile_is_not_ended_again() -> None:
+async def test_many_models_are_asked_about_in_few_questions_and_who_left_meanwhile_is_not_ended_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(late_requests, "ASK_TIMEOUT_S", WAIT_S)
     broker, requests, tasks = MemoryBroker(), ActiveRequests(), OwnedTasks()
     failed: list[str] = []
     asked: list[ListScaleRecords] = []

@@ -126,8 +126,11 @@ async def test_a_request_that_waited_in_vain_is_told_what_the_planner_knows_by_o
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_for_which_there_is_no_room_is_told_so_soon_and_not_to_come_again(
-    make_stack: StackFactory, stream: bool
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
+    # It waits longer here than the time after which a stream gets comments.
+    monkeypatch.setattr("services.gateway.http.generation.HELD_COMMENT_EVERY_S", 3600.0)
+    monkeypatch.setattr("services.gateway.dispatcher.LOOK_EVERY_S", 0.05)
     stack = await make_stack(1, queue_timeout_s=3600.0, no_room_timeout_s=0.2)
     await sleeping(stack)
     said: dict[str, Any] = {"for_s": 0.1}

@@ -59,7 +59,8 @@ class Pair:
 
 @pytest.fixture
 async def pair(make_stack: StackFactory) -> AsyncIterator[Pair]:
-    stack = await make_stack(2)
+    # Who is asked is up to the test: it takes less time than a silence of which the gateway asks.
+    stack = await make_stack(2, probe_s=2.0)
     made = Pair(stack)
     made.target.state = "live"
     await stack.pool.publish()

@@ -12,7 +12,7 @@ def wanted(
     *worker_ids: str,
     plan_id: str = "plan",
     model: str = "m",
-    ttl_s: float = 5.0,
+    ttl_s: float = 60.0,
     role: Role = "colocated",
     term: int = 1,
 ) -> LeaseWorkers:

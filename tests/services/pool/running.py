@@ -137,6 +137,10 @@ class CopyWorker:
         self.restored = 0
         self.bus = pool.broker.bus(worker_id)
         self.sequence = 0
+        self.may_load = asyncio.Event()
+        """Until it is set, what it loads does not become ready."""
+        self.may_load.set()
+        self._reporting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -147,6 +151,11 @@ class CopyWorker:
         self._run(self._keep_beating())
 
     async def beat(self) -> None:
+        """One at a time, as workers report: of two at once both would be asked for the same model."""
+        async with self._reporting:
+            await self._beat()
+
+    async def _beat(self) -> None:
         self.sequence += 1
         report = holding(
             self.worker_id,
@@ -201,6 +210,7 @@ class CopyWorker:
     async def _load(self, request: HoldCopy) -> None:
         await self.beat()
         await asyncio.sleep(self.load_s)
+        await self.may_load.wait()
         await self.hold(request.model)
 
     async def _on_drop(self, request: DropCopy) -> Ack:

@@ -34,6 +34,13 @@ def placed(snapshot: Snapshot) -> list[tuple[str, str, str]]:
     return [(w.worker.worker_id, c.model, c.state) for w in snapshot.workers for c in w.host_copies]
 
 
+async def eventually_placed(pool: CopyPool, *expected: tuple[str, str, str]) -> None:
+    async def are_there() -> bool:
+        return placed(await pool.snapshot()) == [*expected]
+
+    await eventually(are_there)
+
+
 def gauge(pool: CopyPool, name: str, **labels: str) -> float | None:
     return pool.metrics.get_sample_value(name, labels)
 
@@ -44,7 +51,7 @@ def gauge(pool: CopyPool, name: str, **labels: str) -> float | None:
 async def test_a_registered_model_gets_one_host_copy_from_disk(pool: CopyPool) -> None:
     workers = [await pool.worker("w0"), await pool.worker("w1")]
     await pool.add_model(M)
-    await eventually(lambda: bool(workers[0].copies))
+    await eventually_placed(pool, ("w0", "m", "ready"))
     await asyncio.sleep(1.2)
     assert placed(await pool.snapshot()) == [("w0", "m", "ready")]
     [request] = workers[0].holds
@@ -148,7 +155,7 @@ async def test_a_started_pool_places_nothing_until_every_worker_had_time_to_repo
         holder = await before.worker("w0")
         await before.add_model(M)
         await eventually(lambda: bool(holder.copies))
-    async with running_copy_pool(redis_url, lease_s=4 * LEASE_S, first=False) as after:
+    async with running_copy_pool(redis_url, lease_s=8 * LEASE_S, first=False) as after:
         # The holder's connection comes back late.
         await after.add_model(M)
         other = await after.worker("w1")
@@ -156,7 +163,7 @@ async def test_a_started_pool_places_nothing_until_every_worker_had_time_to_repo
         assert isinstance(await after.retire("w1", M), Unavailable)
         back = await after.worker("w0")
         await back.hold(M)
-        await asyncio.sleep(4 * LEASE_S + 1.0)
+        await asyncio.sleep(8 * LEASE_S + 1.0)
         assert other.holds == []
         assert back.drops == []
 
@@ -164,7 +171,12 @@ async def test_a_started_pool_places_nothing_until_every_worker_had_time_to_repo
 async def test_models_of_host_copies_come_back_to_an_emptied_redis(pool: CopyPool) -> None:
     worker = await pool.worker("w0")
     await worker.hold(M)
-    await eventually(lambda: worker.restored > 0)
+
+    async def is_back() -> bool:
+        return (await pool.snapshot()).models == (M,)
+
+    await eventually(is_back)
+    assert worker.restored > 0
     await asyncio.sleep(1.2)
     assert (await pool.snapshot()).models == (M,)
     assert worker.drops == []
@@ -240,7 +252,11 @@ async def test_incomplete_and_dead_copies_confirm_nothing(strict_pool: CopyPool)
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
     other = await pool.worker("w2", serves=M, obedient=False)
     await other.die()
-    await asyncio.sleep(LEASE_S + 0.3)
+
+    async def is_forgotten() -> bool:
+        return "w2" not in [w.worker.worker_id for w in (await pool.snapshot()).workers]
+
+    await eventually(is_forgotten)
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
 
 
@@ -257,14 +273,18 @@ async def test_a_copy_of_a_model_that_the_registry_lost_must_stay(pool: CopyPool
 
 
 async def test_a_worker_that_stops_gets_rid_of_its_last_copy_once_another_has_it(pool: CopyPool) -> None:
-    stopping = await pool.worker("w0")
+    await pool.worker("w0")
     await pool.add_model(M)
-    await eventually(lambda: bool(stopping.copies))
+    await eventually_placed(pool, ("w0", "m", "ready"))
     heir = await pool.worker("w1")
     assert isinstance(await pool.retire("w0", M), Conflict)
-    await eventually(lambda: M.model_hash in heir.copies and heir.copies[M.model_hash].state == "ready")
+
+    async def may_go() -> bool:
+        return await pool.retire("w0", M) is None
+
+    await eventually(may_go)
+    assert heir.copies[M.model_hash].state == "ready"
     assert [(s.worker_id, s.kind) for s in heir.holds[0].sources] == [("w0", "host")]
-    assert await pool.retire("w0", M) is None
 
 
 async def test_without_any_host_memory_no_copy_is_the_last(pool: CopyPool) -> None:
@@ -288,15 +308,15 @@ async def test_a_gpu_copy_that_no_host_memory_could_ever_hold_may_go(pool: CopyP
 @pytest.mark.parametrize("gpu", [False, True])
 async def test_the_last_copy_of_a_worker_that_stops_goes_once_another_worker_has_it(pool: CopyPool, gpu: bool) -> None:
     stopping = await pool.worker("w0", serves=M if gpu else None, obedient=not gpu)
-    heir = await pool.worker("w1", load_s=0.5, obedient=gpu)
+    heir = await pool.worker("w1", obedient=gpu)
+    heir.may_load.clear()
     await pool.add_model(M)
-    if gpu:
-        heir.obedient = True
-    else:
+    if not gpu:
         await stopping.hold(M)
         heir.obedient = True
     refusal = await pool.retire("w0", M, gpu=gpu, leaving=True)
     assert isinstance(refusal, Conflict)
+    heir.may_load.set()
 
     async def may_go() -> bool:
         return await pool.retire("w0", M, gpu=gpu, leaving=True) is None

@@ -10,7 +10,7 @@ from services.pool.core.loads import LoadLimits
 from shared.messages.copies import HoldCopy
 from tests.records import model
 from tests.services.pool.running import CopyPool, CopyWorker, running_copy_pool
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 
 def loading(pool: CopyPool) -> int:
@@ -26,21 +26,28 @@ async def test_no_more_copies_load_at_a_time_than_may_and_every_model_gets_its_t
     limits = LoadLimits(total=3, per_host=2)
     async with running_copy_pool(redis_url, loads=limits) as pool:
         for index in range(4):
-            await pool.worker(f"w{index}", load_s=0.15)
+            worker = await pool.worker(f"w{index}")
+            worker.may_load.clear()
         names = [f"m{index:02}" for index in range(10)]
         for name in names:
             await pool.add_model(model(name))
         most = most_of_one = 0
-        reasons: set[str] = set()
-        async with asyncio.timeout(40.0):
+        in_turn = "waits its turn: 3 copies are being loaded"
+
+        async def others_wait() -> bool:
+            reasons = [entry.reason for entry in (await pool.snapshot()).unplaced]
+            return loading(pool) == 3 and in_turn in reasons
+
+        await eventually(others_wait)
+        for worker in pool.workers.values():
+            worker.may_load.set()
+        async with asyncio.timeout(WAIT_S):
             while held(pool) != names:
                 most = max(most, loading(pool))
                 of_each = [sum(c.state == "loading" for c in w.copies.values()) for w in pool.workers.values()]
                 most_of_one = max(most_of_one, *of_each)
-                reasons |= {entry.reason for entry in (await pool.snapshot()).unplaced}
                 await asyncio.sleep(0.01)
         assert (most, most_of_one <= 2) == (3, True)
-        assert "waits its turn: 3 copies are being loaded" in reasons
 
         async def nothing_waits() -> bool:
             unplaced = (await pool.snapshot()).unplaced

@@ -88,7 +88,8 @@ async def test_a_model_that_wakes_between_the_order_and_the_question_keeps_its_c
     waking.gpu.state = "loading"
     await crowded(pool, worker=waking)
     await pool.worker("w1", serves=C, capacity=0)
-    await eventually(lambda: waking.refused == ["a"])
+    await eventually(lambda: waking.refused)
+    assert waking.refused[0] == "a"
 
 
 async def test_an_instance_of_a_model_that_can_be_read_from_disk_goes_though_no_host_has_room(pool: CopyPool) -> None:

@@ -14,6 +14,7 @@ from services.pool.inspection import Inspections
 from shared.checkpoint import Checkpoint, inspect_checkpoint
 from shared.errors import BadCheckpoint, InProgress, Overloaded
 from tests.checkpoints import tiny_checkpoint
+from tests.wait_until import WAIT_S
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ async def test_a_large_checkpoint_is_read_in_a_process_of_its_own(
 ) -> None:
     monkeypatch.setattr(inspection, "SMALL_BYTES", 0)
     path = tiny_checkpoint("llama")
-    found, expected = await inspections.inspect(path), inspect_checkpoint(path)
+    found, expected = await inspections.inspect(path, wait_s=WAIT_S), inspect_checkpoint(path)
     assert (found.model_hash, found.layout_hash, found.spec) == (
         expected.model_hash,
         expected.layout.hash,
@@ -37,7 +38,7 @@ async def test_a_large_checkpoint_is_read_in_a_process_of_its_own(
     assert (found.unit_digests, found.files) == (expected.unit_digests, expected.files)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(BadCheckpoint, match=r"config\.json"):
-        await inspections.inspect(tmp_path)
+        await inspections.inspect(tmp_path, wait_s=WAIT_S)
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "model.safetensors"])
@@ -53,7 +54,7 @@ async def test_much_json_is_read_in_a_process_of_its_own_and_no_error_is_as_long
     header = len(long).to_bytes(8, "little") if file == "model.safetensors" else b""
     (tmp_path / file).write_bytes(header + long)
     with pytest.raises(BadCheckpoint) as refused:
-        await inspections.inspect(tmp_path)
+        await inspections.inspect(tmp_path, wait_s=WAIT_S)
     assert len(refused.value.message) < 3000
 
 
@@ -62,14 +63,14 @@ async def test_who_asks_again_gets_what_goes_on(inspections: Inspections, monkey
 
     def slow(path: Path) -> Checkpoint:
         begun.append(path)
-        read.wait(10.0)
+        read.wait(WAIT_S)
         return inspect_checkpoint(path)
 
     monkeypatch.setattr(inspection, "inspect_checkpoint", slow)
     path = tiny_checkpoint("llama")
     with pytest.raises(InProgress):
         await inspections.inspect(path, wait_s=0.02)
-    again = asyncio.create_task(inspections.inspect(path, wait_s=5.0))
+    again = asyncio.create_task(inspections.inspect(path, wait_s=WAIT_S))
     await asyncio.sleep(0.02)
     read.set()
     assert (await again).path == str(path)
@@ -81,7 +82,7 @@ async def test_checkpoints_that_wait_are_bounded(inspections: Inspections, monke
     over = threading.Event()
 
     def for_ever(path: Path) -> Checkpoint:
-        over.wait(10.0)
+        over.wait(WAIT_S)
         raise BadCheckpoint(f"{path} was never read")
 
     monkeypatch.setattr(inspection, "inspect_checkpoint", for_ever)

@@ -32,7 +32,11 @@ async def holder(cluster: Cluster) -> str:
 async def test_a_stopped_worker_hands_its_models_last_copy_over(redis_url: str, tmp_path: Path, serves: bool) -> None:
     checkpoint = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "m")
     memory = 0 if serves else 4 * MIB
-    async with running_cluster(redis_url, 1, monitor=False, each=lambda w: {"host_cache_bytes": memory}) as cluster:
+
+    def settings(_: str) -> dict[str, object]:
+        return {"host_cache_bytes": memory, "drain_timeout_s": 600.0}
+
+    async with running_cluster(redis_url, 1, monitor=False, each=settings) as cluster:
         await cluster.add_model(path=checkpoint)
         if serves:
             [record] = (await cluster.scale(1), await cluster.serving(1))[1]

@@ -68,7 +68,7 @@ class Pool:
         return await self.ask("snapshot", GetSnapshot(), Snapshot)  # type: ignore[return-value]
 
     async def lease(
-        self, *worker_ids: str, plan_id: str = "plan", ttl_s: float = 5.0, role: Role = "colocated"
+        self, *worker_ids: str, plan_id: str = "plan", ttl_s: float = LONG_S, role: Role = "colocated"
     ) -> LeaseGrant:
         return await leased(self.ask, wanted(*worker_ids, plan_id=plan_id, ttl_s=ttl_s, role=role))
 

@@ -49,10 +49,11 @@ async def test_what_is_given_changes_and_all_else_stays(pool: CopyPool) -> None:
 async def test_the_same_change_again_is_no_news(pool: CopyPool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     heard: list[RouteChanges] = []
+    await pool.broker.bus("reader").subscribe(subjects.route_changes(), RouteChanges, heard.append)
     first = await pool.set_model("m", max_instances=7, serving="")
     before = await stored(pool)
-    await asyncio.sleep(0.2)
-    await pool.broker.bus("reader").subscribe(subjects.route_changes(), RouteChanges, heard.append)
+    await eventually(lambda: first in [record for event in heard for record in event.models])
+    heard.clear()
     assert await pool.set_model("m", max_instances=7) == first
     await asyncio.sleep(0.2)
     assert (heard, await stored(pool)) == ([], before)

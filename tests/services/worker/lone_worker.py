@@ -150,9 +150,9 @@ class LoneWorker:
     async def submit(self, instance_id: str, request_id: str, **fields: object) -> None:
         await self.gateway.submit(self.worker.process, instance_id, request_id, **fields)  # type: ignore[arg-type]
 
-    async def pause(self) -> None:
-        """Let the engine run no step until ``resume``."""
-        await asyncio.wrap_future(pause(self.worker.serving.engine))
+    async def pause(self, *request_ids: str) -> None:
+        """Let the engine run no step until ``resume``, or none once these have a token."""
+        await asyncio.wrap_future(pause(self.worker.serving.engine, request_ids))
 
     def resume(self) -> None:
         resume(self.worker.serving.engine)

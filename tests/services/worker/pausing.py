@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 
-from services.worker.engine.loop import EngineLoop
+from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
 
 
-def _no_step() -> None:
-    """There is work and no room for it, as far as the thread can tell."""
+class _Paused:
+    """Stands for a loop's ``step``."""
+
+    def __init__(self, loop: EngineLoop, request_ids: set[str], tokens: int) -> None:
+        self._loop = loop
+        self._request_ids = request_ids
+        self._tokens = tokens
+
+    def __call__(self) -> StepOutput | None:
+        """Nothing, once it is so: there is work and no room for it, as far as the thread can tell."""
+        running = self._loop.scheduler.table.running
+        if self._request_ids - {s.request_id for s in running if len(s.output) >= self._tokens}:
+            return EngineLoop.step(self._loop)
+        self._request_ids = set()
+        return None
 
 
-def pause(engine: EngineThread) -> Future[None]:
-    """Run commands but no steps until ``resume``; done when the step in progress is over."""
+def pause(engine: EngineThread, request_ids: Iterable[str] = (), tokens: int = 1) -> Future[None]:
+    """Run commands but no steps until ``resume``; done when the step in progress is over. ``request_ids``: not before
+    these are decoded here and have so many tokens, all at once."""
+    wanted = set(request_ids)
 
     def hold(loop: EngineLoop) -> None:
-        loop.step = _no_step  # type: ignore[method-assign]
+        loop.step = _Paused(loop, wanted, tokens)  # type: ignore[method-assign]
 
     return engine.call(hold)
 
@@ -25,7 +41,7 @@ def resume(engine: EngineThread) -> Future[None]:
     """Run steps again."""
 
     def let_go(loop: EngineLoop) -> None:
-        if vars(loop).get("step") is _no_step:
+        if isinstance(vars(loop).get("step"), _Paused):
             del loop.step
 
     return engine.call(let_go)

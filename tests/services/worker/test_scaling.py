@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.worker import service
 from services.worker.instance.factory import InstanceFactory
 from services.worker.weights.mover import WeightMover
 from shared import subjects
@@ -22,7 +23,7 @@ from tests.processes import process
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.lone_worker import FROM_DISK, LoneWorker, lone_worker
 from tests.shared.bus.memory import MemoryBroker
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 
 async def test_a_plan_is_reported_step_by_step_and_its_instance_registered(alone: LoneWorker) -> None:
@@ -242,7 +243,10 @@ async def test_the_next_model_in_the_same_memory_serves_its_own_tokens(alone: Lo
         await alone.reported(f"drain-{epoch}", "spare")
 
 
-async def test_a_broken_engine_asks_for_a_restart_and_ends_its_requests(alone: LoneWorker) -> None:
+async def test_a_broken_engine_asks_for_a_restart_and_ends_its_requests(
+    alone: LoneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LAST_WORDS_S", WAIT_S)
     instance_id = await alone.serve()
     await alone.pause()
     await alone.submit(instance_id, "r")

@@ -14,7 +14,7 @@ from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from tests.servers import Server, nats_server
 from tests.shared.bus.memory import MemoryBroker
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 
 class Place(Protocol):
@@ -44,7 +44,7 @@ class MemoryPlace:
     async def raw_request(self, subject: str, payload: bytes) -> dict[str, str]:
         answered: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         assert self.broker.request_raw(subject, payload, None, lambda _, headers: answered.set_result(headers or {}))
-        return await asyncio.wait_for(answered, 20.0)
+        return await asyncio.wait_for(answered, WAIT_S)
 
     async def raw_event(self, subject: str, payload: bytes) -> None:
         self.broker.append_raw(subject, payload, None, "")

@@ -173,7 +173,7 @@ async def test_each_responder_gets_every_request_and_the_first_answer_counts(pla
     await (await place.bus("answers")).respond(on, Cancel, reply)
     for _ in range(20):
         assert await caller.request(on, cancel(), Ack, timeout_s=60) == Ack()
-    assert heard == {"hangs": 20, "answers": 20}
+    await eventually(lambda: heard == {"hangs": 20, "answers": 20})  # who hangs may hear it after the answer
     release.set()
 
 
@@ -439,7 +439,7 @@ async def test_past_events_cannot_be_read_while_disconnected(place: Place) -> No
     bus = await place.bus("planner")
     await place.go_down()
     with pytest.raises(Unavailable):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             await bus.past_events(event_subject(), Cancel, limit=1)
     await place.go_up()
 

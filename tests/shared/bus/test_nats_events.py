@@ -11,6 +11,7 @@ import pytest
 from shared.bus import nats_events
 from shared.bus.nats_events import EventSubscription
 from shared.messages.live import WorkerOrder
+from tests.wait_until import WAIT_S
 
 
 async def test_a_consumer_is_made_again_whatever_the_client_raises_meanwhile(
@@ -29,7 +30,7 @@ async def test_a_consumer_is_made_again_whatever_the_client_raises_meanwhile(
     watching = asyncio.create_task(subscription._watch())
     subscription.reconnected()
     with caplog.at_level(logging.WARNING):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while raised or subscription._reconnected.is_set():
                 assert not watching.done(), "nobody would hear an event any more"
                 await asyncio.sleep(0.001)

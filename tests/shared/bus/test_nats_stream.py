@@ -77,7 +77,7 @@ async def test_an_event_is_made_anew_for_each_attempt(bus: NatsBus, server: Serv
 
     await bus.publish_event(subjects.scale_plans(), make, message_id="2")
     (found,) = await bus.past_events(subjects.scale_plans(), Cancel, limit=9)
-    assert found.event.attempt == made[-1] >= 1
+    assert found.event.attempt in made[1:]
 
 
 async def test_an_older_stream_gets_the_limits_and_keeps_its_plans(bus: NatsBus, server: Server) -> None:

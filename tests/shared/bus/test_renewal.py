@@ -33,6 +33,12 @@ SUA
 """
 
 
+@pytest.fixture(autouse=True)
+def patient_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the server refuses is heard, however late it answers."""
+    monkeypatch.setattr("shared.bus.nats_link._ROUND_TRIP_S", WAIT_S)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     server = guarded_nats_server(tmp_path, others={"monitor-2": ("second", grant("monitor"))})

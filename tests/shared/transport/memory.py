@@ -273,8 +273,8 @@ class MemoryTransport:
             channel.lost = True
             transfer.finish(PeerLost(f"the peer {channel.address!r} is lost"))
             return
-        if self._fabric.bytes_per_s is not None:
-            time.sleep(transfer.nbytes / self._fabric.bytes_per_s)
+        if (rate := self._fabric.bytes_per_s) is not None:
+            time.sleep(transfer.nbytes / rate)
         if peer is not None:
             peer.post(lambda: peer.arrived(transfer, data, self))
 

@@ -18,6 +18,7 @@ from shared.transport.ucx import UcxTransport
 from tests.shared.transport.memory import MemoryFabric
 from tests.shared.transport.ucx_process import spawn
 from tests.shared.transport.ucx_process import victim as killed_peer
+from tests.wait_until import WAIT_S, eventually
 
 Start = Callable[..., Any]
 SIZES = (0, 5, 100_000, 1 << 20)
@@ -26,8 +27,12 @@ SIZES = (0, 5, 100_000, 1 << 20)
 @pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
 async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
     """Start transports of one kind; they are closed at the end and leave no thread."""
-    fabric = MemoryFabric()
+    fabric, others = MemoryFabric(), set(threading.enumerate())
     started: list[TensorTransport] = []
+
+    def left() -> list[str]:
+        mine = set(threading.enumerate()) - others
+        return [t.name for t in mine if t.name.startswith(("ucx-", "memory-"))]
 
     def make(name: str, **limits: int) -> TensorTransport:
         kind = fabric.start if request.param == "memory" else UcxTransport
@@ -38,7 +43,7 @@ async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
     yield make
     for transport in started:
         await transport.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith(("ucx-", "memory-"))]
+    await eventually(lambda: not left())
 
 
 def pattern(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -59,8 +64,8 @@ async def test_message_lands_in_the_posted_buffer(start: Start, same_host: bool,
             sent = channel.send(data, tag_of(1, i))
             await asyncio.sleep(0.01)
             received = receiver.recv(buffer, tag_of(1, i))
-        await received.wait(10)
-        await sent.wait(10)
+        await received.wait(WAIT_S)
+        await sent.wait(WAIT_S)
         assert np.array_equal(buffer, data)
 
 
@@ -74,8 +79,8 @@ async def test_channel_is_cached_until_closed(start: Start) -> None:
     assert second is not first
     buffer = np.zeros(8, np.uint8)
     received = receiver.recv(buffer, tag_of(1, 0))
-    await second.send(np.ones(8, np.uint8), tag_of(1, 0)).wait(5)
-    await received.wait(5)
+    await second.send(np.ones(8, np.uint8), tag_of(1, 0)).wait(WAIT_S)
+    await received.wait(WAIT_S)
     refused = first.send(np.ones(8, np.uint8), tag_of(1, 1))
     assert isinstance(refused.error, TransferAborted)
 
@@ -90,8 +95,8 @@ async def test_wrong_length_fails_the_receive_and_writes_nothing(
     received = receiver.recv(buffer, tag_of(1, 0))
     sent = channel.send(np.ones(sent_bytes, np.uint8), tag_of(1, 0))
     with pytest.raises(TransportError, match="bytes"):
-        await received.wait(5)
-    await sent.wait(5)
+        await received.wait(WAIT_S)
+    await sent.wait(WAIT_S)
     assert not buffer.any()
 
 
@@ -102,8 +107,8 @@ async def test_aborted_receive_is_never_written(start: Start) -> None:
     received = receiver.recv(buffer, tag_of(1, 0))
     received.abort()
     with pytest.raises(TransferAborted):
-        await received.wait(5)
-    await channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0)).wait(5)
+        await received.wait(WAIT_S)
+    await channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0)).wait(WAIT_S)
     assert received.done
     assert not buffer.any()
 
@@ -114,7 +119,7 @@ async def test_deadline_aborts_a_receive(start: Start) -> None:
     with pytest.raises(DeadlineExceeded):
         await received.wait(0.05)
     with pytest.raises(TransferAborted):
-        await received.wait(5)
+        await received.wait(WAIT_S)
 
 
 async def test_aborted_send_to_a_living_peer_ends(start: Start) -> None:
@@ -125,17 +130,17 @@ async def test_aborted_send_to_a_living_peer_ends(start: Start) -> None:
     assert not sent.done
     sent.abort()
     with pytest.raises(TransferAborted):
-        await sent.wait(5)
+        await sent.wait(WAIT_S)
 
 
 async def test_closing_a_channel_finishes_its_sends(start: Start) -> None:
     sender, receiver = start("a"), start("b")
     channel = await sender.connect(receiver.address, same_host=True)
     sent = channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0))
-    closing = asyncio.create_task(channel.close())
+    closing = asyncio.create_task(channel.close(timeout_s=WAIT_S))
     await asyncio.sleep(0.05)
     assert not closing.done()
-    await receiver.recv(np.zeros(1 << 20, np.uint8), tag_of(1, 0)).wait(5)
+    await receiver.recv(np.zeros(1 << 20, np.uint8), tag_of(1, 0)).wait(WAIT_S)
     await closing
     assert sent.done
     assert sent.error is None
@@ -145,7 +150,7 @@ async def test_closing_a_channel_aborts_sends_that_nobody_takes(start: Start) ->
     sender, receiver = start("a"), start("b")
     channel = await sender.connect(receiver.address, same_host=True)
     sent = channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(WAIT_S):
         await channel.close(timeout_s=0.05)
         with pytest.raises(TransferAborted):
             await sent.wait()
@@ -158,17 +163,17 @@ async def test_oldest_messages_that_nobody_asks_for_are_thrown_away(start: Start
     channel = await sender.connect(receiver.address, same_host=True)
     data = np.arange(10, dtype=np.uint8)[:, None] * np.ones(num_bytes, np.uint8)
     sent = [channel.send(data[i], tag_of(1, i)) for i in range(10)]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         for transfer in sent[:6]:
             await transfer.wait()  # the oldest six, so that their senders are free
         while receiver.num_overflowed + receiver.num_unclaimed < 10:
             await asyncio.sleep(0.001)
     assert (receiver.num_unclaimed, receiver.num_overflowed) == (4, 6)
     with pytest.raises(TransportError, match="too early"):
-        await receiver.recv(np.zeros(num_bytes, np.uint8), tag_of(1, 0)).wait(5)
+        await receiver.recv(np.zeros(num_bytes, np.uint8), tag_of(1, 0)).wait(WAIT_S)
     for i in range(6, 10):
         buffer = np.zeros(num_bytes, np.uint8)
-        await receiver.recv(buffer, tag_of(1, i)).wait(5)
+        await receiver.recv(buffer, tag_of(1, i)).wait(WAIT_S)
         assert np.array_equal(buffer, data[i])
     assert receiver.num_unclaimed == 0
 
@@ -181,12 +186,12 @@ async def test_aborted_channel_ends_its_sends_and_can_be_dialed_again(start: Sta
     await asyncio.sleep(0.02)
     channel.abort()
     with pytest.raises(TransferAborted):
-        await sent.wait(5)
+        await sent.wait(WAIT_S)
     channel = await sender.connect(receiver.address, same_host=same_host)
     buffer = np.zeros(1 << 20, np.uint8)
     received = receiver.recv(buffer, tag_of(1, 1))
-    await channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 1)).wait(5)
-    await received.wait(5)
+    await channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 1)).wait(WAIT_S)
+    await received.wait(WAIT_S)
     assert buffer.all()
 
 
@@ -211,8 +216,8 @@ async def test_callback_runs_on_the_transport_thread_and_forwards(start: Start) 
     received = last.recv(end, tag_of(1, 0))
     middle.recv(hop, tag_of(1, 0)).add_done_callback(forward)
     data = pattern(1 << 18)
-    await incoming.send(data, tag_of(1, 0)).wait(5)
-    await received.wait(5)
+    await incoming.send(data, tag_of(1, 0)).wait(WAIT_S)
+    await received.wait(WAIT_S)
     assert np.array_equal(end, data)
     assert threads[0].endswith("-b")
 
@@ -236,21 +241,24 @@ async def test_close_ends_what_is_posted(start: Start) -> None:
 )
 async def test_bad_buffer_fails_the_receive(start: Start, buffer: object) -> None:
     with pytest.raises(TransportError):
-        await start("a").recv(buffer, tag_of(1, 0)).wait(5)
+        await start("a").recv(buffer, tag_of(1, 0)).wait(WAIT_S)
 
 
 async def test_idle_transports_burn_no_cpu(start: Start) -> None:
     async def burnt_s() -> float:
         before_s = time.process_time()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)
         return time.process_time() - before_s
 
     # What other tests of this process have left behind runs on.
     others_s = await burnt_s()
     sender, receiver = start("a"), start("b")
     await sender.connect(receiver.address, same_host=True)
-    await asyncio.sleep(0.1)
-    assert await burnt_s() < others_s + 0.02
+    # Not in each half second: garbage is collected when it is. What spins does so in all of them.
+    found_s = []
+    while not found_s or min(found_s) >= others_s + 0.01:
+        assert len(found_s) < 20, found_s
+        found_s.append(await burnt_s())
 
 
 async def lanes(start: Start, same_host: bool) -> tuple[TensorTransport, TensorTransport, list[Channel]]:
@@ -263,8 +271,8 @@ async def delivered(channel: Channel, receiver: TensorTransport, tag: int, size:
     """A message comes through."""
     buffer = np.zeros(size, np.uint8)
     received = receiver.recv(buffer, tag)
-    await channel.send(pattern(size), tag).wait(5)
-    await received.wait(5)
+    await channel.send(pattern(size), tag).wait(WAIT_S)
+    await received.wait(WAIT_S)
     assert np.array_equal(buffer, pattern(size))
 
 
@@ -305,8 +313,8 @@ async def test_a_lane_that_is_closed_leaves_the_other(start: Start, same_host: b
     assert kept.alive
     assert isinstance(gone.send(np.ones(8, np.uint8), tag_of(1, 9)).error, TransferAborted)
     buffer = np.zeros(1 << 20, np.uint8)
-    await receiver.recv(buffer, tag_of(2, 0)).wait(5)
-    await waiting.wait(5)
+    await receiver.recv(buffer, tag_of(2, 0)).wait(WAIT_S)
+    await waiting.wait(WAIT_S)
     assert np.array_equal(buffer, pattern(1 << 20))
     await delivered(kept, receiver, tag_of(1, 0))
     again = await sender.connect(receiver.address, same_host=same_host, lane=closed)
@@ -321,10 +329,10 @@ async def test_closing_a_lane_aborts_no_send_of_the_other(start: Start) -> None:
     stuck = live.send(pattern(1 << 20), tag_of(1, 1))
     await live.close(timeout_s=0.05)
     with pytest.raises(TransferAborted):
-        await stuck.wait(5)
+        await stuck.wait(WAIT_S)
     assert not sent.done
-    await receiver.recv(np.zeros(1 << 20, np.uint8), tag_of(1, 0)).wait(5)
-    await sent.wait(5)
+    await receiver.recv(np.zeros(1 << 20, np.uint8), tag_of(1, 0)).wait(WAIT_S)
+    await sent.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("same_host", [True, False])
@@ -346,12 +354,12 @@ async def test_what_was_carried_is_counted_by_what_for_and_on_which_way(start: S
     for size, carries in ((10, Carries.WEIGHTS), (200, Carries.PAIR), (3_000, Carries.PAIR_KV), (7, Carries.WEIGHTS)):
         tag = tag_of(size, 0, carries)
         received = receiver.recv(np.zeros(size, np.uint8), tag, source=source)
-        await channel.send(np.ones(size, np.uint8), tag).wait(5)
-        await received.wait(5)
+        await channel.send(np.ones(size, np.uint8), tag).wait(WAIT_S)
+        await received.wait(WAIT_S)
     given_up = receiver.recv(np.zeros(500, np.uint8), tag_of(9, 9), source=source)
     given_up.abort()
     with pytest.raises(TransferAborted):
-        await given_up.wait(5)
+        await given_up.wait(WAIT_S)
     way = "host" if same_host else "network"
     for transport, direction in ((sender, "sent"), (receiver, "received")):
         carried = {(r.direction, r.purpose, r.way): r.num_bytes for r in transport.traffic.carried() if r.num_bytes}
@@ -369,8 +377,8 @@ async def test_a_receive_may_name_the_channel_of_any_lane(start: Start, lane: in
     for i, channel in enumerate((weights, live)):
         buffer = np.zeros(8, np.uint8)
         received = receiver.recv(buffer, tag_of(1, i), source=source)
-        await channel.send(np.ones(8, np.uint8), tag_of(1, i)).wait(5)
-        await received.wait(5)
+        await channel.send(np.ones(8, np.uint8), tag_of(1, i)).wait(WAIT_S)
+        await received.wait(WAIT_S)
         assert buffer.all()
 
 
@@ -381,11 +389,11 @@ async def lost_on_both(sender: TensorTransport, channels: list[Channel], kill: C
     kill()
     for transfer in [*sends, *named]:
         with pytest.raises(PeerLost):
-            await transfer.wait(10)
+            await transfer.wait(WAIT_S)
     assert [channel.alive for channel in channels] == [False, False]
     for i, channel in enumerate(channels):
         with pytest.raises(PeerLost):
-            await channel.send(np.ones(8, np.uint8), tag_of(4, i)).wait(10)
+            await channel.send(np.ones(8, np.uint8), tag_of(4, i)).wait(WAIT_S)
 
 
 async def test_a_lost_peer_is_lost_on_every_lane_of_memory() -> None:
@@ -406,5 +414,5 @@ async def test_a_lost_peer_is_lost_on_every_lane_of_ucx() -> None:
     pipe.send(sender.address)
     assert await asyncio.to_thread(pipe.recv) == "connected"
     await lost_on_both(sender, channels, process.kill)
-    process.join(10)
+    process.join(WAIT_S)
     await sender.close()

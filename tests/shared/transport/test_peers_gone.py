@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
 from tests.shared.transport.memory import MemoryFabric
 from tests.shared.transport.ucx_process import spawn, victim
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 Start = Callable[[str], Any]
 MIB = 1 << 20
@@ -46,8 +47,8 @@ async def lanes(
 async def delivers(channel: Channel, to: TensorTransport, number: int) -> None:
     buffer = np.zeros(MIB, np.uint8)
     received = to.recv(buffer, tag_of(7, number))
-    await channel.send(np.full(MIB, 3, np.uint8), tag_of(7, number)).wait(5)
-    await received.wait(5)
+    await channel.send(np.full(MIB, 3, np.uint8), tag_of(7, number)).wait(WAIT_S)
+    await received.wait(WAIT_S)
     assert (buffer == 3).all()
 
 
@@ -64,7 +65,7 @@ async def test_a_peer_that_closes_is_lost_on_every_lane(
     await eventually(lambda: not any(channel.alive for channel in channels) and not survivor.peers)
     for transfer in [*named, *(channel.send(np.ones(8, np.uint8), tag_of(2, 0)) for channel in channels)]:
         with pytest.raises(PeerLost):
-            await transfer.wait(5)
+            await transfer.wait(WAIT_S)
 
 
 async def test_sends_that_a_closing_peer_of_the_host_has_not_taken_end(start: Start) -> None:
@@ -97,8 +98,9 @@ async def test_whose_peer_hangs_up_gets_a_new_channel_that_carries_data(start: S
     await asyncio.sleep(0.05)
     there.abort()
     with pytest.raises(TransferAborted):
-        await stuck.wait(5)
-    await asyncio.sleep(0.05)  # for the BYE
+        await stuck.wait(WAIT_S)
+    if isinstance(other, UcxTransport):
+        await eventually(lambda: not back.alive)  # the BYE has come
     (back,) = await lanes(other, one, same_host, (0,))
     await delivers(back, one, 0)
     (there,) = await lanes(one, other, same_host, (0,))
@@ -138,7 +140,7 @@ async def test_a_dead_peer_of_memory_is_forgotten() -> None:
     fabric.kill(dead.address)
     survivor.forget(dead.address)
     with pytest.raises(PeerLost):
-        await named.wait(5)
+        await named.wait(WAIT_S)
     await eventually(lambda: not any(channel.alive for channel in channels) and not survivor.peers)
     await survivor.close()
     assert sent.done
@@ -155,7 +157,7 @@ async def killed(survivor: UcxTransport, *, dial: bool = True) -> tuple[bytes, l
     if dial:
         channels = [await survivor.connect(address, same_host=True, lane=lane) for lane in (0, 1)]
     process.kill()
-    process.join(10)
+    process.join(WAIT_S)
     return address, channels, [channel.send(np.ones(MIB, np.uint8), tag_of(9, 0)) for channel in channels]
 
 
@@ -169,13 +171,13 @@ async def test_killed_peers_of_the_host_leave_nothing_once_they_are_forgotten() 
         survivor.forget(address)
         for transfer in named:
             with pytest.raises(PeerLost):
-                await transfer.wait(5)
+                await transfer.wait(WAIT_S)
         await eventually(lambda: not survivor.peers)
         assert not any(channel.alive for channel in channels)
         assert not any(sent.done for sent in sends), "a buffer that a peer may read was given back"
         for channel in channels:
             with pytest.raises(PeerLost):
-                await channel.send(np.ones(8, np.uint8), tag_of(9, 1)).wait(5)
+                await channel.send(np.ones(8, np.uint8), tag_of(9, 1)).wait(WAIT_S)
     await survivor.close()
 
 
@@ -200,9 +202,11 @@ async def test_a_send_to_a_killed_peer_of_the_host_lets_the_thread_sleep(
     else:
         await asyncio.sleep(1.0)
     monkeypatch.setattr(Mailbox, "sleep", counted)
+    began_s = time.monotonic()
     await asyncio.sleep(1.0)
     monkeypatch.setattr(Mailbox, "sleep", sleep)
+    took_s = time.monotonic() - began_s
     assert not any(sent.done for sent in sends)
-    assert num_sleeps < 50  # it wakes by itself ten times a second, and was awake five hundred times
+    assert num_sleeps < 50 * took_s  # it wakes by itself ten times a second, and was awake five hundred times
     await survivor.close()
     assert all(sent.done for sent in sends)

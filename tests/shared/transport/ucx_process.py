@@ -15,6 +15,7 @@ from shared.errors import BlitzError
 from shared.transport.base import Transfer
 from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
+from tests.wait_until import WAIT_S
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -39,7 +40,7 @@ async def receiver(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
     posted = [transport.recv(buffer[i * chunk_bytes : (i + 1) * chunk_bytes], tag_of(1, i)) for i in range(num_chunks)]
     pipe.send(transport.address)
     for transfer in posted:
-        await transfer.wait(30)
+        await transfer.wait(WAIT_S)
     pipe.send_bytes(buffer.tobytes())
     await transport.close()
 
@@ -59,39 +60,41 @@ async def forwarder(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None
     for i, transfer in enumerate(received):
         transfer.add_done_callback(send_on(i))
     for transfer in received:
-        await transfer.wait(30)
+        await transfer.wait(WAIT_S)
     while len(sends) < num_chunks:
         await asyncio.sleep(0.001)
     for transfer in sends:
-        await transfer.wait(30)
+        await transfer.wait(WAIT_S)
     await transport.close()
 
 
 async def early_sender(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
-    """Send before anybody receives, then wait to be killed."""
+    """Send before anybody receives, say when asked what is taken of it, then wait to be killed."""
     transport = UcxTransport(name="early")
     pipe.send(transport.address)
     channel = await transport.connect(pipe.recv(), same_host=True)
     data = np.ones((num_chunks, chunk_bytes), np.uint8)
     sends = [channel.send(chunk, tag_of(1, i)) for i, chunk in enumerate(data)]
-    # What a sender has announced is at the receiver within milliseconds.
-    await asyncio.sleep(0.5)
+    await asyncio.to_thread(pipe.recv)
     pipe.send([transfer.done for transfer in sends])
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 
 async def late_receiver(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
-    """Connect, and receive once told to. Sends the kind of each receive's end up the pipe."""
+    """Connect, say when all chunks are announced, and receive once told to. Sends the kind of each receive's end up the
+    pipe."""
     transport = UcxTransport(name="late")
     pipe.send(transport.address)
     channel = await transport.connect(pipe.recv(), same_host=True)
-    pipe.send("connected")
+    while transport.num_unclaimed < num_chunks:
+        await asyncio.sleep(0.001)
+    pipe.send("announced")
     await asyncio.to_thread(pipe.recv)
     buffer = np.zeros((num_chunks, chunk_bytes), np.uint8)
     ends = []
     for transfer in [transport.recv(chunk, tag_of(1, i), source=channel) for i, chunk in enumerate(buffer)]:
         try:
-            await transfer.wait(5)
+            await transfer.wait(WAIT_S)
         except BlitzError as error:
             ends.append(type(error).__name__)
         else:
@@ -106,4 +109,4 @@ async def victim(pipe: Connection, same_host: bool) -> None:
     pipe.send(transport.address)
     await transport.connect(pipe.recv(), same_host=same_host)
     pipe.send("connected")
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)

@@ -141,7 +141,7 @@ async def test_who_comes_as_the_last_one_leaves_sees_everything(make_stack: Stac
         async with reading(stack) as reader:
             await eventually(lambda reader=reader: {"worker/w0", "worker/w1"} <= reader.entities.keys())
     async with reading(stack) as reader:
-        await eventually(lambda: reader.kinds)
+        await eventually(lambda: {"worker/w0", "worker/w1", "model/tiny"} <= reader.entities.keys())
         await asyncio.sleep(0.5)
         assert {"worker/w0", "worker/w1", "model/tiny"} <= reader.entities.keys()
         assert reader.kinds.count("snapshot") == 1
@@ -193,12 +193,15 @@ async def test_one_reader_too_many_is_refused(make_stack: StackFactory, monkeypa
                     break
 
 
-async def test_a_gateway_that_drains_ends_its_feeds_at_once(make_stack: StackFactory) -> None:
+async def test_a_gateway_that_drains_ends_its_feeds_at_once(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMMENT_EVERY_S", 3600.0)
     stack = await make_stack(1)
     async with reading(stack) as reader:
         await eventually(lambda: reader.kinds)
         await stack.gateway.drain()
-        await eventually(lambda: reader.ended, 4.0)
+        await eventually(lambda: reader.ended)
         refused = await stack.http.get("/admin/events")
         assert refused.status_code == 503
 

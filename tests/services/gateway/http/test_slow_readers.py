@@ -67,7 +67,8 @@ async def test_a_client_that_takes_nothing_for_the_send_timeout_is_cut_off(make_
     client = await connect(stack, STREAM)
     await stack.until(lambda: stack.gateway.metrics.cuts.get("send_timeout"))
     await stack.until(lambda: stack.gateway.dispatcher.num_active == 0)
-    assert stack.gateway.response_memory.used_bytes == 0
+    # All of them may have been computed before.
+    await stack.until(lambda: stack.gateway.response_memory.used_bytes == 0)
     client.close()
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from services.gateway.http.preparation import Kind
+from tests.wait_until import WAIT_S
 
 SCRIPT = """
 import sys
@@ -36,5 +37,5 @@ else:
 def test_after_the_warm_up_a_body_makes_no_decoder(kind: Kind) -> None:
     """In a process of its own: other tests' bodies would have made them."""
     command = [sys.executable, "-c", SCRIPT, kind]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (found.returncode, found.stderr) == (0, "")

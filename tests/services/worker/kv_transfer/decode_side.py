@@ -19,7 +19,7 @@ from shared.messages.generation import Submit
 from shared.transport.base import Buffer
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.lone_worker import LoneWorker
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 
 def reservations_of(alone: LoneWorker) -> dict[tuple[str, int], DecodeReservation]:
@@ -45,7 +45,7 @@ async def held(alone: LoneWorker) -> threading.Event:
 
     def hold(_: object) -> None:
         inside.set()
-        assert go.wait(20)
+        assert go.wait(WAIT_S)
 
     alone.worker.serving.engine.call(hold)
     await eventually(inside.is_set)
@@ -85,7 +85,7 @@ class Gate:
         ) -> None:
             if first_layer == layer:
                 self.inside.set()
-                assert self._open.wait(20)
+                assert self._open.wait(WAIT_S)
             real(tables, lengths, last, kv, first_layer=first_layer, first_tokens=first_tokens)
 
         monkeypatch.setattr(engine, "import_kv", import_kv)

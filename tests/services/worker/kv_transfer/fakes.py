@@ -70,7 +70,7 @@ class FakePrefill:
         return msgspec.structs.replace(request, **changes)
 
     async def reserve(
-        self, request: Submit, *, lease_s: float = 10.0, chunk_tokens: int = 0, first_layer: int = 0
+        self, request: Submit, *, lease_s: float = 600.0, chunk_tokens: int = 0, first_layer: int = 0
     ) -> DecodeReserved:
         message = ReserveDecode(
             request=request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
@@ -14,6 +15,7 @@ from tests.processes import INCARNATION, process
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.fakes import outcomes_at
+from tests.services.worker.pausing import pause, resume
 from tests.services.workers import RunningWorker
 from tests.wait_until import eventually
 
@@ -42,6 +44,14 @@ class Moving:
     async def decoding(self, *request_ids: str, tokens: int = 3) -> None:
         for request_id in request_ids:
             await self.gateway.tokens_arrived(request_id, tokens)
+
+    async def hold(self, *request_ids: str, tokens: int = 3) -> None:
+        """Once these have so many tokens, the first worker runs no step until ``go_on``: they do not end before a busy
+        machine comes to what is to happen to them."""
+        await asyncio.wrap_future(pause(self.here.serving.engine, request_ids, tokens))
+
+    async def go_on(self) -> None:
+        await asyncio.wrap_future(resume(self.here.serving.engine))
 
     def destination(self, worker: RunningWorker, kv_tokens: int = 1 << 20) -> Destination:
         instance_id = worker.serving.instance_id
@@ -144,8 +154,9 @@ async def moving(
     each: Callable[[str], dict[str, object]] = lambda _: {},
     **worker: object,
 ) -> AsyncIterator[Moving]:
-    """All serve; requests come to w0. Nothing may be left at the end."""
-    worker = {"mock": SLOW} | worker
+    """All serve; requests come to w0. Nothing may be left at the end. None takes another for lost because the machine
+    is busy."""
+    worker = {"mock": SLOW, "stall_s": 60.0} | worker
     async with running_cluster(redis_url, num_workers, monitor=False, each=each, **worker) as cluster:
         await cluster.add_model()
         await cluster.scale(num_workers)

@@ -78,7 +78,8 @@ class Disaggregated:
 async def disaggregated(
     redis_url: str, *, each: Callable[[str], dict[str, object]] = lambda _: {}, **worker: object
 ) -> AsyncIterator[Disaggregated]:
-    """w0 computes prompts, w1 decodes."""
+    """w0 computes prompts, w1 decodes. Neither takes the other for lost because the machine is busy."""
+    worker = {"stall_s": 60.0} | worker
     async with running_cluster(redis_url, 2, monitor=False, each=each, **worker) as cluster:
         await cluster.add_model()
         await cluster.scale(2)

@@ -18,12 +18,14 @@ async def test_a_prompt_that_waits_for_kv_begins_once_another_request_has_moved(
     monkeypatch.setattr(planner, "LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(planner, "CHECK_INTERVAL_S", 0.1)
     async with moving(redis_url, kv_bytes=KV_BYTES) as fleet:
+        await fleet.hold("a", "b")
         for name in ("a", "b"):
             await fleet.submit(name, prompt=PROMPT * 4, max_tokens=350)
         await fleet.decoding("a", "b")
         await fleet.submit("long", prompt=PROMPT * 6, max_tokens=30)
-        await fleet.decoding("long")
         await eventually(lambda: any(len(fleet.said_by(name)) == 2 for name in "ab"))
+        await fleet.go_on()
+        await fleet.decoding("long")
         moved, stayed = sorted("ab", key=lambda name: -len(fleet.said_by(name)))
         assert fleet.said_by(stayed) == ["w0"]
         assert len(fleet.gateway.tokens(stayed)) < 350, "it did not wait for an end"

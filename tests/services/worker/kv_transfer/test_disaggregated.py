@@ -8,9 +8,10 @@ import pytest
 
 from services.worker.core.kv_admission import room
 from services.worker.engine.mock.settings import MockTiming
-from services.worker.kv_transfer import decode_client
+from services.worker.requests import inbox
 from tests.services.fake_gateway import expected_tokens
-from tests.services.worker.kv_transfer.rig import PROMPT, disaggregated
+from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
+from tests.services.worker.kv_transfer.sender.steps import Gate
 from tests.wait_until import eventually
 
 SLOW = MockTiming(layer_base_s=0.01)
@@ -19,6 +20,16 @@ SLOW = MockTiming(layer_base_s=0.01)
 def _full_soon(worker_id: str) -> dict[str, object]:
     """The decode worker has one seat, and takes its time."""
     return {"max_running_requests": 1, "mock": SLOW} if worker_id == "w1" else {}
+
+
+async def _computed_to(pair: Disaggregated, layer: int, request_id: str = "r", *, max_tokens: int = 8) -> Gate:
+    """The KV of the layers before is there, and the prompt is computed no further until the gate is opened."""
+    gate = Gate(pair.prefill, layer)
+    await pair.submit(request_id, max_tokens=max_tokens)
+    await eventually(
+        lambda: any(a.layers_here == layer for a in pair.decode.service.parts.kv_receiver.reservations.values())
+    )
+    return gate
 
 
 async def test_a_prompt_computed_here_is_decoded_there(redis_url: str) -> None:
@@ -45,12 +56,10 @@ async def test_many_at_once(redis_url: str) -> None:
 
 
 async def test_kv_leaves_while_later_layers_are_computed(redis_url: str) -> None:
-    async with disaggregated(redis_url, mock=MockTiming(layer_base_s=0.05)) as pair:
-        await pair.submit("r", prompt=PROMPT[:20])
-        await eventually(lambda: pair.decode.service.parts.kv_receiver.reservations)
-        (reservation,) = pair.decode.service.parts.kv_receiver.reservations.values()
-        await eventually(lambda: reservation.layers_here > 0)
+    async with disaggregated(redis_url) as pair:
+        gate = await _computed_to(pair, 1)
         assert pair.gateway.tokens("r") == ()
+        gate.open()
         await pair.ends("r")
         await pair.clean()
 
@@ -75,12 +84,10 @@ async def test_without_the_decode_worker_it_is_decoded_here(redis_url: str) -> N
 
 
 async def test_the_decode_worker_dies_while_kv_comes(redis_url: str) -> None:
-    async with disaggregated(redis_url, mock=SLOW) as pair:
-        await pair.submit("r")
-        await eventually(
-            lambda: any(a.layers_here for a in pair.decode.service.parts.kv_receiver.reservations.values())
-        )
+    async with disaggregated(redis_url) as pair:
+        gate = await _computed_to(pair, 2)
         await pair.decode.kill()
+        gate.open()
         await pair.ends("r")
         await pair.clean()
         await eventually(lambda: pair.outcomes() == {"kept": 1})
@@ -98,7 +105,7 @@ async def test_without_room_there_it_is_decoded_here(redis_url: str, monkeypatch
 
 
 async def test_it_waits_a_moment_for_room(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "ROOM_PATIENCE_S", 10.0)
+    monkeypatch.setattr(room, "ROOM_PATIENCE_S", 60.0)
     async with disaggregated(redis_url, each=_full_soon) as pair:
         await pair.gateway.submit("w1", pair.place.instance_id, "other", max_tokens=5000)
         await pair.submit("r")
@@ -110,10 +117,12 @@ async def test_it_waits_a_moment_for_room(redis_url: str, monkeypatch: pytest.Mo
 
 
 async def test_a_cancel_frees_both_sides(redis_url: str) -> None:
-    async with disaggregated(redis_url, mock=SLOW) as pair:
-        await pair.submit("r")
-        await eventually(lambda: pair.decode.service.parts.kv_receiver.reservations)
+    async with disaggregated(redis_url) as pair:
+        gate = await _computed_to(pair, 2)
         await pair.gateway.cancel("w0", "r")
+        (transfer,) = pair.prefill.service.parts.kv_sender.transfers.values()
+        await eventually(lambda: transfer.is_over)
+        gate.open()
         await pair.clean()
         await eventually(lambda: pair.outcomes() == {"ended": 1})
 
@@ -126,7 +135,8 @@ async def test_a_cancel_follows_the_request(redis_url: str) -> None:
         await pair.clean()
 
 
-async def test_a_question_follows_the_request(redis_url: str) -> None:
+async def test_a_question_follows_the_request(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "OWNER_TIMEOUT_S", 60.0)
     async with disaggregated(redis_url) as pair:
         await pair.submit("r", max_tokens=30)
         await pair.ends("r", max_tokens=30)
@@ -138,14 +148,10 @@ async def test_a_question_follows_the_request(redis_url: str) -> None:
         await pair.clean()
 
 
-async def test_the_prefill_worker_dies(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_client, "LEASE_S", 0.5)
-    monkeypatch.setattr(decode_client, "RENEW_S", 0.1)
-    async with disaggregated(redis_url, mock=SLOW) as pair:
-        await pair.submit("gone")
-        await eventually(
-            lambda: any(a.layers_here for a in pair.decode.service.parts.kv_receiver.reservations.values())
-        )
+async def test_the_prefill_worker_dies(redis_url: str) -> None:
+    async with disaggregated(redis_url) as pair:
+        gate = await _computed_to(pair, 2, "gone")
+        gate.open()
         await pair.prefill.kill()
         # Nobody renews its room. Another attempt is computed and decoded where it was to be decoded.
         await pair.gateway.submit("w1", pair.place.instance_id, "gone", attempt=2, prompt=PROMPT)
@@ -177,12 +183,10 @@ async def test_a_stopped_prefill_worker_finishes_its_requests(redis_url: str) ->
 
 
 async def test_the_bus_goes_away_for_a_moment(redis_url: str) -> None:
-    async with disaggregated(redis_url, mock=SLOW) as pair:
-        await pair.submit("r", max_tokens=20)
-        await eventually(
-            lambda: any(a.layers_here for a in pair.decode.service.parts.kv_receiver.reservations.values())
-        )
+    async with disaggregated(redis_url) as pair:
+        gate = await _computed_to(pair, 2, max_tokens=20)
         pair.prefill.bus.go_down()
+        gate.open()
         await asyncio.sleep(0.3)
         pair.prefill.bus.go_up()
         await pair.gateway.end_of("r")

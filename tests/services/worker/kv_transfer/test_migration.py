@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from services.worker.core.kv_admission import move_history
 from tests.services.worker.kv_transfer.moving import PROMPT, moving
 from tests.wait_until import eventually
 
 
 async def test_a_drain_moves_what_runs_and_does_not_wait_for_its_end(redis_url: str) -> None:
     async with moving(redis_url) as fleet:
+        await fleet.hold("r")
         await fleet.submit("r")
         await fleet.decoding("r")
         await fleet.drain(*fleet.others)
@@ -22,6 +26,7 @@ async def test_a_drain_moves_what_runs_and_does_not_wait_for_its_end(redis_url: 
 async def test_many_spread_over_those_that_take_them(redis_url: str) -> None:
     async with moving(redis_url, 3) as fleet:
         names = [f"r{i}" for i in range(8)]
+        await fleet.hold(*names)
         for i, name in enumerate(names):
             await fleet.submit(name, prompt=PROMPT[: 10 + 11 * i], max_tokens=300)
         await fleet.decoding(*names)
@@ -34,6 +39,7 @@ async def test_many_spread_over_those_that_take_them(redis_url: str) -> None:
 
 async def test_what_has_not_begun_goes_back_to_its_gateway(redis_url: str) -> None:
     async with moving(redis_url, max_running_requests=1) as fleet:
+        await fleet.hold("runs")
         await fleet.submit("runs")
         await fleet.decoding("runs")
         await fleet.submit("waits")
@@ -47,6 +53,7 @@ async def test_what_has_not_begun_goes_back_to_its_gateway(redis_url: str) -> No
 
 async def test_for_another_model_all_goes_back_with_what_it_has(redis_url: str) -> None:
     async with moving(redis_url, max_running_requests=1) as fleet:
+        await fleet.hold("runs")
         await fleet.submit("runs")
         await fleet.decoding("runs")
         await fleet.submit("waits")
@@ -69,21 +76,27 @@ async def test_without_a_word_on_that_requests_end_where_they_are(redis_url: str
         await fleet.spare()
 
 
-async def test_a_full_destination_takes_nothing_and_the_request_is_decoded_on(redis_url: str) -> None:
+async def test_a_full_destination_takes_nothing_and_the_request_is_decoded_on(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(move_history, "AGAIN_S", 3600.0)
     async with moving(redis_url, each=lambda name: {"max_running_requests": 1} if name == "w1" else {}) as fleet:
         (full,) = fleet.others
         await fleet.gateway.submit("w1", full.serving.instance_id, "other", max_tokens=5000)
+        await fleet.hold("r")
         await fleet.submit("r", max_tokens=60)
         await fleet.decoding("r")
         await fleet.drain(full)
+        await eventually(lambda: fleet.outcomes() == {"kept": 1})
+        await fleet.go_on()
         await fleet.ends("r")
         assert fleet.said_by("r") == ["w0"]
-        await eventually(lambda: fleet.outcomes() == {"kept": 1})
         await fleet.gateway.cancel("w1", "other")
 
 
 async def test_a_revived_instance_keeps_what_has_not_left(redis_url: str) -> None:
     async with moving(redis_url) as fleet:
+        await fleet.hold("a", "b")
         for name in ("a", "b"):
             await fleet.submit(name, max_tokens=60)
         await fleet.decoding("a", "b")
@@ -91,17 +104,21 @@ async def test_a_revived_instance_keeps_what_has_not_left(redis_url: str) -> Non
         await eventually(lambda: fleet.here.serving.state == "draining")
         await fleet.drain(plan_id="revive", revive=True)
         await eventually(lambda: fleet.here.serving.state == "serving")
+        await fleet.go_on()
         await fleet.ends("a", "b")
         assert fleet.here.instance is not None
 
 
 async def test_an_order_moves_some_and_the_instance_serves_on(redis_url: str) -> None:
     async with moving(redis_url) as fleet:
+        # Two of them have less than 150 tokens of KV, and three have more.
+        await fleet.hold("a", "b", "c")
         for name in ("a", "b", "c"):
             await fleet.submit(name, prompt=PROMPT[:50], max_tokens=250)
         await fleet.decoding("a", "b", "c")
         await fleet.migrate(fleet.others[0], kv_tokens=150)
         await eventually(lambda: fleet.outcomes() == {"moved": 2})
+        await fleet.go_on()
         await fleet.ends("a", "b", "c")
         assert sorted(len(fleet.said_by(name)) for name in ("a", "b", "c")) == [1, 2, 2]
         assert fleet.here.serving.state == "serving"

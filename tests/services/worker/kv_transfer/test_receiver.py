@@ -15,7 +15,7 @@ from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.decode_side import calls_to, decoded, held, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 # --- reservations --------------------------------------------------------------------------------
 
@@ -215,10 +215,10 @@ async def test_reservations_that_come_during_one_step_are_all_made_after_it(monk
     async with lone_worker(max_running_requests=64) as alone:
         prefill = FakePrefill(alone, await alone.serve())
         engine = alone.worker.serving.engine
-        await alone.submit(alone.worker.serving.instance_id, "other", max_tokens=900)
-        await alone.gateway.tokens_arrived("other", 2)  # from now on its steps are decode steps
         steps = StepGate(alone)
-        await eventually(steps.inside.is_set)
+        await alone.submit(alone.worker.serving.instance_id, "other", max_tokens=900)
+        steps.open(2)
+        await eventually(lambda: steps.num_begun == 3)  # from the second on its steps are decode steps
         requests = [prefill.request(f"r{i}", prompt=PROMPT[: 10 + i]) for i in range(40)]
         asked = calls_to(engine, monkeypatch)
         asking = [asyncio.create_task(prefill.reserve(request)) for request in requests]
@@ -241,14 +241,14 @@ class StepGate:
     def __init__(self, alone: LoneWorker) -> None:
         engine = alone.worker.serving.engine.loop.engine
         assert isinstance(engine, MockEngine)
-        self.inside = threading.Event()
+        self.num_begun = 0
         self._steps = threading.Semaphore(0)
         real = engine.run_layers
 
         def run_layers(activation: Activation, first: int, last: int) -> None:
             if first == 0:
-                self.inside.set()
-                assert self._steps.acquire(timeout=60)
+                self.num_begun += 1
+                assert self._steps.acquire(timeout=WAIT_S)
             real(activation, first, last)
 
         engine.run_layers = run_layers  # type: ignore[method-assign]

@@ -17,11 +17,12 @@ from tests.wait_until import eventually
 
 async def test_a_reservation_that_is_not_renewed_lapses(alone: LoneWorker, prefill: FakePrefill) -> None:
     request, kept, renewed = prefill.request(), prefill.request("kept"), prefill.request("renewed")
-    await prefill.reserve(kept, lease_s=60.0)
-    reserved = await prefill.reserve(renewed, lease_s=1.0)
+    await prefill.reserve(kept)
+    reserved = await prefill.reserve(renewed, lease_s=100.0)
     room = reservations_of(alone)["renewed", 1]
-    room.renewed_at_s -= 0.9
+    room.renewed_at_s -= 60.0
     await prefill.renew(renewed, reserved)
+    room.renewed_at_s -= 60.0
     await prefill.reserve(request, lease_s=0.05)
     await eventually(lambda: set(reservations_of(alone)) == {("kept", 1), ("renewed", 1)})
     await eventually(lambda: alone.worker.serving.num_pins == 2)
@@ -49,14 +50,16 @@ async def test_only_the_right_ticket_renews(alone: LoneWorker, prefill: FakePref
 
 async def test_silence_does_not_count_while_our_own_bus_is_away(alone: LoneWorker, prefill: FakePrefill) -> None:
     request = prefill.request()
-    await prefill.reserve(request, lease_s=0.3)
+    await prefill.reserve(request, lease_s=30.0)
+    room = reservations_of(alone)["r", 1]
     alone.worker.bus.go_down()
-    reservations_of(alone)["r", 1].renewed_at_s -= 60.0
+    room.renewed_at_s -= 60.0
     alone.worker.service.parts.kv_receiver.expire()
     assert reservations_of(alone), "it may have been renewed, for all that is known"
     alone.worker.bus.go_up()
     alone.worker.service.parts.kv_receiver.expire()
     assert reservations_of(alone), "the other side has not had a lease to be heard in"
+    room.kv[-1].message = msgspec.structs.replace(room.message, lease_s=0.05)
     await eventually(lambda: not reservations_of(alone))
 
 

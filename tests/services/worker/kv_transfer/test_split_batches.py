@@ -99,13 +99,15 @@ def left(burst: Burst, outcome: str) -> int:
 @PHASES
 async def test_the_decode_instance_is_killed(redis_url: str, when: When) -> None:
     async with pair_and_decoder(redis_url) as burst:
-        # No more weights before it is so.
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: when(burst))
+        killed = list[bool]()
+        # No more weights before.
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: killed)
         await eventually(lambda: when(burst))
         await burst.decoder.kill()
+        killed.append(True)
         # What it had taken over, or may have, is the gateway's to try again; the pair decodes the others.
         every = len(burst.prompts)
-        await eventually(lambda: left(burst, "moved") + left(burst, "unknown") + left(burst, "kept") == every, 20.0)
+        await eventually(lambda: left(burst, "moved") + left(burst, "unknown") + left(burst, "kept") == every)
         moved, unknown, kept = (left(burst, outcome) for outcome in ("moved", "unknown", "kept"))
         assert kept > 0
         await eventually(lambda: ended(burst, "length") >= kept)
@@ -117,13 +119,15 @@ async def test_the_decode_instance_is_killed(redis_url: str, when: When) -> None
 @PHASES
 async def test_the_target_is_killed(redis_url: str, when: When) -> None:
     async with pair_and_decoder(redis_url) as burst:
-        # No more weights before it is so.
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: when(burst))
+        killed = list[bool]()
+        # No more weights before.
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: killed)
         await eventually(lambda: when(burst))
         live = burst.live_target_of(burst.target)
         assert live is not None
         assert not live.batches.loaded, "a premise: what it finishes would be the gateway's to try again"
         await burst.target.kill()
+        killed.append(True)
         await burst.ends()
         await no_wrong_token(burst)
         assert left(burst, "unknown") == 0
@@ -132,13 +136,15 @@ async def test_the_target_is_killed(redis_url: str, when: When) -> None:
 @PHASES
 async def test_the_source_is_killed(redis_url: str, when: When) -> None:
     async with pair_and_decoder(redis_url, max_queued_requests=64) as burst:
-        # No more weights before it is so.
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: when(burst))
+        killed = list[bool]()
+        # No more weights before.
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: killed)
         await eventually(lambda: when(burst))
         await burst.source.kill()
+        killed.append(True)
         await eventually(lambda: burst.live_target_of(burst.target) is None)
         rooms = burst.decoder.service.parts.kv_receiver.reservations
-        await eventually(lambda: not rooms, 10.0)
+        await eventually(lambda: not rooms)
         await eventually(lambda: burst.decoder.serving.engine.loop.num_requests == 0)
         await no_wrong_token(burst)
 
@@ -156,7 +162,7 @@ async def test_layers_of_the_target_that_do_not_arrive_are_fetched_from_it(redis
         async def before() -> None:
             burst.target.transport.tamper = stall
 
-        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, before=before)
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, before=before, until_split=True)
         await burst.ends()
         await eventually(lambda: burst.cluster.live_reports)
         (report,) = burst.cluster.live_reports

@@ -24,7 +24,7 @@ from tests.wait_until import eventually
 NUM_TOKENS = 48
 LAYER_S = 0.004
 PROMPTS = {f"r{i}": tuple(32 + (7 * i + j) % 90 for j in range(NUM_TOKENS)) for i in range(12)}
-HOLD_S = 10.0
+HOLD_S = 30.0
 """Prompts are held for no longer: a pair that is never made must not take all of a test's time."""
 TIMING = MockTiming(layer_per_token_s=LAYER_S / NUM_TOKENS)
 
@@ -94,14 +94,15 @@ class Burst:
             if worker is not self.target:  # whoever the weights come from
                 worker.transport.delay_s = delay_s
                 if until_split:
-                    is_split = until_split if callable(until_split) else self._is_split
+                    is_split = until_split if callable(until_split) else self.is_split
                     worker.transport.holds = functools.partial(self._waits_for_split, is_split)
         self._waits_for_pair = True
         for request_id in prompts:
             await self.submit(request_id)
         self.plan_id = (await cluster.start_scale(2, live="always", role=role)).plan_id
 
-    def _is_split(self) -> bool:
+    def is_split(self) -> bool:
+        """Both members have run layers of one batch, and it is done."""
         source = self.source.service.parts.pair_roles.source
         return source is not None and source.record.first_cooperative_s is not None
 

@@ -10,6 +10,7 @@ import pytest
 
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.source import LiveSource
+from services.worker.requests import inbox
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.common import Ack
@@ -53,9 +54,12 @@ async def _report(cluster: Cluster) -> LiveReport:
 async def test_the_target_is_killed(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.05)
+        killed = list[bool]()
+        # No more weights before: what it finishes would be the gateway's to try again.
+        await burst.start(delay_s=0.05, until_split=lambda: killed)
         await burst.live_source()
         await burst.target.kill()
+        killed.append(True)
         await burst.ends()
         assert (await _report(cluster)).outcome == "failed"
         await burst.clean()
@@ -77,7 +81,9 @@ async def test_the_source_is_killed(redis_url: str) -> None:
 async def test_the_targets_engine_fails(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.05)
+        failing = list[bool]()
+        # No more weights before: it has layers to run.
+        await burst.start(delay_s=0.05, until_split=lambda: failing)
         await burst.live_source()
         engine = burst.target.serving.engine.loop.engine
 
@@ -85,6 +91,7 @@ async def test_the_targets_engine_fails(redis_url: str) -> None:
             raise RuntimeError("the device is gone")
 
         engine.run_part = broken  # type: ignore[method-assign]
+        failing.append(True)
         await burst.ends()
         report = await _report(cluster)
         assert report.outcome == "failed"
@@ -107,7 +114,9 @@ async def test_the_model_is_removed(redis_url: str) -> None:
 async def test_the_plan_is_superseded(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.05)
+        published = list[bool]()
+        # No more weights before: the target has not loaded.
+        await burst.start(delay_s=0.05, until_split=lambda: published)
         await burst.live_source()
         old = cluster.plans()[-1]
         (target,) = old.targets
@@ -116,6 +125,7 @@ async def test_the_plan_is_superseded(redis_url: str) -> None:
         newer = msgspec.structs.replace(old, plan_id="plan-newer", members=(*others, member))
         subject, order = subjects.worker_plans(process(target.worker_id)), WorkerOrder(scale=newer)
         await cluster.client.publish_event(subject, order, message_id=newer.plan_id)
+        published.append(True)
         await burst.ends()
         report = await _report(cluster)
         assert report.outcome == "failed"
@@ -126,24 +136,27 @@ async def test_the_plan_is_superseded(redis_url: str) -> None:
 
 
 async def test_the_bus_of_the_target_is_away_for_a_moment(redis_url: str) -> None:
-    async with slow_cluster(redis_url, stall_s=3.0) as cluster:
+    async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.05)
+        is_back = list[bool]()
+        # No more weights before: should the pair be lost, the target has finished nothing.
+        await burst.start(delay_s=0.05, until_split=lambda: is_back)
         await burst.live_source()
         burst.target.bus.go_down()
         await asyncio.sleep(0.6)
         burst.target.bus.go_up()
+        is_back.append(True)
         await burst.ends()
         await burst.clean()
 
 
 async def test_a_pull_whose_tensors_are_lost_is_computed_again(redis_url: str) -> None:
-    async with slow_cluster(redis_url, stall_s=1.0) as cluster:
+    async with slow_cluster(redis_url, stall_s=3.0) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.05)
+        lost: list[int] = []
+        await burst.start(delay_s=0.05, until_split=lambda: lost)
         await burst.live_source()
         # Hidden states and KV both: they come under tags that nobody waits for.
-        lost: list[int] = []
         burst.target.transport.tamper = lambda buffer, tag: (lost.append(tag), (buffer, tag ^ 1 << 60))[1]
         await eventually(lambda: lost)
         burst.target.transport.tamper = None
@@ -189,7 +202,10 @@ async def test_a_dead_gateways_requests_are_freed_at_both(redis_url: str, next_p
         await burst.clean()
 
 
-async def test_a_question_about_a_request_that_moved_is_answered_by_its_owner(redis_url: str) -> None:
+async def test_a_question_about_a_request_that_moved_is_answered_by_its_owner(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "OWNER_TIMEOUT_S", 60.0)
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, max_tokens=60)
@@ -266,7 +282,7 @@ async def test_a_target_finishes_nothing_before_the_source_knows_that_it_can(
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.01)
-        await asyncio.wait_for(asked.wait(), 20.0)
+        await eventually(asked.is_set)
         target = burst.live_target_of(burst.target)
         assert target is not None
         assert target.batches.loaded

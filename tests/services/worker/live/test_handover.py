@@ -15,7 +15,7 @@ from shared.messages.common import ErrorInfo
 from shared.messages.live import HandOver
 from tests.services.worker.live.ends import Ends, SourceEnd, running_ends
 from tests.services.worker.live.members import expected, request
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 NAMES = "abcd"
 
@@ -23,6 +23,7 @@ NAMES = "abcd"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "RETRY_S", 0.001)
+    monkeypatch.setattr(link, "ASK_TIMEOUT_S", WAIT_S)  # a busy machine answers late, and is asked once
     monkeypatch.setattr(links, "LAST_WORD_S", 0.001)
 
 

@@ -29,10 +29,10 @@ from shared.transport.tags import Carries, tag_of
 from tests.processes import process
 from tests.services.cluster import Cluster
 from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, PROMPTS, Burst, live_cluster
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 slow_cluster = functools.partial(live_cluster, mock=MockTiming(layer_per_token_s=0.012 / NUM_TOKENS))
-RPC_S = 5.0
+RPC_S = 60.0
 
 
 def carries(tag: int) -> int:
@@ -91,7 +91,7 @@ async def test_kv_comes_in_pieces_a_window_ahead(
 
 
 async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(redis_url: str) -> None:
-    async with slow_cluster(redis_url, stall_s=1.5) as cluster:
+    async with slow_cluster(redis_url, stall_s=4.0) as cluster:
         burst, wire = Burst(cluster), Wire()
         await burst.start(until_split=True, delay_s=0.05)
         burst.target.transport.tamper = wire.tamper
@@ -108,19 +108,21 @@ async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(r
 async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst, wire = Burst(cluster), Wire()
-        await burst.start(until_split=True, delay_s=0.2)
+        killed = list[bool]()
+        await burst.start(until_split=lambda: killed, delay_s=0.2)
         burst.target.transport.tamper = wire.tamper
         source = await burst.live_source()
         await eventually(lambda: source.record.first_cooperative_s is not None)
         assert not source.target_loaded
         await burst.target.kill()
+        killed.append(True)
         await burst.ends()
         assert await _preemptions(burst) > 0
         await burst.clean()
 
 
 async def test_cancelled_while_kv_is_on_its_way_a_request_leaves_nothing(redis_url: str) -> None:
-    async with slow_cluster(redis_url, stall_s=1.5) as cluster:
+    async with slow_cluster(redis_url, stall_s=4.0) as cluster:
         burst, wire = Burst(cluster), Wire()
         await burst.start(until_split=True, delay_s=0.05)
         burst.target.transport.tamper = wire.tamper
@@ -158,10 +160,11 @@ async def test_what_is_given_at_the_end_comes_with_its_kv(redis_url: str) -> Non
     async with slow_cluster(redis_url, "best_effort") as cluster:
         burst, wire = Burst(cluster), Wire()
         wire.holds = False
-        await burst.start(until_split=True, delay_s=0.02)
-        sent_before: list[int] = []
+        sent_before, is_watched = list[int](), list[bool]()
+        await burst.start(until_split=lambda: is_watched and burst.is_split(), delay_s=0.02)
         given = await _parted_with_begun_ones(burst, lambda: sent_before.append(wire.sent))
         burst.target.transport.tamper = wire.tamper
+        is_watched.append(True)
         await burst.ends()
         assert await _split(cluster, burst) > 0
         assert given
@@ -176,10 +179,12 @@ async def test_what_cannot_be_handed_back_is_freed_at_the_target(
     async def send(*_: object, **__: object) -> None:
         raise RuntimeError("the device is gone")
 
-    async with slow_cluster(redis_url, "best_effort", stall_s=1.5) as cluster:
+    async with slow_cluster(redis_url, "best_effort", stall_s=4.0) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.02)
+        is_watched = list[bool]()
+        await burst.start(until_split=lambda: is_watched, delay_s=0.02)
         given = await _parted_with_begun_ones(burst, lambda: monkeypatch.setattr(TargetBatches, "send", send))
+        is_watched.append(True)
         await burst.ends()
         assert given
         await burst.clean()
@@ -233,7 +238,7 @@ async def test_kv_is_sent_once_and_only_of_what_the_source_has_pulled(
     async with slow_cluster(redis_url) as cluster:
         burst, wire = Burst(cluster), Wire()
         wire.holds = False
-        await burst.start(delay_s=0.05)
+        await burst.start(until_split=True, delay_s=0.05)
         burst.target.transport.tamper = wire.tamper
         await burst.ends()
         assert wire.sent == len({(m.batch_id, m.first_layer) for m in seen}) > 0
@@ -325,7 +330,7 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
 
     def slowly(engine: MockEngine, token_ids: Sequence[int]) -> Buffer:
         event_loop.call_soon_threadsafe(acknowledged.set)
-        assert go_on.wait(20.0)
+        assert go_on.wait(WAIT_S)
         return embed_tokens(engine, token_ids)
 
     async def held_up(puller: Puller) -> Pulled:
@@ -340,7 +345,7 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
     async with slow_cluster(redis_url, stall_s=3600.0) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, prompts={})
-        await asyncio.wait_for(over.wait(), 20.0)
+        await eventually(over.is_set)
         source = burst.source.service.parts.pair_roles.source
         assert source is not None
         await burst.submit("late", PROMPTS["r0"])
@@ -372,7 +377,7 @@ async def test_the_planner_is_told_what_pulls_took_so_far(redis_url: str) -> Non
         await burst.start(until_split=True, delay_s=0.05, prompts=prompts, before=before)
         await burst.ends()
         assert await _split(cluster, burst) > 0
-        assert [split.pull_s for split in asked] == [0.0625]
+        assert {split.pull_s for split in asked} == {0.0625}
         await eventually(lambda: burst.source.service.parts.pair_roles.source is None)
         assert 0 < burst.source.service.parts.pair_roles.pull_s != 0.0625
         await burst.clean()

@@ -16,7 +16,7 @@ from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
 from tests.services.worker.live.ends import Ends, SourceEnd, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 NAMES = "ab"
 
@@ -24,6 +24,7 @@ NAMES = "ab"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "RETRY_S", 0.001)
+    monkeypatch.setattr(link, "ASK_TIMEOUT_S", WAIT_S)  # a busy machine answers late, and is asked once
     monkeypatch.setattr(links, "LAST_WORD_S", 0.001)
 
 
@@ -81,7 +82,7 @@ async def test_with_nothing_to_pull_it_stays_free_and_nothing_is_begun() -> None
         await source.begin()
         answer = await source.puller.pull()
         assert answer.batch_id == ""
-        await asyncio.wait_for(source.puller.until_free(), 10)
+        await asyncio.wait_for(source.puller.until_free(), WAIT_S)
         assert source.puller.num_claims == 1
         await source.end()
 
@@ -190,7 +191,7 @@ async def test_without_room_a_pulled_batch_waits_until_there_is() -> None:
         await ends.source.on_engine(lambda loop: loop.scheduler.pool.free(blocks))
         assert await ends.source.on_engine(lambda _: source.handed.has_room())
         source.puller.free.set()
-        assert (await asyncio.wait_for(pulling, 10)).batch_id == "pair-0"
+        assert (await asyncio.wait_for(pulling, WAIT_S)).batch_id == "pair-0"
         await source.end()
         await _tokens_are_right(ends)
 
@@ -204,7 +205,7 @@ async def test_room_that_comes_without_a_step_is_seen() -> None:
         await asyncio.sleep(0)
         # As when requests leave with their KV.
         await ends.source.on_engine(lambda loop: loop.scheduler.pool.free(blocks))
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, WAIT_S)
         await source.end()
         await _tokens_are_right(ends)
 
@@ -229,7 +230,7 @@ async def test_what_a_pull_takes_is_measured_and_is_the_lead_of_the_next() -> No
         source = await _handed_over(ends, 2)
         assert source.puller.time.pull_s == source.work.lead_s == 0.0
         await source.puller.pull()
-        assert 0 < source.puller.time.pull_s < 10
+        assert 0 < source.puller.time.pull_s < WAIT_S
         layer_s = next(iter(source.handed.queue.handed.values())).layer_s
         assert source.work.lead_s == min(source.puller.time.pull_s, layer_s)
         await source.end()

@@ -22,7 +22,7 @@ from tests.services.worker.live.burst import NUM_TOKENS, PROMPTS, Burst, live_cl
 from tests.wait_until import eventually
 
 slow_cluster = functools.partial(live_cluster, mock=MockTiming(layer_per_token_s=0.012 / NUM_TOKENS))
-RPC_S = 5.0
+RPC_S = 60.0
 
 
 async def _target(burst: Burst) -> LiveTarget:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from shared.errors import BadRequest, Conflict, Overloaded
 from shared.messages.live import Seal, Taken
 from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
+from tests.services.worker.pausing import pause, resume
 from tests.wait_until import eventually
 
 SEAL = Seal(pair_id="pair", count=1)
@@ -156,12 +156,13 @@ async def test_cancelled_while_the_source_has_it_a_batch_is_free_when_it_is_sett
 
 async def test_once_the_target_finished_its_batch_a_request_is_cancelled_like_any_other() -> None:
     async with running_ends() as ends:
-        ends.target.watched.inside = lambda _: time.sleep(0.002)
+        await asyncio.wrap_future(pause(ends.target.engine, "a"))
         await ends.load(NUM_LAYERS)
         await ends.hand_over("a", request("a", 9, max_tokens=200))
         await eventually(lambda: ends.target.tokens().get("a"))
         ends.pair.cancel("a", 1)
         assert await asyncio.wrap_future(ends.target.engine.cancel("a", 1))
+        resume(ends.target.engine)
         await eventually(lambda: ends.target.finish_reasons() == {"a": "cancelled"})
         assert ends.requests.unhosted == [], "its stream is the target's"
 
@@ -248,8 +249,9 @@ async def test_when_the_source_is_lost_what_was_finished_goes_on_here_and_is_nam
 
 
 async def test_a_source_that_says_nothing_any_more_is_lost() -> None:
-    async with running_ends(silence_s=0.2) as ends:
+    async with running_ends() as ends:
         await ends.hand_over("a", request("a", 9))
+        ends.pair._link._silence_s = 0.2
         await eventually(ends.pair.ended.is_set)
         await ends.target.idle()
         assert [e.reason for e in ends.ended] == ["the source was silent for 0.2 s"]

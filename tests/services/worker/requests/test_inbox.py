@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from services.worker import service
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.sequence import ActiveSequence, sequence_of
-from services.worker.engine.mock.settings import MockTiming
 from services.worker.requests import inbox
 from services.worker.requests.inbox import Inbox
 from shared import subjects
@@ -19,9 +19,15 @@ from shared.messages.generation import Cancel, Resend, SamplingParams, Submit
 from tests.processes import process
 from tests.services.fake_gateway import PROMPT, FakeGateway, expected_tokens
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 LEASE_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner of a busy machine has time to answer."""
+    monkeypatch.setattr(inbox, "OWNER_TIMEOUT_S", 60.0)
 
 
 async def test_tokens_come_with_consecutive_offsets_and_one_end(alone: LoneWorker) -> None:
@@ -143,12 +149,11 @@ async def test_an_acknowledged_end_is_forgotten(alone: LoneWorker) -> None:
 
 
 async def test_a_cancel_frees_the_kv_within_a_step_and_sends_no_more() -> None:
-    # Steps long enough that the request cannot end between its first token and the pause.
-    async with lone_worker(mock=MockTiming(step_overhead_s=0.005)) as alone:
+    async with lone_worker() as alone:
         instance_id = await alone.serve()
+        await alone.pause("long")
         await alone.submit(instance_id, "long", max_tokens=900)
         await alone.gateway.tokens_arrived("long", 1)
-        await alone.pause()
         assert (await alone.stats()).load.kv_blocks_used > 0
         await alone.gateway.cancel("w0", "long")
         await eventually(lambda: alone.worker.serving.engine.stats().load.kv_blocks_used == 0)
@@ -197,7 +202,7 @@ async def test_an_outage_of_our_own_bus_is_not_a_gateways_silence() -> None:
         assert (await alone.stats()).load.queued_requests == 1
         alone.broker.reconnect("w0")
         # It is silent for longer than its lease, but we could not have heard it: not yet counted.
-        await asyncio.sleep(LEASE_S / 3)
+        serving_of(alone).expire()
         assert (await alone.stats()).load.queued_requests == 1
         await alone.gateway.beat(60.0)
         await asyncio.sleep(2 * LEASE_S)
@@ -213,9 +218,9 @@ async def test_a_worker_that_stood_still_takes_no_gateway_for_dead(
     await alone.pause()
     await alone.submit(instance_id, "r")
     await alone.gateway.beat(LEASE_S)
-    await asyncio.sleep(LEASE_S / 10)  # it is heard
+    await asyncio.sleep(0)  # it is heard
     time.sleep(1.5 * LEASE_S)  # noqa: ASYNC251 - all of the process, as if it were stopped
-    await asyncio.sleep(LEASE_S / 4)
+    serving_of(alone).expire()
     await alone.gateway.beat(60.0)
     alone.resume()
     assert (await alone.gateway.end_of("r")).finish_reason == "length"
@@ -290,9 +295,11 @@ async def test_another_instances_request_is_refused(alone: LoneWorker) -> None:
     assert alone.gateway.parts == {}
 
 
-async def test_a_stopped_worker_finishes_what_runs_before_it_leaves() -> None:
-    async with lone_worker(mock=MockTiming(step_overhead_s=0.005)) as alone:
+async def test_a_stopped_worker_finishes_what_runs_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "FAREWELL_S", WAIT_S)
+    async with lone_worker(drain_timeout_s=600.0) as alone:
         instance_id = await alone.serve()
+        await alone.pause("r")
         await alone.submit(instance_id, "r", max_tokens=40)
         await alone.gateway.tokens_arrived("r", 1)
         stopping = asyncio.create_task(alone.worker.stop())
@@ -300,13 +307,18 @@ async def test_a_stopped_worker_finishes_what_runs_before_it_leaves() -> None:
         with pytest.raises(SentBack):
             await alone.submit(instance_id, "late")
         assert not alone.pool.heartbeats[-1].leaving
+        alone.resume()
         await stopping
         await alone.gateway.end_of("r")
         assert alone.gateway.tokens("r") == expected_tokens(40)
         assert alone.pool.heartbeats[-1].leaving
 
 
-async def test_a_drain_that_takes_too_long_is_cut_short_and_gateways_hear_of_what_is_left() -> None:
+async def test_a_drain_that_takes_too_long_is_cut_short_and_gateways_hear_of_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "HAND_BACK_S", WAIT_S)
+    monkeypatch.setattr(service, "FAREWELL_S", WAIT_S)
     async with lone_worker(drain_timeout_s=0.1) as alone:
         instance_id = await alone.serve()
         await alone.pause()

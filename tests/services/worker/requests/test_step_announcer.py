@@ -11,7 +11,13 @@ from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.requests.inbox import Inbox
 from tests.services.fake_gateway import PROMPT, expected_tokens
 from tests.services.worker.lone_worker import LoneWorker
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a busy machine takes to send a word, the engine waits for it."""
+    monkeypatch.setattr("services.worker.requests.step_announcer.SAY_S", WAIT_S)
 
 
 def engine_of(alone: LoneWorker) -> MockEngine:

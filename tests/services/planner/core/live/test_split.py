@@ -13,6 +13,7 @@ from services.planner.core.live.ilp import improve
 from services.planner.core.live.search import best_first_come_split, good_splits
 from services.planner.core.live.split import assign
 from shared.zigzag.playback import Job, play
+from tests.wait_until import WAIT_S
 
 UNEQUAL = Problem((1.0, 5.0, 3.0, 4.0), (0.0, 6.0, 12.0, 18.0, 24.0))
 
@@ -96,10 +97,10 @@ def test_no_batches_need_no_assignment() -> None:
 
 def test_the_integer_program_finds_the_shapes_that_the_search_is_not_told() -> None:
     start = (0,) * 4
-    found = improve(UNEQUAL, start, 5.0, keep_shapes=False)
+    found = improve(UNEQUAL, start, WAIT_S, keep_shapes=False)
     assert found is not None
     assert play(jobs_of(UNEQUAL.costs), UNEQUAL.loaded_at, gates=gates_of(found)).mean < 23.75
-    assert improve(UNEQUAL, start, 5.0) == start
+    assert improve(UNEQUAL, start, WAIT_S) == start
 
 
 def test_a_bound_of_nodes_instead_of_time_finds_the_same_each_time() -> None:
@@ -117,7 +118,7 @@ def test_the_integer_program_runs_without_a_subprocess(monkeypatch: pytest.Monke
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("subprocess.Popen.__init__", refuse)
-    assert improve(UNEQUAL, good_splits(UNEQUAL)[0], 1.0) is not None
+    assert improve(UNEQUAL, good_splits(UNEQUAL)[0], WAIT_S) is not None
 
 
 def test_the_best_first_come_split_is_the_best_of_all() -> None:

@@ -11,18 +11,21 @@ from shared.messages.common import Ack
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, clean, outcomes
 from tests.services.worker.lone_worker import LoneWorker
-from tests.wait_until import eventually
+from tests.services.workers import RunningWorker
+from tests.wait_until import WAIT_S, eventually
 
 SILENCE_S = 1.5
-"""Longer than a busy machine keeps a process from running, with which nobody is silent."""
+"""After which ``impatient`` ones take a decode worker for lost."""
+PATIENT_S = 600.0
+"""All others, to whom a decode worker of a busy machine is not lost."""
 
 
 class Gate:
     """Holds the engine before this layer of any step but the first ``passes`` until it is opened; then it fails there
     ``failures`` times."""
 
-    def __init__(self, alone: LoneWorker, layer: int, *, passes: int = 0) -> None:
-        engine = alone.worker.serving.engine.loop.engine
+    def __init__(self, worker: RunningWorker, layer: int, *, passes: int = 0) -> None:
+        engine = worker.serving.engine.loop.engine
         assert isinstance(engine, MockEngine)
         self.inside = threading.Event()
         self.failures = 0
@@ -35,7 +38,7 @@ class Gate:
                 self.passes -= 1
             elif first <= layer < last and not self._open.is_set():
                 self.inside.set()
-                assert self._open.wait(20)
+                assert self._open.wait(WAIT_S)
             if first <= layer < last and self.failures:
                 self.failures -= 1
                 raise RuntimeError("broken")

@@ -17,7 +17,7 @@ from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.fakes import FakeDecode, FakePrefill, clean
 from tests.services.worker.kv_transfer.sender.steps import Gate, ended, kept, submit
 from tests.services.worker.lone_worker import LoneWorker
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 LONG = tuple(32 + (7 * j) % 90 for j in range(150))
 """Three chunks of 64 tokens at most."""
@@ -44,11 +44,11 @@ def preempt(loop: EngineLoop) -> None:
 
 
 async def test_kv_of_a_chunk_leaves_before_the_next_one_is_computed(alone: LoneWorker, decode: FakeDecode) -> None:
-    gate = Gate(alone, 0, passes=1)
+    gate = Gate(alone.worker, 0, passes=1)
     num_layers = alone.worker.serving.engine.loop.engine.num_layers
     await submit(alone, decode, prompt=LONG)
     await eventually(lambda: decode.layers_here(0) == num_layers)
-    assert gate.inside.is_set()
+    await eventually(gate.inside.is_set)
     assert decode.chunks[0] == [(0, 64)]
     gate.open()
     await ended(alone, moved=1)
@@ -83,7 +83,7 @@ async def test_room_that_comes_late_is_for_chunks_of_the_usual_size(alone: LoneW
 async def test_a_prompt_that_is_preempted_between_its_chunks_arrives_all_the_same(
     alone: LoneWorker, decode: FakeDecode
 ) -> None:
-    gate = Gate(alone, 1, passes=1)
+    gate = Gate(alone.worker, 1, passes=1)
     await submit(alone, decode, prompt=LONG)
     await eventually(lambda: decode.layers_here(0) > 4)
     preempted = alone.worker.serving.engine.call(preempt)  # after the second of its steps
@@ -97,7 +97,7 @@ async def test_a_prompt_that_is_preempted_between_its_chunks_arrives_all_the_sam
 async def test_what_is_read_from_blocks_that_are_anothers_by_then_does_not_leave(
     alone: LoneWorker, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(alone, 0, passes=1)
+    gate = Gate(alone.worker, 0, passes=1)
     engine = alone.worker.serving.engine.loop.engine
     export_kv, reading, read = engine.export_kv, threading.Event(), threading.Event()
 
@@ -106,7 +106,7 @@ async def test_what_is_read_from_blocks_that_are_anothers_by_then_does_not_leave
         if reading.is_set():
             return kv
         reading.set()
-        assert read.wait(20)
+        assert read.wait(WAIT_S)
         return np.zeros_like(kv)
 
     monkeypatch.setattr(engine, "export_kv", slowly)

@@ -15,7 +15,16 @@ from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode, DecodeReserved, DecodeRoom, RenewDecode, ReserveDecode
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, FakePrefill, clean
-from tests.services.worker.kv_transfer.sender.steps import SILENCE_S, Gate, ended, forever, given_up, kept, submit
+from tests.services.worker.kv_transfer.sender.steps import (
+    PATIENT_S,
+    SILENCE_S,
+    Gate,
+    ended,
+    forever,
+    given_up,
+    kept,
+    submit,
+)
 from tests.services.worker.lone_worker import LoneWorker
 from tests.wait_until import eventually
 
@@ -73,7 +82,7 @@ async def test_requests_that_leave_and_that_stay_share_their_steps(alone: LoneWo
 
 
 async def test_kv_of_early_layers_leaves_while_later_ones_are_computed(alone: LoneWorker, decode: FakeDecode) -> None:
-    gate = Gate(alone, alone.worker.serving.engine.loop.engine.num_layers - 1)
+    gate = Gate(alone.worker, alone.worker.serving.engine.loop.engine.num_layers - 1)
     await submit(alone, decode, prompt=PROMPT[:20])
     await eventually(lambda: decode.layers_here(0) > 0)
     assert not decode.transfers[0][-1].done
@@ -106,16 +115,23 @@ async def test_a_refusal_means_it_is_decoded_here(
     [("reserve", Overloaded), ("reserve", Unavailable), ("reserve", None), ("begin", Unavailable), ("begin", None)],
 )
 async def test_what_may_pass_is_asked_again(
-    alone: LoneWorker, decode: FakeDecode, operation: str, error: type[BlitzError] | None
+    alone: LoneWorker,
+    decode: FakeDecode,
+    operation: str,
+    error: type[BlitzError] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without an error, the answer is lost."""
     answer, asked = getattr(decode, f"on_{operation}"), 0
+    if error is None:
+        monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.2)
 
     async def refuse_once(message: object) -> object:
         nonlocal asked
         asked += 1
         if asked > 1:
             return await answer(message)
+        monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", PATIENT_S)  # the next answer is waited for
         if error is not None:
             raise error("not now")
         return await forever(message)
@@ -127,6 +143,7 @@ async def test_what_may_pass_is_asked_again(
     assert "release" not in decode.said
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("error", [Overloaded, Unavailable])
 async def test_room_that_there_never_is_is_given_up(
     alone: LoneWorker, decode: FakeDecode, error: type[BlitzError]
@@ -142,6 +159,7 @@ async def test_room_that_there_never_is_is_given_up(
     assert decode.said[-1] == "release"
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("operation", ["reserve", "renew"])
 @pytest.mark.parametrize("how", ["silent", "gone"])
 async def test_a_decode_worker_that_does_not_answer_is_given_up(
@@ -159,6 +177,7 @@ async def test_a_decode_worker_that_does_not_answer_is_given_up(
     assert how == "gone" or decode.said[-1] == "release"
 
 
+@pytest.mark.usefixtures("impatient_to_begin")
 @pytest.mark.parametrize("how", ["silent", "gone", "unavailable"])
 async def test_whose_outcome_is_unknown_is_not_decoded_here_as_well(
     alone: LoneWorker, decode: FakeDecode, how: str
@@ -179,6 +198,7 @@ async def test_whose_outcome_is_unknown_is_not_decoded_here_as_well(
     assert alone.worker.service.parts.inbox.new_owners.owner_of(("r", 1)) is None
 
 
+@pytest.mark.usefixtures("impatient_to_begin")
 async def test_our_own_outage_is_not_the_decode_workers_silence(alone: LoneWorker, decode: FakeDecode) -> None:
     back = asyncio.Event()
 
@@ -196,6 +216,7 @@ async def test_our_own_outage_is_not_the_decode_workers_silence(alone: LoneWorke
     assert "release" not in decode.said
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_decode_worker_that_takes_no_bytes_is_given_up(alone: LoneWorker, decode: FakeDecode) -> None:
     decode.on_reserve = decode.no_receives
     await submit(alone, decode)
@@ -205,6 +226,7 @@ async def test_a_decode_worker_that_takes_no_bytes_is_given_up(alone: LoneWorker
     assert decode.said[-1] == "release"
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("when", ["before", "while it sends"])
 async def test_a_decode_worker_whose_transport_is_gone(alone: LoneWorker, decode: FakeDecode, when: str) -> None:
     async def dies(_: ReserveDecode) -> DecodeReserved:
@@ -299,7 +321,7 @@ def renewing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("renewing")
 async def test_room_is_kept_while_the_prompt_is_computed(alone: LoneWorker, decode: FakeDecode) -> None:
-    gate = Gate(alone, 1)
+    gate = Gate(alone.worker, 1)
     await submit(alone, decode)
     await eventually(lambda: len(decode.renews) > 3)
     assert {renew.ticket for renew in decode.renews} == {0}
@@ -314,7 +336,7 @@ async def test_room_is_kept_while_the_prompt_is_computed(alone: LoneWorker, deco
 @pytest.mark.usefixtures("renewing")
 async def test_room_that_is_lost_is_not_asked_for_again(alone: LoneWorker, decode: FakeDecode) -> None:
     """The decode worker knows nothing of this ticket: what was sent under it is not there."""
-    gate = Gate(alone, 1)
+    gate = Gate(alone.worker, 1)
 
     async def lose(_: RenewDecode) -> DecodeRoom:
         if len(decode.renews) > 1:
@@ -336,7 +358,7 @@ async def test_room_that_was_given_back_is_not_renewed(
     alone: LoneWorker, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decode worker would keep room, and not drain, for a request that is decoded elsewhere."""
-    gate = Gate(alone, 1)
+    gate = Gate(alone.worker, 1)
 
     def broken(*_: object, **__: object) -> bytes:
         raise RuntimeError("broken")

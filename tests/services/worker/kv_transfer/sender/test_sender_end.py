@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -24,7 +22,7 @@ from tests.services.worker.kv_transfer.sender.steps import (
     used_blocks,
 )
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually, eventually_sync
 
 
 @pytest.mark.parametrize("how", ["cancel", "gateway", "instance"])
@@ -47,7 +45,7 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
 
     decode.on_reserve, decode.on_begin = reserve, begin
     if stage == "computing":
-        gate = Gate(alone, 1)
+        gate = Gate(alone.worker, 1)
     await submit(alone, decode)
     if stage == "reserving":
         await alone.gateway.tokens_arrived("r", 1)
@@ -139,13 +137,6 @@ async def test_a_cancel_is_noticed_at_once_whatever_is_waited_for(monkeypatch: p
         await decode.close()
 
 
-def _wait_without_the_event_loop(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("how", ["engine", "gateway"])
 async def test_a_cancel_of_what_is_held_before_the_event_loop_has_heard_of_it(
     alone: LoneWorker, decode: FakeDecode, how: str
@@ -155,10 +146,10 @@ async def test_a_cancel_of_what_is_held_before_the_event_loop_has_heard_of_it(
     await submit(alone, decode, prompt=PROMPT[:20])
     engine = alone.worker.serving.engine
     alone.resume()
-    _wait_without_the_event_loop(lambda: bool(engine.loop.scheduler.reservations.for_decode))
+    eventually_sync(lambda: engine.loop.scheduler.reservations.for_decode)  # without the event loop
     assert not alone.worker.service.parts.kv_sender.transfers
     if how == "engine":
-        engine.cancel("r", 1).result(10.0)
+        engine.cancel("r", 1).result(WAIT_S)
     else:
         alone.worker.service.parts.inbox.on_cancel(Cancel(request_id="r", attempt=1))
     await clean(alone)
@@ -168,7 +159,7 @@ async def test_a_cancel_of_what_is_held_before_the_event_loop_has_heard_of_it(
 
 
 async def test_an_engine_that_fails_in_the_last_layer_ends_the_request(alone: LoneWorker, decode: FakeDecode) -> None:
-    gate = Gate(alone, alone.worker.serving.engine.loop.engine.num_layers - 1)
+    gate = Gate(alone.worker, alone.worker.serving.engine.loop.engine.num_layers - 1)
     gate.failures = 2  # a step is tried again
     await submit(alone, decode, prompt=PROMPT[:20])
     await eventually(gate.inside.is_set)
@@ -183,7 +174,7 @@ async def test_an_engine_that_fails_in_the_last_layer_ends_the_request(alone: Lo
 
 
 async def test_a_request_that_ends_with_its_first_token_stays(alone: LoneWorker, decode: FakeDecode) -> None:
-    gate = Gate(alone, 1)
+    gate = Gate(alone.worker, 1)
     await submit(alone, decode, max_tokens=1)
     await eventually(lambda: decode.reserves)
     gate.open()
