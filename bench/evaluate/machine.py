@@ -23,7 +23,7 @@ TICK_S = 0.005
 MAX_LATE_S = 0.005
 """At the 99th percentile. A decode step takes 12 ms."""
 _STEAL, _NUM_FIELDS = 7, 8
-_END_S = 5.0
+_END_S = 60.0
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,22 +62,36 @@ async def _answers(url: str) -> None:
             client.close()
 
 
+async def _ready(producer: asyncio.subprocess.Process) -> None:
+    """Wait until it hears of jobs. Raises ``Unavailable``."""
+    assert producer.stdout is not None
+    try:
+        async with asyncio.timeout(_READY_S):
+            said = await producer.stdout.readline()
+    except TimeoutError:
+        said = b""
+    if not said:
+        raise Unavailable("the sketch's producer does not begin")
+
+
 @asynccontextmanager
 async def sketch() -> AsyncIterator[str]:
     """A NATS server, the sketch's endpoint and its producer; gives the URL."""
     nats_port, port = free_port(), free_port()
     nats_url = f"nats://127.0.0.1:{nats_port}"
     module = (sys.executable, "-m", "bench.gateway.sketch")
-    commands = (
-        (str(nats_server()), "--addr", "127.0.0.1", "--port", str(nats_port), "--log", "/dev/null"),
-        (*module, "producer", nats_url),
-        (*module, "app", nats_url, str(port)),
-    )
     processes: list[asyncio.subprocess.Process] = []
+
+    async def start(*command: str, stdout: int | None = None) -> asyncio.subprocess.Process:
+        started = await asyncio.create_subprocess_exec(*command, stdout=stdout, preexec_fn=die_with_parent())
+        processes.append(started)
+        return started
+
     try:
-        for command in commands:
-            processes.append(await asyncio.create_subprocess_exec(*command, preexec_fn=die_with_parent()))
-            await asyncio.sleep(0.3)
+        await start(str(nats_server()), "--addr", "127.0.0.1", "--port", str(nats_port), "--log", "/dev/null")
+        await asyncio.sleep(0.3)
+        await _ready(await start(*module, "producer", nats_url, stdout=asyncio.subprocess.PIPE))
+        await start(*module, "app", nats_url, str(port))
         url = f"http://127.0.0.1:{port}"
         await _answers(url)
         yield url

@@ -101,6 +101,8 @@ async def produce(nats_url: str) -> None:
         wake.set()
 
     await bus.subscribe(SUBMIT, cb=on_job)
+    await bus.flush()
+    print("ready", flush=True)  # noqa: T201 - a job that comes before this is lost
     encoder = msgspec.msgpack.Encoder()
     while True:
         if not left:

@@ -43,9 +43,8 @@ async def fake_server(
     admin: Mapping[str, msgspec.Struct] | None = None,
     admin_status: str = "404 Not Found",
 ) -> AsyncIterator[FakeServer]:
-    """Serve one model, "fake"; ``split`` sends every answer a few bytes at a time. ``answers``: no completion has one
-    before. ``admin``: what GET
-    answers there, by path; elsewhere there it answers ``admin_status``."""
+    """Serve one model, "fake"; ``split`` sends every answer a few bytes at a time. ``answers``: until it is set, no
+    completion is answered. ``admin``: what GET answers there, by path; elsewhere there it answers ``admin_status``."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server.connections += 1
@@ -85,9 +84,9 @@ async def fake_server(
                 server.authorizations.append(headers.get("authorization"))
                 server.running += 1
                 server.most_running = max(server.running, server.most_running)
-                if answers is not None:
-                    await answers.wait()
                 try:
+                    if answers is not None:
+                        await answers.wait()
                     if not await complete(script(len(server.bodies) - 1), json.loads(body), send, answer):
                         return
                 finally:

@@ -22,8 +22,10 @@ CONTRACT = {
 
 @pytest.fixture(scope="module")
 def result() -> Iterator[Result]:
-    setting = Setting(workers=24, models=8, seconds=3.0, rate=20.0, scales=2.0, fleets=1, out_s=1.0)
-    with tempfile.TemporaryDirectory(prefix="blitz-control-") as folder:
+    # Long enough for operations to end in it also where the machine stands still for a while.
+    setting = Setting(workers=24, models=8, seconds=8.0, rate=20.0, scales=2.0, fleets=1, out_s=1.0)
+    with tempfile.TemporaryDirectory(prefix="blitz-control-") as folder, pytest.MonkeyPatch.context() as environ:
+        environ.setenv("BLITZ_LEASE_S", "10")  # or a heartbeat is missed then
         yield asyncio.run(run(setting, Path(folder)))
 
 

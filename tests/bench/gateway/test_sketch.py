@@ -12,7 +12,7 @@ async def test_the_sketch_streams_one_event_per_token() -> None:
     async with sketch() as url:
         result = await run_client(
             LoadSpec(
-                url=url, mode="throughput", streams=8, prompt_tokens=4, output_tokens=20, warmup_s=0.2, measure_s=0.5
+                url=url, mode="throughput", streams=8, prompt_tokens=4, output_tokens=20, warmup_s=0.2, measure_s=5.0
             )
         )
     assert result.faults == {}

@@ -78,7 +78,7 @@ def test_the_kernels_give_the_same_in_the_interpreter() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )
     assert done.stdout == "equal\n", done.stderr

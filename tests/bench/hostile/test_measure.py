@@ -13,7 +13,8 @@ from bench.stats import Summary
 
 @pytest.mark.stack
 async def test_beside_hostile_clients_everybody_else_is_served_and_memory_is_bounded() -> None:
-    outcome = await measure_hostile(2.0, idle_connections=2000, pause_s=0.0, on_step=lambda step: None)
+    # A request may take a second, and on a busy machine several.
+    outcome = await measure_hostile(6.0, idle_connections=2000, pause_s=0.0, on_step=lambda step: None)
     assert outcome.faults == {}
     assert outcome.attacked.count > 0
     assert outcome.rss_max_bytes < ALLOWED_RSS_BYTES

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import islice
 
 import pytest
 
@@ -66,8 +67,14 @@ def test_a_stream_delivers_until_its_receiver_is_gone() -> None:
     received = stream.receive("127.0.0.1", port)
     sending = threading.Thread(target=stream.send, args=("127.0.0.1", port))
     sending.start()
-    samples = [next(received) for _ in range(3)]
+    seen = [next(received).num_bytes]
+    # In one sample's time a busy machine may not let the sender run.
+    for sample in islice(received, 1000):
+        if sample.num_bytes > seen[-1]:
+            seen.append(sample.num_bytes)
+        if len(seen) == 3:
+            break
     received.close()
-    sending.join(10)
+    sending.join(60)
     assert not sending.is_alive()
-    assert samples[0].num_bytes < samples[1].num_bytes < samples[2].num_bytes
+    assert len(seen) == 3

@@ -44,9 +44,8 @@ async def _run(*arguments: str, interrupt_when: Callable[[], object] | None = No
     )
     if interrupt_when is not None:
         await eventually(interrupt_when)
-        await asyncio.sleep(1.0)  # for what was answered to be read
         process.send_signal(signal.SIGINT)
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), 300)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
@@ -109,7 +108,9 @@ async def test_an_interrupt_prints_and_writes_what_was_measured(tmp_path: Path) 
     result_file = tmp_path / "result.json"
     async with fake_server(lambda n: "ok" if n == 0 else "silent") as server:
         status, out, err = await _run(
-            str(_trace_file(tmp_path, rows=3)), "--url", server.url, "--json", str(result_file),
+            str(_trace_file(tmp_path, rows=3)), "--url", server.url, "--json", str(result_file), "--timeout", "600",
+            # The third one is sent when the answer to the first has been read.
+            "--concurrency-limit", "2",
             interrupt_when=lambda: len(server.bodies) == 3 and server.running == 2,
         )  # fmt: skip
     assert status == 130

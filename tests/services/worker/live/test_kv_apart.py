@@ -179,7 +179,7 @@ async def test_what_cannot_be_handed_back_is_freed_at_the_target(
     async def send(*_: object, **__: object) -> None:
         raise RuntimeError("the device is gone")
 
-    async with slow_cluster(redis_url, "best_effort", stall_s=4.0) as cluster:
+    async with slow_cluster(redis_url, "best_effort", stall_s=2.0) as cluster:
         burst = Burst(cluster)
         is_watched = list[bool]()
         await burst.start(until_split=lambda: is_watched, delay_s=0.02)

@@ -52,6 +52,8 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
     elif stage == "computing":
         assert gate is not None
         await eventually(gate.inside.is_set)
+        await eventually(lambda: alone.worker.service.parts.kv_sender.transfers)
+        (transfer,) = alone.worker.service.parts.kv_sender.transfers.values()
     elif stage == "sending":
         await eventually(lambda: decode.transport.num_unclaimed)
     else:
@@ -68,7 +70,7 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
         alone.worker.serving.fail()
         leaving = asyncio.create_task(_go(service))
     if gate is not None:
-        await asyncio.sleep(0.02)
+        await eventually(lambda: transfer.is_over)
         gate.open()
     else:
         await eventually(lambda: outcomes(alone))
