@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator
 
@@ -268,5 +269,14 @@ async def test_too_large_a_body_can_still_read_its_refusal(make_stack: StackFact
     check(await stack.http.post(TEXT, content=chunks()), 413, "invalid_request_error", "payload_too_large")
 
 
-def test_open_files_are_raised_to_what_connections_need() -> None:
-    assert connection_capacity(100) == 100
+@pytest.mark.parametrize(
+    ("hard", "capacity", "soft"), [(4096, 1000, 1128), (500, 372, 500), (resource.RLIM_INFINITY, 1000, 1128)]
+)
+def test_open_files_are_raised_to_what_connections_need(
+    monkeypatch: pytest.MonkeyPatch, hard: int, capacity: int, soft: int
+) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    assert (connection_capacity(1000), raised) == (capacity, [(soft, hard)])
+    assert (connection_capacity(100), len(raised)) == (100, 1)

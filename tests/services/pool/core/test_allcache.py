@@ -97,6 +97,15 @@ def test_a_look_that_could_not_see_all_says_so_and_the_next_continues() -> None:
     assert (len(second.steps), second.unfinished) == (4, False)
 
 
+def test_a_host_that_can_load_no_more_now_counts_as_looked_at() -> None:
+    other = model("c", weights_bytes=100)
+    workers = [holding("w9", [copy_of(A), copy_of(B), copy_of(other)]), *(holding(f"w{i}") for i in range(4))]
+    rules = AllCacheRules(cluster_of([A, B, other], workers, limits=LoadLimits(per_host=1, per_nic=9)), 0.0)
+    first = rules.look(LATE_S, visits=1)
+    assert (len(first.steps), first.unfinished) == (4, True)
+    assert [rules.look(LATE_S, visits=4).unfinished for _ in range(2)] == [True, False]
+
+
 def test_no_copy_stays_on_disk_only_and_others_can_take_one() -> None:
     workers = [holding("w0", [copy_of(A)]), holding("w1", capacity=0)]
     rules = copy_rules("every-host", cluster_of([A], workers))
