@@ -33,6 +33,8 @@ SEATS = 1024
 """So many that what is measured is the gateway's patience, not the worker's."""
 STEP_MS = 1.0
 INTERVAL_S = 0.1
+TIMEOUT_S = 20.0
+"""Of the other client: for longer it hears nothing."""
 READY_S = 60.0
 
 
@@ -138,6 +140,7 @@ async def _first_tokens(url: str, seconds: float) -> LoadResult:
             warmup_s=1.0,
             measure_s=seconds,
             interval_s=INTERVAL_S,
+            timeout_s=TIMEOUT_S,
             api_key=OTHER_KEY,
         )
     )
