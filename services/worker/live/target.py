@@ -156,8 +156,7 @@ class LiveTarget:
         async with self._dissolving:
             if self.shares is None:
                 self.shares = await self._agreed(message)
-                kept = self.batches.take(self.shares.kept)
-                self._inbox.announce([s for batch in kept for s in batch.sequences])
+                self.batches.take(self.shares.kept)
                 self.batches.look_again()
             if not self.life.ended:
                 self.life.move_to(PairState.DISSOLVED)
@@ -179,8 +178,11 @@ class LiveTarget:
         with self.stepper.lock:
             shares = self._work.share(message.claim_id, message.source_busy_s)
             finished = tuple(self._work.finished)
+            kept = [held for i, held in self._work.batches.items() if shares is not None and i in shares.kept]
         if shares is None:
             return None
+        # Said on this thread: with all layers here, the next steps finish them.
+        self._inbox.announce([s for held in kept for s in held.batch.sequences if not s.finished])
         return Dissolved(
             kept=shares.kept,
             given=tuple(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterable
 
 import pytest
 
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.live.tensors import Kind
 from shared.errors import BadRequest, Conflict, DeadlineExceeded
-from shared.messages.live import PullKv, Settle
+from shared.messages.generation import StreamPart
+from shared.messages.live import Dissolve, Dissolved, PullKv, Settle
 from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
 from tests.wait_until import WAIT_S, eventually
@@ -220,6 +223,29 @@ async def test_shares_are_given_again_as_they_were_and_what_is_kept_is_finished_
         await ends.target.idle()
         assert ends.target.tokens() == {name: expected(request(name, 9)) for name in shares.kept}
         assert ends.requests.unhosted == [g.batch_id for g in shares.given], "no more than these"
+
+
+async def test_what_is_kept_is_announced_before_its_first_token_however_late_the_event_loop_hears_of_it() -> None:
+    async with running_ends(policy="stop_the_world") as ends:
+        await _four(ends)
+        await ends.load(NUM_LAYERS)
+        agreed, announce, said = ends.pair._agreed, ends.requests.announce, list[StreamPart]()
+
+        async def late(message: Dissolve) -> Dissolved:
+            shares = await agreed(message)
+            ends.pair.batches.look_again()
+            await eventually(lambda: ends.target.finish_reasons().keys() >= set(shares.kept))
+            return shares
+
+        def seen(sequences: Iterable[ActiveSequence]) -> None:
+            said.extend(ends.target.outputs)
+            announce(sequences)
+
+        ends.pair._agreed, ends.requests.announce = late, seen  # type: ignore[method-assign]
+        shares = await ends.dissolve()
+        assert ends.requests.announced == list(shares.kept)
+        assert said == []
+        await eventually(ends.pair.ended.is_set)
 
 
 async def test_a_source_that_leaves_early_gets_everything_and_what_was_begun_waits_for_its_settlement() -> None:
