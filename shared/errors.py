@@ -234,7 +234,8 @@ class NoResponder(Unavailable):
 
 
 class SentBack(Unavailable):
-    """An instance that goes gives a request back to its gateway, which has it continue elsewhere: nothing failed."""
+    """Who goes gives back what was asked of it, an instance a request, a worker a copy to hold. It is done elsewhere:
+    nothing failed."""
 
     code = "sent_back"
 

@@ -22,7 +22,7 @@ from services.pool.store import Store
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict, DeadlineExceeded, NoCapacity, Unavailable
+from shared.errors import BlitzError, Conflict, DeadlineExceeded, NoResponder, SentBack
 from shared.messages.common import Ack
 from shared.messages.copies import CanRead, DropCopy, HoldCopy, RetireCopy
 from shared.messages.registry import Unplaced, WorkerHeartbeat
@@ -259,10 +259,13 @@ class CopyPlacer:
             log.warning(
                 "placement: worker %s did not say whether it holds %s: %s", step.worker, step.record.name, error
             )
+        except SentBack as error:
+            log.info("placement: worker %s does not hold %s: %s", step.worker, step.record.name, error)
+            self._cluster.outstanding.hold_not_sent(step.key)
+            self._cluster.outstanding.leaves(step.worker.id, step.worker.incarnation, time.monotonic())
         except BlitzError as error:
-            # A process that is ending does not listen, or says that it stops: nothing is wrong with that.
-            ends = isinstance(error, Unavailable) and not isinstance(error, NoCapacity)
-            level = logging.INFO if ends else logging.WARNING
+            # Nobody listens where a process is ending: nothing is wrong with that.
+            level = logging.INFO if isinstance(error, NoResponder) else logging.WARNING
             log.log(level, "placement: worker %s does not hold %s: %s", step.worker, step.record.name, error)
             if self._cluster.copies.report(step.worker.id) is not None:
                 self._cluster.outstanding.hold_failed(step.key, time.monotonic())

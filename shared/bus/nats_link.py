@@ -30,7 +30,7 @@ from shared.permissions import inbox_prefix
 _log = logging.getLogger(__name__)
 
 _RECONNECT_WAIT_S = 0.25
-_PING_INTERVAL_S = 0.4
+PING_INTERVAL_S = 0.4
 """A server that stopped answering is noticed after three of these: sooner than the default lease of 2 s,
 after which the silence would be blamed on peers."""
 _ATTEMPT_S = 2
@@ -46,7 +46,7 @@ _FORGOTTEN_S = 15.0
 """A refusal is of the past if so long none has followed: no server could be reached that would have refused."""
 _MAX_SAID = 20
 _UNKNOWN_USER = "authorization violation"
-_ROUND_TRIP_S = 2.0
+ROUND_TRIP_S = 2.0
 _CANCEL_AGAIN_S = 0.1
 _CLOSE_S = 1.0
 
@@ -129,7 +129,7 @@ class NatsLink:
                     reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
                     connect_timeout=_ATTEMPT_S,
                     dont_randomize=True,
-                    ping_interval=_PING_INTERVAL_S,  # type: ignore[arg-type]
+                    ping_interval=PING_INTERVAL_S,  # type: ignore[arg-type]
                 )
             )
             try:
@@ -282,7 +282,7 @@ async def round_trip(client: Client) -> None:
     # server knows of a subscription just made. A request queues behind them.
     if client.is_connected:
         with contextlib.suppress(nats.errors.Error):  # "no responders" is the answer expected
-            await answer_to(client, subjects.nobody(), timeout_s=_ROUND_TRIP_S)
+            await answer_to(client, subjects.nobody(), timeout_s=ROUND_TRIP_S)
 
 
 async def answer_to(

@@ -85,7 +85,7 @@ class Guarded:
 @pytest.fixture(autouse=True)
 def patient_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the server refuses is heard, however late it answers."""
-    monkeypatch.setattr("shared.bus.nats_link._ROUND_TRIP_S", WAIT_S)
+    monkeypatch.setattr("shared.bus.nats_link.ROUND_TRIP_S", WAIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from compose.stack import Stack
 from shared.messages.admin import SetModelBody
 from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import complete, openai_client, scale
-from tests.stack.conftest import MODEL, NO_DEMAND, READY_S, mock_config
+from tests.stack.conftest import MODEL, READY_S, mock_config
 from tests.wait_until import eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx]
@@ -32,7 +32,7 @@ async def _ask(stack: Stack, *arguments: str) -> str:
 
 
 async def test_five_questions_have_an_answer_each(tmp_path: Path) -> None:
-    config = mock_config(tmp_path, workers=4, **NO_DEMAND)
+    config = mock_config(tmp_path, workers=4)
     config = replace(config, service_env={"pool": {"BLITZ_POOL_GPU_HOUR_COST": "2.5"}})
     async with Stack(config) as stack, openai_client(stack) as client:
         await stack.wait_ready(READY_S)

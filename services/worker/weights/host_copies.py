@@ -20,7 +20,7 @@ from services.worker.weights.host_store import DROP_TIMEOUT_S, HostStore
 from services.worker.weights.mover import WeightMover
 from shared.aio import OwnedTasks, in_thread
 from shared.checkpoint import inspect_registered
-from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound, TransportError, Unavailable
+from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound, SentBack, TransportError
 from shared.messages.common import Ack
 from shared.messages.copies import CanRead, CopySource, DropCopy, HoldCopy
 from shared.messages.registry import HostCopy, ModelRecord
@@ -74,10 +74,10 @@ class HostCopies:
     # --- hold --------------------------------------------------------------------------------
 
     async def on_hold(self, request: HoldCopy) -> Ack:
-        """Begin to load a copy that the pool placed here. Raises ``NoCapacity``, or ``Unavailable`` while leaving."""
+        """Begin to load a copy that the pool placed here. Raises ``NoCapacity``, or ``SentBack`` while leaving."""
         model_hash = request.model.model_hash
         if self._leaving:
-            raise Unavailable(f"worker {self._worker_id} stops")
+            raise SentBack(f"worker {self._worker_id} stops")
         copy = self._store.reserve(request.model, cached=False, now_s=time.monotonic())
         if not copy.complete and model_hash not in self._filling:
             self._filling.add(model_hash)

@@ -21,9 +21,10 @@ pytestmark = MARKS
 
 NUM_HOSTS = 5
 RATE = Rate.parse("100mbit")
-"""Undisturbed, an operation takes about 2.5 s."""
+"""Undisturbed, an operation takes about 4.5 s: it is disturbed in its middle, also by a test that a busy machine does
+not run for a second."""
 SLOW = Rate.parse("10mbit")
-MODEL_MIB, OTHER_MIB = 24, 16
+MODEL_MIB, OTHER_MIB = 48, 16
 OTHER = "other"
 CUT_S = 1.5
 WHOLE_AT_MOST = 1.3
@@ -108,10 +109,10 @@ async def test_who_lost_its_predecessor_continues_from_the_one_before_it(lab: We
     (source,) = await lab.serving()
     record = await lab.scale(4)
     first, middle, last = (t.worker_id for t in record.targets)
-    await lab.layers_are_ready(record, 2)
+    await lab.layers_are_ready(record, 3)
     await lab.kill(middle)
     await lab.served(record, {first, last})
-    # Thrown away and begun anew it would be five thirds.
+    # Thrown away and begun anew it would be three halves.
     assert 0.98 < lab.received_models(before, last) < WHOLE_AT_MOST
     assert await lab.digest(last) == await lab.digest(first) == await lab.digest(source)
     record = await lab.ended(record)
@@ -147,7 +148,7 @@ async def test_the_only_copy_is_lost_and_its_targets_read_the_rest_from_disk(lab
     digest = await lab.digest(source)
     record = await lab.scale(3)
     targets = [t.worker_id for t in record.targets]
-    await lab.layers_are_ready(record, 1)
+    await lab.layers_are_ready(record, 2)
     await lab.kill(source)
     record = await lab.ended(record)
     assert record.status == "done", record
@@ -176,7 +177,7 @@ async def test_a_slow_link_in_the_middle_delays_and_fails_nobody(lab: WeightsLab
     before = lab.network.received_bytes()
     record = await lab.scale(4)
     middle = record.targets[1].worker_id
-    await lab.layers_are_ready(record, 2)
+    await lab.layers_are_ready(record, 3)
     lab.network.set_rate(lab.stack.host_of(middle), SLOW)
     try:
         record = await lab.ended(record)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.errors import BlitzError, Conflict, NoCapacity, Unavailable
+from shared.errors import Conflict, SentBack, Unavailable
 from shared.messages.registry import ModelRecord, Snapshot
 from tests.records import model
 from tests.services.pool.host_copies import copy_of
@@ -93,20 +93,20 @@ async def test_a_worker_that_refuses_is_passed_over(pool: CopyPool) -> None:
     assert len(deaf.holds) == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "warned"),
-    [(Unavailable("worker w0 stops"), False), (Conflict("not now"), True), (NoCapacity("no room"), True)],
-)
-async def test_that_a_worker_stops_is_nothing_to_be_warned_of(
-    pool: CopyPool, caplog: pytest.LogCaptureFixture, error: BlitzError, warned: bool
+async def test_a_worker_that_says_that_it_stops_counts_as_leaving_and_nobody_is_warned(
+    pool: CopyPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = await pool.worker("w0", obedient=False)
-    worker.refuses_with = error
+    worker.refuses_with = SentBack("worker w0 stops")
     with caplog.at_level(logging.INFO):
         await pool.add_model(M)
-        await eventually(lambda: str(error) in caplog.text)
-    [level] = {record.levelname for record in caplog.records if str(error) in record.getMessage()}
-    assert (level == "WARNING") is warned
+        await eventually(lambda: "every worker that offers host memory stops" in caplog.text)
+    assert "worker w0 stops" in caplog.text
+    warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record for record in warned if record.name == "services.pool.copy_placer"] == []
+    able = await pool.worker("w1")
+    await eventually(lambda: bool(able.copies))
+    assert len(worker.holds) == 1
 
 
 async def test_a_worker_that_does_not_answer_does_not_hold_up_the_others(pool: CopyPool) -> None:

@@ -38,7 +38,7 @@ ORDER = order(1)
 @pytest.fixture(autouse=True)
 def patient_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the server refuses is heard, however late it answers."""
-    monkeypatch.setattr("shared.bus.nats_link._ROUND_TRIP_S", WAIT_S)
+    monkeypatch.setattr("shared.bus.nats_link.ROUND_TRIP_S", WAIT_S)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ async def test_credentials_of_another_kind_are_told_at_once_and_by_that_name(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shared.bus.nats_stream.KEEP_TIMEOUT_S", 10 * WAIT_S)
-    monkeypatch.setattr("shared.bus.nats_link._ROUND_TRIP_S", 1.0)  # an answer for which closing it waits in vain
+    monkeypatch.setattr("shared.bus.nats_link.ROUND_TRIP_S", 1.0)  # an answer for which closing it waits in vain
     # As the planner would with a worker's password: no answer can reach its inbox.
     access = NatsAccess(user="worker", password=password_of("worker"))
     bus = await NatsBus.connect(server.url, name="planner", access=access)

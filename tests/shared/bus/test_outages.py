@@ -130,7 +130,7 @@ async def test_what_is_for_now_or_never_is_not_sent_after_an_outage(place: Place
 async def test_what_is_for_now_or_never_and_was_not_sent_yet_goes_with_the_connection(
     nats_place: NatsPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.bus.nats_link._PING_INTERVAL_S", WAIT_S)  # the outage is not noticed by itself
+    monkeypatch.setattr("shared.bus.nats_link.PING_INTERVAL_S", WAIT_S)  # the outage is not noticed by itself
     here = await nats_place.bus("here")
     on, other = subject(), subject()
     got: list[Cancel] = []

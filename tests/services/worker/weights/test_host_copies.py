@@ -14,7 +14,7 @@ from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.mover import WeightMover
 from shared import subjects
-from shared.errors import BadCheckpoint, Conflict, NoCapacity, NotFound, Unavailable
+from shared.errors import BadCheckpoint, Conflict, NoCapacity, NotFound, SentBack, Unavailable
 from shared.layout import layout_of
 from shared.messages.common import Ack
 from shared.messages.copies import CanRead, CopySource, DropCopy, HoldCopy
@@ -292,7 +292,7 @@ async def test_a_stopped_worker_keeps_its_copies_until_the_pool_lets_them_go() -
         await eventually(lambda: {r.kind for r in holder.pool.retired if r.leaving} == {"gpu", "host"})
         await asyncio.sleep(0.5)
         assert not stopping.done()
-        with pytest.raises(Unavailable, match="stops"):
+        with pytest.raises(SentBack, match="stops"):
             await hold(holder, epoch=1001)
         offered = holder.worker.service.parts.mover.copies
         assert all(offered.find(k, holder.model.model_hash, holder.model.layout_hash) for k in ("gpu", "host"))
