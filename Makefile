@@ -15,7 +15,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo https://dow
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-boards test-containers test-page lint format kubernetes reference boards bench clean install
+.PHONY: help up test test-boards test-containers test-containers-short test-page lint format kubernetes reference boards bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -46,6 +46,12 @@ test: $(STAMP) ## Run the tests (ARGS="-k name ...")
 test-containers: $(STAMP) ## Build the images and test docker-compose and the Kubernetes YAML (needs a Docker engine)
 	@$(BIN)/python -m tests.containers.engine
 	@$(BIN)/python -m pytest -n 0 -s -v --timeout 1800 --maxfail 5 tests/containers $(ARGS)
+
+# A few minutes of it: images as they should be, the whole of Kubernetes' YAML from nothing to an answer, a rollout.
+SHORT := test_images or test_kubelet or comes_up or restarted_rollout and gateway
+
+test-containers-short: $(STAMP) ## A few minutes of test-containers
+	@$(MAKE) --no-print-directory test-containers ARGS='-k "$(SHORT)"'
 
 AXE := axe-core@4.10.2
 

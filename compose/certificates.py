@@ -44,11 +44,11 @@ class Authority:
         """Its own."""
         return Issued(_pem(self._certificate), _key_pem(self._key))
 
-    def issue(self, name: str, hosts: Sequence[str], *, days: int, also_client: bool = False) -> Issued:
+    def issue(self, name: str, hosts: Sequence[str], *, valid: timedelta, also_client: bool = False) -> Issued:
         """A certificate for a server that is reached by ``hosts``, names or addresses. ``also_client``: the server
         shows it to others of its kind, too, when it connects to them."""
         now, key = datetime.now(UTC), ec.generate_private_key(ec.SECP256R1())
-        until = min(now + timedelta(days=days), self._certificate.not_valid_after_utc)
+        until = min(now + valid, self._certificate.not_valid_after_utc)
         uses = [ExtendedKeyUsageOID.SERVER_AUTH] + [ExtendedKeyUsageOID.CLIENT_AUTH] * also_client
         authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         certificate = (

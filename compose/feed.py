@@ -153,6 +153,15 @@ class ShownLoad(msgspec.Struct, frozen=True, kw_only=True):
         return self.bytes * 8 / self.after_s / 1e9 if self.bytes and self.after_s > 0 else None
 
 
+class ShownMove(msgspec.Struct, frozen=True, kw_only=True):
+    """``move/MODEL/FROM/TO``: requests that went from one worker to another lately, their streams unbroken."""
+
+    model: str
+    source: str = msgspec.field(name="from", default="")
+    target: str = msgspec.field(name="to", default="")
+    requests: int = 0
+
+
 _KINDS: Mapping[str, type[Any]] = {
     "cluster": ShownCluster,
     "model": ShownModel,
@@ -160,6 +169,7 @@ _KINDS: Mapping[str, type[Any]] = {
     "unplanned": ShownLack,
     "operation": ScaleRecord,
     "load": ShownLoad,
+    "move": ShownMove,
 }
 T = TypeVar("T")
 
@@ -244,6 +254,10 @@ class ShownState:
     def operations(self) -> Sequence[ScaleRecord]:
         """The newest first."""
         return sorted(self._of("operation", ScaleRecord), key=lambda record: record.triggered_at_s, reverse=True)
+
+    @property
+    def moves(self) -> Sequence[ShownMove]:
+        return self._of("move", ShownMove)
 
     def loads(self, plan_id: str) -> Mapping[str, ShownLoad]:
         """Of one operation, by worker."""

@@ -7,11 +7,11 @@ import itertools
 from typing import NoReturn
 
 from compose.admin import AdminClient, GatewayUnreachable
-from compose.feed import EventSplitter, ShownState
+from compose.feed import EventSplitter, FeedBroken, ShownState
 from shared.errors import BlitzError, Unauthorized
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
-"""Pauses after so many attempts in a row that failed; the last one stays."""
+"""Pauses after so many attempts in a row that brought nothing; the last one stays."""
 
 
 class FeedReader:
@@ -30,12 +30,18 @@ class FeedReader:
         """Until the feed ends. Raises the gateway's ``BlitzError``, and ``GatewayUnreachable`` when it breaks off."""
         splitter = EventSplitter()
         async with self._client.events(self.feed.last_id) as pieces:
-            self.lost, self._failures = "", 0
+            self.lost = ""
             self.fresh.set()
-            async for piece in pieces:
-                for event in splitter.feed(piece):
-                    if self.feed.take(event):
-                        self.fresh.set()
+            try:
+                async for piece in pieces:
+                    for event in splitter.feed(piece):
+                        if self.feed.take(event):
+                            self._failures = 0
+                            self.fresh.set()
+            except FeedBroken:
+                # Not the same event once more: the next connection begins with a snapshot.
+                self.feed.last_id = ""
+                raise
         raise GatewayUnreachable("the gateway ended the feed")
 
     async def keep_reading(self) -> NoReturn:

@@ -163,10 +163,10 @@ class LabStack(RunningStack):
         await self._forks.stop()
         await self._worker_forks.stop()
 
-    async def use_planner(self, **env: str) -> None:
-        """Start the planner again with other settings."""
-        await self._supervisor.remove("planner")
-        await self._start_service("planner", **env)
+    async def restart(self, service: str, **env: str) -> None:
+        """Another process of it, with other settings."""
+        await self._supervisor.remove(service)
+        await self._start_service(service, **env)
 
     async def workers(self) -> tuple[WorkerRecord, ...]:
         """What the pool knows of the workers, in the order of ids."""

@@ -155,7 +155,7 @@ class _Bench:
 
     async def _run(self, mode: Mode) -> Run:
         stack, workload = self._stack, self._workload
-        await stack.use_planner(**mode.planner_env)
+        await stack.restart("planner", **mode.planner_env)
         # Returns once the planner answers.
         await stack.scale(1, timeout_s=self._timeout_s)
         await self._until_spare()

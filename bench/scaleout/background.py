@@ -125,7 +125,7 @@ async def measure(
         await bench.scale(2)
         await bench.undisturbed_s()  # not counted: connections are made
         for mode, knows_flows in MODES.items():
-            await stack.use_planner(BLITZ_PLANNER_STRATEGY="chain", BLITZ_PLANNER_KNOWS_FLOWS=knows_flows)
+            await stack.restart("planner", BLITZ_PLANNER_STRATEGY="chain", BLITZ_PLANNER_KNOWS_FLOWS=knows_flows)
             for _ in range(repetitions):
                 run = await bench.run(mode)
                 runs.append(run)

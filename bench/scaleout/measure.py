@@ -119,7 +119,7 @@ class _Bench:
 
     async def measure(self, row: Row, repetitions: int) -> None:
         """A row, for one target and for as many as there are hosts. Raises ``LabFailed``, ``CacheStays``."""
-        await self._stack.use_planner(BLITZ_PLANNER_STRATEGY=row.planner)
+        await self._stack.restart("planner", BLITZ_PLANNER_STRATEGY=row.planner)
         most = len(self._network.hosts) - 1
         if row is HOST_CACHE:
             await self._counted(HOST_CACHE_MISS, most)

@@ -23,6 +23,7 @@ _WHAT = {"out": "more instances", "in": "fewer instances", "mutate": "other role
 _TARGET = ("worker", "state", "layers", "progress", "rate", "serves after")
 _MODEL = ("name", "instances", "min", "max", "waiting", "running", "TTFT ms", "TBT ms", "tok/s", "MiB")
 """Latencies: the median, and what one in a hundred exceeds."""
+_MOVE = ("model", "from", "to", "requests")
 _WORKER = ("id", "state", "model", "role", "layers", "running", "waiting", "KV", "host copies")
 
 
@@ -37,6 +38,10 @@ def parts(feed: ShownState, console: Console, num_rows: int | None = None) -> It
         yield Text(f"and {len(running) - MAX_RUNNING} more operations that run")
     yield from _models(feed, console, num_rows)
     yield from _workers(feed, console, num_rows)
+    if feed.moves:
+        rows = [(move.model, move.source, move.target, str(move.requests)) for move in feed.moves[:num_rows]]
+        yield fitting(console, "Requests that moved in the last minute", _MOVE, rows, spared=())
+        yield from _more(feed.moves, num_rows, "ways")
     if operations:
         yield operations_table(operations[:NUM_PAST], console, brief=True)
     if feed.is_cut:

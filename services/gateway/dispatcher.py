@@ -19,6 +19,7 @@ from services.gateway.core.capacity import Capacity, WorkerMemory
 from services.gateway.core.failover import WorkerLost
 from services.gateway.core.failure_detector import FailureDetector, OwnTime
 from services.gateway.core.lateness import no_room_timeout_s
+from services.gateway.core.moves import MoveCounts
 from services.gateway.core.router import Assignment, Router, gone
 from services.gateway.core.routes import ModelRoutes, RouteDiff, RouteView
 from services.gateway.core.stream import PartVerdict, Phase, StreamState
@@ -69,6 +70,7 @@ class Dispatcher:
         self.outbox = Outbox(bus, clock, config, incarnation)
         self.tasks = OwnedTasks()
         """What is under way for requests."""
+        self.move_counts = MoveCounts()
         self.held = asyncio.Event()
         """Set when the first request waits for a model that sleeps."""
         self._detector = FailureDetector(config.stall_s, config.probe_s, config.queue_timeout_s)
@@ -291,8 +293,9 @@ class Dispatcher:
         if verdict is PartVerdict.FOREIGN:
             self._on_stray(batch, part)
             return
+        came_from = stream.worker
         if stream.taken_over(part, verdict, instance_id=batch.instance_id, worker=batch.worker):
-            self._moved(request)
+            self._moved(request, came_from, batch.worker)
         if verdict is PartVerdict.GAP:
             self.silence_watch.ask(request)
             return
@@ -313,10 +316,13 @@ class Dispatcher:
             return
         self._deliver(request, part, skip, reason, now_s)
 
-    def _moved(self, request: ActiveRequest) -> None:
+    def _moved(self, request: ActiveRequest, source: Process | None, target: Process) -> None:
         """Another instance took the request over: from now on count it there, and send questions and cancels there."""
         stream = request.stream
         self._metrics.of(stream.model).moves += 1
+        planned = stream.decode_at is not None and stream.decode_at.worker_id == target.id
+        if source is not None and not planned:
+            self.move_counts.moved(stream.model, source.id, target.id)
         self.router.bookings.moved(stream.request_id, stream.instance_id)
         # The new holder knows the stream, whatever happens to the Submit to the old one, and its silence starts now.
         request.submitting = False

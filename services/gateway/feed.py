@@ -20,6 +20,7 @@ from shared.messages.live import LiveReport
 from shared.messages.load import LatencyReport
 from shared.messages.operations import ListScaleRecords, ScaleRecord, ScaleRecords
 from shared.messages.progress import ScaleProgress
+from shared.messages.registry import GetGpuTime, GpuTimeReport
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ FRAME_OF_MANY_EVERY_S = 0.5
 """Of many workers: with 10,000 of them and 1,000 models a frame takes 16 ms, with 200 workers 0.4 ms."""
 REGISTRY_EVERY_S = 0.5
 RECORDS_EVERY_S = 1.0
+GPU_TIME_EVERY_S = 5.0
 BUSY_RECORDS_EVERY_S = 0.3
 RECORDS_TIMEOUT_S = 1.0
 NUM_RECORDS = 30
@@ -121,6 +123,7 @@ class ClusterFeed:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_registry())
                 tasks.create_task(self._read_records())
+                tasks.create_task(self._read_gpu_time())
                 tasks.create_task(self._make_frames())
         finally:
             for subscription in subscriptions:
@@ -133,7 +136,9 @@ class ClusterFeed:
             self._soon.set()
 
     def _on_latencies(self, report: LatencyReport) -> None:
-        self._view.latencies.take(report, time.monotonic())
+        now_s = time.monotonic()
+        self._view.latencies.take(report, now_s)
+        self._view.moves.take(report, now_s)
 
     async def _read_registry(self) -> None:
         while True:
@@ -161,6 +166,17 @@ class ClusterFeed:
             except BlitzError:
                 self._view.silent.add("planner")
             await self._pause(BUSY_RECORDS_EVERY_S if self._view.is_scaling else RECORDS_EVERY_S)
+
+    async def _read_gpu_time(self) -> None:
+        """It grows all the time, and nobody waits for it."""
+        while True:
+            with contextlib.suppress(BlitzError):
+                self._view.take_gpu_time(
+                    await self._gateway.bus.request(
+                        subjects.pool("gpu_time"), GetGpuTime(), GpuTimeReport, timeout_s=GPU_TIME_EVERY_S
+                    )
+                )
+            await asyncio.sleep(GPU_TIME_EVERY_S)
 
     async def _as_shown(self, records: Sequence[ScaleRecord]) -> dict[str, msgspec.Raw]:
         """One of a thousand targets takes 25 ms: one per turn of the loop."""

@@ -101,6 +101,11 @@ _MODEL_HISTOGRAMS = (
     ModelHistogram(
         "vllm:request_generation_tokens", "Tokens generated for requests that ended.", "request_generation_tokens"
     ),
+    ModelHistogram(
+        "vllm:request_max_num_generation_tokens",
+        "The same: each choice of a request counts as one.",
+        "request_generation_tokens",
+    ),
 )
 
 

@@ -332,7 +332,7 @@ class Gateway:
     async def _report_latencies(self) -> None:
         while True:
             await asyncio.sleep(LATENCY_REPORT_EVERY_S)
-            for report in self._latency_reports.reports(self.metrics.latencies()):
+            for report in self._latency_reports.reports(self.metrics.latencies(), self.dispatcher.move_counts.take()):
                 await self._say(subjects.latencies(), report)
 
     async def _say(self, subject: str, message: GatewayHeartbeat | LatencyReport | QueueReport) -> None:

@@ -104,11 +104,22 @@ class ModelLatencies(msgspec.Struct, frozen=True, kw_only=True):
     """The others, by the time since the token before."""
 
 
+class MovedRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of one model that went from one worker to another, their streams unbroken, since the last report."""
+
+    model: str
+    source: str
+    target: str
+    requests: Count
+
+
 class LatencyReport(Message, frozen=True, kw_only=True, tag="latency.v1"):
     """One gateway's, once a second while something is new, for those who look at the whole cluster."""
 
     gateway_id: str
     models: tuple[ModelLatencies, ...]
+    moves: tuple[MovedRequests, ...] = ()
+    """In one of the reports of a second."""
 
 
 class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,34 @@ from tests.wait_until import WAIT_S, eventually
 
 KEYS = ("sk-a", "sk-b")
 VARIABLES = {"$model": ".+", "$__rate_interval": "30s", "$__range": "1h"}
+
+
+LATENCIES = ("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds")
+LENGTHS = ("request_prompt_tokens", "request_generation_tokens")
+SUMS = (
+    "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_max_num_generation_tokens",
+)  # fmt: skip
+COUNTERS = ("prompt_tokens_total", "generation_tokens_total")
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+def of_vllms_dashboard() -> Iterator[str]:
+    """What vLLM's own dashboard (``grafana.json`` of its examples) asks for, of the newest version."""
+    chosen, over = f'{{model_name="{MODEL}"}}', f'{{model_name="{MODEL}"}}[30s]'
+    for name in LATENCIES:
+        for share in (0.5, 0.9, 0.95, 0.99):
+            yield f"histogram_quantile({share}, sum by(le) (rate(vllm:{name}_bucket{over})))"
+        yield f"rate(vllm:{name}_sum{over}) / rate(vllm:{name}_count{over})"
+    for name in LENGTHS:
+        yield f"sum by(le) (increase(vllm:{name}_bucket{over}))"
+    for name in SUMS:
+        yield f"rate(vllm:{name}_sum{over})"
+    for name in COUNTERS:
+        yield f"rate(vllm:{name}{over})"
+    for name in GAUGES:
+        yield f"vllm:{name}{chosen}"
+    yield f"sum by(finished_reason) (increase(vllm:request_success_total{over}))"
 
 
 def filled(expr: str) -> str:
@@ -87,6 +115,8 @@ async def test_every_panel_has_an_answer_while_a_stack_serves_and_scales(
             for panel in itertools.chain.from_iterable(row.panels for row in ROWS):
                 for query in panel.queries:
                     await eventually(partial(prometheus.values, filled(query.expr)))
+            for expr in of_vllms_dashboard():
+                await eventually(partial(prometheus.values, expr))
             await check_cost(prometheus)
             await check_exemplars(prometheus, otlp_receiver)
             rules = (await prometheus.ask("/api/v1/rules"))["groups"][0]["rules"]

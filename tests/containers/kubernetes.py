@@ -7,13 +7,17 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import yaml
+from cryptography import x509
 from openai import OpenAI, OpenAIError
 
+from compose.certificates import read_authority
 from compose.demo_model import NAME, ensure_demo_model
 from compose.secrets_yaml import SECRETS_YAML
+from compose.server_conf import TLS_CERT, TLS_KEY
 from tests.compose.kubernetes.manifests import Doc, load, of_kind
 from tests.containers.deployment import HEALTHY_S, complete
 from tests.containers.engine import CACHE, ROOT, run
@@ -130,6 +134,25 @@ class KubernetesDeployment:
 
     def reload_servers(self) -> None:
         """Have NATS and Redis read their files again."""
+        self.reload_nats()
+        assert "OK" in self.redis("ACL", "LOAD")
+
+    def reload_nats(self) -> None:
         for pod in self.cluster.pods("nats"):
             self.cluster.execute(pod, "nats-server", "--signal", "reload=/tmp/nats.pid")
-        assert "OK" in self.redis("ACL", "LOAD")
+
+    def with_short_certificates(self, valid: timedelta) -> list[Doc]:
+        """The Secrets, with certificates of the servers that end soon."""
+        authority = read_authority(self.credentials, self.credentials / SECRETS_YAML)
+        assert authority is not None
+        docs = self.secrets()
+        for doc in docs:
+            name, data = doc["metadata"]["name"], doc["data"]
+            if name in SERVERS:
+                now = x509.load_pem_x509_certificate(base64.b64decode(data[TLS_CERT]))
+                hosts = now.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+                names = [str(host.value) for host in hosts]
+                issued = authority.issue(name, names, valid=valid, also_client=name == "nats")
+                data[TLS_CERT] = base64.b64encode(issued.certificate.encode()).decode()
+                data[TLS_KEY] = base64.b64encode(issued.key.encode()).decode()
+        return docs

@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from compose.demo_model import NAME
 from tests.compose.kubernetes.flows import Flow
 from tests.containers.deployment import complete, undisturbed_streams
-from tests.containers.engine import CACHE, ROOT, say
+from tests.containers.engine import CACHE, ROOT, run, say
 from tests.containers.images import with_sources
 from tests.containers.kubelet.pod import Pod
 from tests.containers.kubernetes import SERVERS, SERVICES, WORKERS, KubernetesDeployment
@@ -26,6 +27,7 @@ LATE_S = 60.0
 WHOLE_AGAIN_S = 60.0
 ROTATION_LAG_S = 10.0
 """Of Secrets, while passwords are replaced: a sixth of what it is otherwise, and so are the waits of the procedure."""
+CERTIFICATE_LASTS = timedelta(seconds=90)
 ALL = (*SERVERS, "jaeger", *SERVICES)
 
 
@@ -116,15 +118,36 @@ def test_streams_survive_another_version_and_the_way_back(
     sources = later_version(CACHE / "later")
     later = {service: with_sources(image, sources, "later") for service, image in service_images.items()}
     cluster = kubernetes.cluster
+    earlier = {service: with_sources(image, earlier_version(), "earlier") for service, image in service_images.items()}
     with undisturbed_streams(kubernetes):
+        roll(kubernetes, earlier)
+        roll(kubernetes, service_images)
         kubernetes.make_credentials(sources=sources)
         time.sleep(2 * ROTATION_LAG_S)
         for server in ("nats", "redis"):
             cluster.restart(server)
         for images in (later, service_images):
-            for workload in SERVICES:
-                image = images["worker" if workload in WORKERS else workload]
-                say(f"{workload}, {image}: {cluster.set_image(workload, image):.0f} s")
+            roll(kubernetes, images)
+
+
+def roll(kubernetes: KubernetesDeployment, images: dict[str, str]) -> None:
+    """One service after the other, in the order of the page for operators."""
+    for workload in SERVICES:
+        image = images["worker" if workload in WORKERS else workload]
+        say(f"{workload}, {image}: {kubernetes.cluster.set_image(workload, image):.0f} s")
+
+
+def earlier_version() -> Path:
+    """The sources before the newest commit that changed them."""
+    folder = CACHE / "earlier"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    packages = ("compose", "services", "shared")
+    newest = run("git", "log", "-1", "--format=%H", "--", *packages).stdout.strip()
+    archive = folder / "sources.tar"
+    run("git", "archive", "--output", archive, f"{newest}^", *packages)
+    run("tar", "-C", folder, "-xf", archive)
+    return folder
 
 
 def later_version(folder: Path) -> Path:
@@ -142,6 +165,29 @@ def later_version(folder: Path) -> Path:
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
     return folder
+
+
+def test_streams_survive_certificates_that_end(kubernetes: KubernetesDeployment) -> None:
+    """Who is connected stays so. Who connects anew says why it cannot, until the certificates are replaced."""
+    cluster = kubernetes.cluster
+    cluster.set_secrets_lag(0.0)
+    with undisturbed_streams(kubernetes):
+        cluster.apply_secrets(kubernetes.with_short_certificates(CERTIFICATE_LASTS))
+        ends_s = time.monotonic() + CERTIFICATE_LASTS.total_seconds()
+        kubernetes.reload_nats()
+        cluster.restart("redis")
+        assert time.monotonic() < ends_s, "the servers were not done before their certificates ended"
+        time.sleep(ends_s - time.monotonic() + 1)
+        monitor, pool = cluster.pods("monitor")[0], cluster.pods("pool")[0]
+        cluster.kill(monitor, pool)
+        for pod in (monitor, pool):
+            eventually_sync(lambda pod=pod: any("certificate has expired" in line for line in cluster.log(pod)))
+            assert not pod.ready
+        kubernetes.make_credentials()
+        kubernetes.reload_nats()
+        cluster.restart("redis")
+        eventually_sync(lambda: monitor.ready and pool.ready)
+    kubernetes.wait_ready()
 
 
 def test_a_missing_secret_key_is_said_in_one_line_and_never_ready(kubernetes: KubernetesDeployment) -> None:
@@ -184,6 +230,21 @@ def test_little_shared_memory_is_said_in_one_line_and_never_ready(kubernetes: Ku
         volume["emptyDir"]["sizeLimit"] = whole
         env.pop()
         cluster.restart(WORKERS[1])
+
+
+def test_closed_ports_between_workers_are_said_in_one_line(kubernetes: KubernetesDeployment) -> None:
+    """What comes then comes from the checkpoint."""
+    cluster = kubernetes.cluster
+    kubernetes.wait_ready()
+    before = state(kubernetes)[1]
+    with undisturbed_streams(kubernetes):
+        with cluster.policies.dropped("worker", "worker"):
+            kubernetes.command("models", "set", NAME, "--min-instances", str(before + 1))
+            eventually_sync(lambda: state(kubernetes)[1] > before)
+            lines = [line for pod in cluster.pods(*WORKERS) for line in cluster.log(pod) if "are missing after" in line]
+            say("\n".join(lines))
+            assert len(lines) == 1
+        kubernetes.command("models", "set", NAME, "--min-instances", "1")
 
 
 def begin_rollout(kubernetes: KubernetesDeployment, workload: str) -> Pod:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from playwright.async_api import Page
+from typer.testing import CliRunner
 
 from bench.lab.network import Network
 from bench.lab.plan import Rate
@@ -22,6 +25,7 @@ from bench.live.burst import BurstClient
 from bench.live.checkpoint import make_checkpoint
 from bench.live.measure import NO_DEMAND
 from bench.replay.plan import prompt_of
+from compose.cli.app import app
 from shared import subjects
 from shared.checkpoint import inspect_checkpoint
 from shared.messages.operations import ScaleRecord
@@ -144,15 +148,27 @@ async def test_a_burst_is_seen_as_it_was_told(tmp_path: Path) -> None:
             assert seen.first, "the first token of both members of a pair, while it happened"
             told_first = f"first token computed by both members of a pair after {first:.0f} ms"
             assert await page.inner_text("#operation .first") == told_first
-            # Another planner, which has it from the stream, says the same.
-            await stack.use_planner()
+            # Another planner, which has it from the stream, says the same by another gateway.
+            before = await history(stack, record.plan_id)
+            assert before is not None
+            for service in ("planner", "gateway"):
+                await stack.restart(service)
 
             async def known() -> bool:
-                return any(r.plan_id == record.plan_id for r in await stack.admin.scale_records(limit=20))
+                return await history(stack, record.plan_id) == before
 
             await eventually(known, ENDS_WITHIN_S)
-            kept = [r for r in await stack.admin.scale_records(limit=20) if r.plan_id == record.plan_id]
-            assert [(r.targets, r.hops, r.bytes) for r in kept] == [(record.targets, record.hops, record.bytes)]
+            assert (before["hops"], before["bytes"]) == (msgspec.to_builtins(record.hops), record.bytes)
+
+
+async def history(stack: LabStack, plan_id: str) -> dict[str, Any] | None:
+    """One operation as the command shows it; None: it does not."""
+    asked = ["history", "--json", "--url", stack.url]
+    shown = await asyncio.to_thread(CliRunner().invoke, app, asked)
+    if shown.exit_code:
+        return None
+    found: list[dict[str, Any]] = json.loads(shown.stdout)["records"]
+    return next((each for each in found if each["plan_id"] == plan_id), None)
 
 
 async def ended(stack: LabStack, plan_id: str) -> ScaleRecord:

@@ -92,3 +92,8 @@ async def test_five_questions_have_an_answer_each(tmp_path: Path) -> None:
         cost = json.loads(await _ask(stack, "cost", MODEL, "--json"))
         assert cost["hour_cost"] == 2.5
         assert {use["model"] for use in cost["uses"]} == {"", MODEL}
+
+        async def has_cost() -> bool:
+            return (await view(f"gpu_time/{MODEL}")).get("cost", 0.0) > 0.0
+
+        await eventually(has_cost)

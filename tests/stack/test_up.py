@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,10 @@ import pytest
 pytestmark = [pytest.mark.stack, pytest.mark.ucx]
 
 END_S = 240.0
+URL = "http://127.0.0.1:8000"
 GOLDEN = Path(__file__).parent / "golden/up.txt"
+QUICK_START = Path(__file__).parent / "golden/quick_start.txt"
+README = Path(__file__).parents[2] / "README.md"
 
 
 class Running(NamedTuple):
@@ -92,6 +96,43 @@ def test_its_lines_are_what_a_newcomer_needs(up: Running, tmp_path: Path) -> Non
     # Columns are as wide as the longest path.
     told = [re.sub(r"(?<=\S) {2,}", "  ", line) for line in told]
     assert told == GOLDEN.read_text().splitlines()
+
+
+def test_what_the_readme_has_a_newcomer_paste_says_is_golden(up: Running) -> None:
+    """The commands of its quick start, one after the other: figures apart, each says the same every time."""
+    (block,) = (each for each in re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL) if "status" in each)
+    commands = re.split(r"\n(?=\S)", block.replace("source .venv/bin/activate\n", "").strip())
+    golden = re.split(r"^(?=\$ )", QUICK_START.read_text(), flags=re.MULTILINE)[1:]
+    assert len(golden) == len(commands)
+    for command, expected in zip(commands, golden, strict=True):
+        only_looks = not re.search("curl|scale", command.partition(" ")[2])
+        deadline_s = time.monotonic() + END_S
+        while (said := _pasted(command, up.url)) != expected and only_looks and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        assert said == expected
+
+
+def _pasted(command: str, url: str) -> str:
+    """What a command says, without what differs from one start to the next: ids, figures, what a model with random
+    weights says, and what the monitor has seen by now."""
+    shell = f'blitzscale() {{ "{sys.executable}" -m compose "$@" 2>&1; }}\n{command.replace(URL, url)}'
+    env = os.environ | {"BLITZ_URL": url, "COLUMNS": "400"}
+    ended = subprocess.run(["bash", "-c", shell], env=env, capture_output=True, text=True, timeout=END_S, check=False)
+    assert ended.returncode == 0, (command, ended.stdout, ended.stderr)
+    said = re.sub(r'"content":"(\\.|[^"\\])*"', '"content":"TEXT"', ended.stdout)
+    for pattern, name in (
+        (r'(?<="finish_reason":)"\w+"', '"REASON"'),
+        (rf"\b{re.escape(socket.gethostname())}\b", "HOST"),
+        (r"\b[0-9a-f]{12,}\b", "ID"),
+        (r"\S+/models/demo", "DEMO"),
+        (r"(?<=  load  ).*", "LOAD"),
+        (r"\d+(\.\d+)?", "N"),
+    ):
+        said = re.sub(pattern, name, re.sub(r"(?<=\S) {2,}", "  ", said))
+    lines = [line.rstrip() for line in said.strip().splitlines()]
+    # Which of the workers has the instance is not the same every time either; their table is the last one.
+    lines.sort(key=lambda line: line if line.startswith("worker-N") else "")
+    return "\n".join([f"$ {command.partition('  #')[0].rstrip()}", *lines, ""])
 
 
 def test_to_stop_an_idle_stack_is_nothing_to_be_warned_of(up: Running) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import add, sub
 
-from shared.messages.load import LatencyReport, ModelLatencies
+from shared.messages.load import LatencyReport, ModelLatencies, MovedRequests
 
 TTFT_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -43,9 +43,13 @@ class LatencyReports:
         self._told: dict[str, _Told] = {}
         """Of each model that has counters."""
 
-    def reports(self, models: Iterable[tuple[str, int, Sequence[int], Sequence[int]]]) -> Iterator[LatencyReport]:
+    def reports(
+        self,
+        models: Iterable[tuple[str, int, Sequence[int], Sequence[int]]],
+        moves: Sequence[MovedRequests] = (),
+    ) -> Iterator[LatencyReport]:
         """The next ones; none: nothing is new. ``models``: of each, its name, the tokens that it has put out, and by
-        bucket how many first and further tokens came."""
+        bucket how many first and further tokens came. ``moves``: what is new of them."""
         found: list[ModelLatencies] = []
         told, self._told = self._told, {}
         for name, num_tokens, ttft, tbt in models:
@@ -59,8 +63,12 @@ class LatencyReports:
             tokens = num_tokens - before[0]
             grown = _grown(ttft, before[1]), _grown(tbt, before[2])
             found.append(ModelLatencies(model=name, tokens=tokens, ttft=grown[0], tbt=grown[1]))
-        for first in range(0, len(found), MAX_MODELS):
-            yield LatencyReport(gateway_id=self._gateway_id, models=tuple(found[first : first + MAX_MODELS]))
+        for first in range(0, len(found) or bool(moves), MAX_MODELS):
+            yield LatencyReport(
+                gateway_id=self._gateway_id,
+                models=tuple(found[first : first + MAX_MODELS]),
+                moves=() if first else tuple(moves),
+            )
 
 
 def _grown(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:

@@ -14,15 +14,16 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.latencies import RecentLatencies
+from services.gateway.core.moves import RecentMoves
 from services.gateway.core.router import Router
 from shared.messages.live import LiveReport
 from shared.messages.load import LoadReport
 from shared.messages.operations import ScaleRecord, Unplanned
 from shared.messages.progress import ScaleProgress
-from shared.messages.registry import WorkerRecord
+from shared.messages.registry import GpuTimeReport, WorkerRecord
 from shared.registry_view import RegistryView
 
-KINDS: Sequence[str] = ("cluster", "model", "worker", "unplanned", "operation", "load", "pair")
+KINDS: Sequence[str] = ("cluster", "model", "worker", "unplanned", "operation", "load", "pair", "move", "gpu_time")
 MAX_LOADS = 400
 """Targets of which the progress is shown: those that were heard of last."""
 MAX_PAIRS = 100
@@ -42,6 +43,9 @@ class WatchedCluster:
         self.silent: set[str] = set()
         """Services that do not answer."""
         self.latencies = RecentLatencies()
+        self.moves = RecentMoves()
+        self._gpu_time: dict[str, Any] = {}
+        """By model."""
         self._records: tuple[ScaleRecord, ...] = ()
         self._shown: dict[str, msgspec.Raw] = {}
         """The records as readers get them, by plan id."""
@@ -96,6 +100,17 @@ class WatchedCluster:
         """The planner's newest operations, and what is shown of them."""
         self._records, self._shown, self._unplanned = tuple(records), dict(shown), tuple(unplanned)
 
+    def take_gpu_time(self, report: GpuTimeReport) -> None:
+        """What the pool has counted of all models, the empty name for what is none's."""
+        of: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for use in report.uses:
+            of[use.model][use.state] = round(use.seconds, 1)
+        price = report.hour_cost / 3600
+        self._gpu_time = {
+            name: {"model": name, "seconds": states, "cost": round(sum(states.values()) * price, 4) if price else None}
+            for name, states in of.items()
+        }
+
     def entities(self, reports: Mapping[str, LoadReport], router: Router, now_s: float) -> dict[str, Any]:
         """All of them by name; none: nothing is known yet. ``reports``: the newest ones by instance. ``now_s``:
         monotonic."""
@@ -122,6 +137,10 @@ class WatchedCluster:
                 "model": unplanned.model, "role": unplanned.role, "wanted": unplanned.wanted,
                 "why": without_paths(unplanned.why),
             }  # fmt: skip
+        found |= {f"gpu_time/{name}": use for name, use in self._gpu_time.items()}
+        for model, source, target, number in self.moves.ways(now_s):
+            way = {"model": model, "from": source, "to": target, "requests": number}
+            found[f"move/{model}/{source}/{target}"] = way
         plans = self._shown.keys()
         found |= {f"operation/{plan_id}": record for plan_id, record in self._shown.items()}
         for kind, things in (("load", self._loads), ("pair", self._pairs)):

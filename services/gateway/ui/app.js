@@ -1,7 +1,7 @@
 // The page: asks for a key where one is wanted, and shows what the feed says. It only reads.
 
 import { Feed, STALE_MS, ofKind } from "/ui/feed.js";
-import { showModels, showWorkers } from "/ui/cluster.js";
+import { showCost, showModels, showWorkers } from "/ui/cluster.js";
 import { announce, showOperations } from "/ui/operations.js";
 import { Past } from "/ui/past.js";
 
@@ -34,6 +34,7 @@ function draw() {
   showOperations(at("operation"), entities);
   past.draw(entities);
   showWorkers(at("workers"), entities);
+  showCost(at("cost"), entities);
   if (connected) {
     const silent = cluster && cluster.silent.length ? `; silent: ${cluster.silent.join(", ")}` : "";
     const cut = feed.isCut ? "; not all of it fits here" : "";

@@ -65,5 +65,27 @@ export function showWorkers(place, entities) {
   const more = cluster && cluster.summarised
     ? el("p", {}, `${cluster.workers} workers: `, Object.entries(cluster.states).map(([name, number]) => `${number} ${name}`).join(", "), ". Those that take part in an operation:")
     : null;
-  show(place, more, el("ul", { class: "workers" }, cards));
+  const moves = ofKind(entities, "move").map((move) => [move.model, move.from, move.to, move.requests]);
+  show(
+    place,
+    more,
+    el("ul", { class: "workers" }, cards),
+    moves.length ? table("Requests that moved in the last minute, their streams unbroken", ["model", "from", "to", "requests"], moves) : null,
+  );
+}
+
+export function showCost(place, entities) {
+  const uses = ofKind(entities, "gpu_time").map((use) => ({ ...use, total: Object.values(use.seconds).reduce((sum, value) => sum + value, 0) }));
+  const all = uses.reduce((sum, use) => sum + use.total, 0);
+  const share = (part, whole) => `${Math.round((100 * part) / (whole || 1))} %`;
+  const rows = uses
+    .sort((a, b) => b.total - a.total)
+    .map((use) => [
+      use.model || "(no model)",
+      `${(use.total / 3600).toFixed(3)} h`,
+      share(use.total, all),
+      use.cost === null ? "–" : use.cost.toFixed(2),
+      Object.entries(use.seconds).filter(([, value]) => value).sort((a, b) => b[1] - a[1]).map(([name, value]) => `${name} ${share(value, use.total)}`).join(", "),
+    ]);
+  show(place, rows.length ? table("Of all workers, since the pool leads", ["model", "GPU hours", "share", "cost", "of it"], rows) : el("p", {}, "nothing is known yet"));
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -20,11 +21,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from compose.admin import AdminClient
 from compose.cli import run
 from compose.cli.feed_tables import parts
 from compose.cli.tables import Lines
 from compose.feed import EventSplitter, ShownState
-from tests.wait_until import eventually_sync
+from compose.feed_reader import FeedReader
+from tests.wait_until import eventually, eventually_sync
 
 OPERATION = {
     "kind": "scale_record.v1", "plan_id": "plan-1", "model": "demo", "status": "running", "direction": "out",
@@ -41,6 +44,8 @@ ENTITIES: dict[str, Any] = {
     "worker/worker-1": {"id": "worker-1", "state": "loading", "model": "demo", "role": "prefill", "layers": 2},
     "operation/plan-1": OPERATION,
     "load/plan-1/worker-1": {"plan": "plan-1", "worker": "worker-1", "layers": 2, "bytes": 500_000_000, "after_s": 2.0},
+    "move/demo/worker-0/worker-1": {"model": "demo", "from": "worker-0", "to": "worker-1", "requests": 41},
+    "gpu_time/demo": {"model": "demo", "seconds": {"serving": 3600.0}, "cost": 2.5},
     "unplanned/demo/colocated": {"model": "demo", "role": "colocated", "wanted": 3, "why": "no worker is spare"},
 }  # fmt: skip
 
@@ -150,6 +155,7 @@ def test_without_a_terminal_one_state_is_printed(
         "demo 1 serving, 1 prefill loading 1 - 7 5 40.0/90.2 - 12 10.0",
         "demo: 3 colocated wanted, and not possible now: no worker is spare",
         "worker-0 serving demo colocated 8/8 5 4 25 % -",
+        "demo worker-0 worker-1 41",
     ):
         assert line in lines, shown
     assert feed.keys == ["Bearer a-key"]
@@ -191,6 +197,17 @@ def test_as_json_each_change_is_a_document_until_it_is_interrupted() -> None:
     assert feed.last_ids == [None, "run-1"], "it went on from where it was"
     assert (process.returncode, rest) == (0, "")
     assert errors.splitlines() == ["disconnected: the gateway ended the feed", "connected again"]
+
+
+async def test_after_an_event_that_makes_no_sense_the_feed_is_read_from_its_beginning() -> None:
+    broken = event("frame", 2, {"changed": {"model/demo": 7}})
+    with fake_feed(SNAPSHOT, broken, SNAPSHOT) as feed:
+        async with AdminClient(feed.url) as client:
+            reading = asyncio.create_task(FeedReader(client).keep_reading())
+            await eventually(lambda: len(feed.last_ids) == 3)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+    assert feed.last_ids == [None, "run-1", None]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class Chains:
@@ -22,6 +23,15 @@ class Chains:
         added = "".join(f"-A {self._name} {rule}\n" for rule in rules)
         text = f"*{self._table}\n:{self._name} - [0:0]\n{added}COMMIT\n"
         subprocess.run(["iptables-restore", "--wait", "--noflush"], input=text, text=True, check=True)
+
+    @contextmanager
+    def first(self, rule: str) -> Iterator[None]:
+        """One rule more, before all others, for a while."""
+        self._run("-I", self._name, *rule.split())
+        try:
+            yield
+        finally:
+            self._run("-D", self._name, *rule.split())
 
     def counts(self) -> dict[str, int]:
         """Packets by the rules' comments."""

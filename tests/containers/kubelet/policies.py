@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 
 from tests.compose.kubernetes.flows import ANY_PORT, OUTSIDE, Flow, allowed, reaches_names
@@ -58,6 +59,13 @@ class Policies:
     def rejected(self) -> dict[str, int]:
         counts = self._chains.counts().items()
         return {name.partition(":")[2]: packets for name, packets in counts if name.startswith("rejected:") and packets}
+
+    @contextmanager
+    def dropped(self, source: str, target: str) -> Iterator[None]:
+        """Nothing gets from one kind to another, not even a refusal, as with a firewall that no policy knows of."""
+        rule = f"-s {self._of(source)} -d {self._of(target)} -m comment --comment dropped:{source}:{target} -j DROP"
+        with self._chains.first(rule):
+            yield
 
     def close(self) -> None:
         self._chains.close()

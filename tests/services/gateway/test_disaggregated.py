@@ -112,6 +112,7 @@ async def test_the_decode_worker_repeats_the_first_token_and_its_next_one_takes_
     await served.stack.until(lambda: served.near.acks)
     assert served.prefill.acks == []
     assert served.load(served.prefill) == served.load(served.near) == InstanceLoad()
+    assert served.stack.gateway.dispatcher.move_counts.take() == (), "that is the way of every request"
 
 
 async def test_the_request_counts_at_the_decode_instance_once_it_is_there(served: Disaggregated) -> None:

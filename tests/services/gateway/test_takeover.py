@@ -88,6 +88,8 @@ async def test_the_new_worker_says_so_before_its_first_token_and_the_stream_goes
     await pair.stack.until(lambda: pair.target.acks)
     assert pair.source.acks == []
     assert pair.load(pair.target) == pair.load(pair.source) == InstanceLoad()
+    (moved,) = pair.stack.gateway.dispatcher.move_counts.take()
+    assert (moved.model, moved.source, moved.target, moved.requests) == ("tiny", "w0", "w1", 1)
 
 
 async def test_the_stream_follows_in_its_middle_and_late_tokens_do_not_take_it_back(pair: Pair) -> None:

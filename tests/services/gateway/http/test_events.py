@@ -20,9 +20,10 @@ from services.gateway.core.watched_cluster import shown, without_paths
 from shared import subjects
 from shared.errors import NotPermitted
 from shared.messages.live import LiveBatch, LiveReport
-from shared.messages.load import LatencyReport, ModelLatencies
+from shared.messages.load import LatencyReport, ModelLatencies, MovedRequests
 from shared.messages.operations import HopRecord, ListScaleRecords, ScaleRecord, ScaleRecords, TargetRecord, Unplanned
 from shared.messages.progress import ScaleProgress
+from shared.messages.registry import GetGpuTime, GpuTimeReport, GpuUse
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.wait_until import WAIT_S, eventually
 
@@ -108,6 +109,26 @@ async def test_it_shows_the_registry_and_an_operation_as_it_happens(make_stack: 
         load = reader.entities["load/plan-1/w1"]
         assert (load["bytes"], load["after_s"], load["event"]) == (250, 0.2, "layer_ready")
     assert reader.kinds[0] == "snapshot"
+
+
+async def test_it_shows_what_moved_and_whose_the_gpus_were(make_stack: StackFactory) -> None:
+    stack = await make_stack(1)
+
+    async def gpu_time(_: GetGpuTime) -> GpuTimeReport:
+        uses = (GpuUse(model="tiny", state="serving", seconds=1800.0), GpuUse(model="", state="idle", seconds=3600.0))
+        return GpuTimeReport(counted_s=5400.0, total_s=5400.0, hour_cost=2.5, uses=uses)
+
+    await stack.broker.bus("pool").respond(subjects.pool("gpu_time"), GetGpuTime, gpu_time)
+    async with reading(stack) as reader:
+        await eventually(lambda: "gpu_time/tiny" in reader.entities)
+        assert reader.entities["gpu_time/tiny"] == {"model": "tiny", "seconds": {"serving": 1800.0}, "cost": 1.25}
+        assert reader.entities["gpu_time/"] == {"model": "", "seconds": {"idle": 3600.0}, "cost": 2.5}
+        moves = (MovedRequests(model="tiny", source="w0", target="w1", requests=2),)
+        for gateway_id in ("g1", "g2"):
+            told = LatencyReport(gateway_id=gateway_id, models=(), moves=moves)
+            await stack.broker.bus(gateway_id).publish(subjects.latencies(), told)
+        await eventually(lambda: reader.entities.get("move/tiny/w0/w1", {}).get("requests") == 4)
+        assert reader.entities["move/tiny/w0/w1"]["from"] == "w0"
 
 
 async def test_a_reader_that_comes_back_gets_only_what_it_missed(make_stack: StackFactory) -> None:
