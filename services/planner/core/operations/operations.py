@@ -15,7 +15,7 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.pair_record import LivePair
 from services.planner.core.operations.plan_events import base_id
 from shared.messages.common import Role
-from shared.messages.operations import ScaleRecord
+from shared.messages.operations import LiveRecord, ScaleRecord
 
 MAX_RECORDS = 500
 MAX_RUNNING = 10_000
@@ -23,6 +23,8 @@ MAX_RUNNING = 10_000
 MAX_RECORD_BYTES = 200 * 1024
 MAX_MUTATED_S = 120.0
 """For how long it is remembered when an instance got another role."""
+_DETAILS = frozenset({"batches", "bucket_ms", "source_layers", "target_layers", "tokens"})
+"""Of a pair's record."""
 
 T = TypeVar("T")
 
@@ -116,8 +118,10 @@ class Operations:
 
     def newest(self, limit: int) -> list[ScaleRecord]:
         """At most ``limit`` records, newest first; pairs without their batches and timelines."""
-        mine = [o.record(details=False) for o in itertools.islice(reversed(self._by_id.values()), max(0, limit))]
-        return [*mine, *reversed(self._past.values())][: max(0, limit)]
+        limit = max(0, limit)
+        mine = [o.record(details=False) for o in itertools.islice(reversed(self._by_id.values()), limit)]
+        past = itertools.islice(reversed(self._past.values()), limit - len(mine))
+        return [*mine, *map(_without_details, past)]
 
     def just_finished(self) -> list[Operation]:
         """Operations that ended since this was last asked."""
@@ -210,6 +214,13 @@ class Operations:
             for instance_id, (worker_id, operation) in self._mutations.items()
             if now_s - operation.made_s <= within_s and not operation.has_failed(worker_id)
         }
+
+
+def _without_details(record: ScaleRecord) -> ScaleRecord:
+    """As that of an operation of this planner's own."""
+    live = [msgspec.structs.asdict(pair) for pair in record.live]
+    brief = (LiveRecord(**{name: value for name, value in one.items() if name not in _DETAILS}) for one in live)
+    return msgspec.structs.replace(record, live=tuple(brief)) if live else record
 
 
 def bounded_record(operation: Operation) -> ScaleRecord:

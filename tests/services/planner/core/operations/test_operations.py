@@ -16,6 +16,7 @@ from services.planner.core.operations.pair_record import LIVE_REPORT_WAIT_S
 from services.planner.core.operations.target import Direction
 from shared.messages.common import InstanceState
 from shared.messages.live import LayerRuns
+from shared.messages.operations import LiveRecord
 from shared.messages.plans import DrainPlan, DrainTarget
 from shared.messages.progress import ScaleProgress
 from shared.messages.registry import WorkerRecord
@@ -139,6 +140,20 @@ def test_finished_operations_are_forgotten_first() -> None:
     assert operations.get("b") is None
     assert operations.get("a") is running
     assert [o.plan_id for o in operations.newest(5)] == ["c", "a"]
+
+
+def test_pairs_of_an_earlier_planner_are_listed_without_details_too() -> None:
+    pair = LiveRecord(pair_id="x", source="w1", target="w2", policy="zigzag", why="y", outcome="dissolved")
+    detailed = msgspec.structs.replace(pair, tokens=(1, 2), source_layers=(1,), bucket_ms=10.0)
+    whole = msgspec.structs.replace(operation(plan_id="past").record(), live=(detailed,))
+    operations = Operations(keep=2)
+    operations.remember(whole)
+    operations.add(operation(plan_id="mine"))
+    assert operations.past("past") == whole
+    mine, past = operations.newest(5)
+    assert (mine.plan_id, past.live) == ("mine", (pair,))
+    assert [one.plan_id for one in operations.newest(1)] == ["mine"]
+    assert operations.newest(0) == []
 
 
 def test_what_runs_is_not_forgotten_however_much_there_is() -> None:
