@@ -39,7 +39,7 @@ async def well_begun(clients: Sequence[AsyncOpenAI]) -> tuple[list[Reader], str]
         expected = await complete(clients[0], MODEL, max_tokens=max_tokens)
         readers = [Reader(client, max_tokens) for client in clients]
         for reader in readers:
-            await eventually(lambda of=reader, all_of_it=expected: len(of.text) > len(all_of_it) / 5)  # type: ignore[misc]
+            await eventually(lambda o=reader, e=expected: len(o.text) > len(e) / 5 or o.task.done())  # type: ignore[misc]
         if not any(reader.task.done() for reader in readers):
             return readers, expected
         assert await texts(readers) == [expected] * len(readers)

@@ -39,7 +39,7 @@ async def _beside_others(stack: Stack, token_id: int) -> openai.InternalServerEr
         for tokens in (TOKENS, *[MORE_TOKENS] * 5):
             expected = [await complete(client, MODEL, max_tokens=tokens, prompt=prompt) for prompt in OTHERS[:2]]
             others = [Reader(client, tokens, prompt) for prompt in OTHERS]
-            await eventually(lambda begun=others: all(other.text for other in begun))  # type: ignore[misc]
+            await eventually(lambda begun=others: all(o.text or o.task.done() for o in begun))  # type: ignore[misc]
             if not any(other.task.done() for other in others):
                 break
             await texts(others)

@@ -110,8 +110,9 @@ async def test_a_value_that_nobody_can_read_is_in_nobodys_way(redis_url: str, wh
 @pytest.mark.parametrize("leads", [False, True], ids=["found", "while leading"])
 async def test_a_key_of_another_type_is_put_aside(redis_url: str, key: str, leads: bool) -> None:
     async def spoil(redis: Redis) -> None:
-        await redis.delete(f"blitz:{key}")
-        await cast(Any, redis.rpush(f"blitz:{key}", b"\xff"))
+        # At once: a pool that leads writes between two commands.
+        async with redis.pipeline(transaction=True) as both:
+            await both.delete(f"blitz:{key}").rpush(f"blitz:{key}", b"\xff").execute()
 
     async with running_pool(redis_url, lease_s=LEASE_S) as pool:
         await works(pool)
