@@ -25,22 +25,23 @@ class FeedReader:
         """Set where ``feed`` or ``lost`` has changed; for the reader's owner to clear."""
         self._client = client
         self._failures = 0
+        self._anew = False
+        """The last event made no sense: the next connection begins with a snapshot."""
 
     async def read(self) -> None:
         """Until the feed ends. Raises the gateway's ``BlitzError``, and ``GatewayUnreachable`` when it breaks off."""
         splitter = EventSplitter()
-        async with self._client.events(self.feed.last_id) as pieces:
+        async with self._client.events("" if self._anew else self.feed.last_id) as pieces:
             self.lost = ""
             self.fresh.set()
             try:
                 async for piece in pieces:
                     for event in splitter.feed(piece):
                         if self.feed.take(event):
-                            self._failures = 0
+                            self._failures, self._anew = 0, False
                             self.fresh.set()
             except FeedBroken:
-                # Not the same event once more: the next connection begins with a snapshot.
-                self.feed.last_id = ""
+                self._anew = True
                 raise
         raise GatewayUnreachable("the gateway ended the feed")
 

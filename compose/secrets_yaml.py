@@ -38,11 +38,6 @@ class Kubernetes:
     days: int
     """For which the servers' certificates are valid."""
 
-    @property
-    def valid(self) -> timedelta:
-        """The same."""
-        return timedelta(days=self.days)
-
     def check(self, cluster: tuple[str, ...]) -> None:
         """Raises ``StackRefused`` for what cannot be; ``cluster``: as ``compose.deployment`` has it."""
         if not _NAMESPACE.fullmatch(self.namespace):
@@ -69,9 +64,9 @@ def secrets_yaml(
     secrets["gateway"]["admin-keys"] = "".join(f"{each.admin_key}\n" for each in accepted)
     secrets["operator"]["admin-key"] = used.admin_key
     secrets["pool"]["redis-password"] = used.redis
-    nats = authority.issue("nats", _nats_hosts(target, cluster), valid=target.valid, also_client=True)
+    nats = authority.issue("nats", _nats_hosts(target, cluster), valid=timedelta(days=target.days), also_client=True)
     secrets["nats"] = {NATS_CONF: nats_conf, **ca, **_certificate(nats)}
-    redis = authority.issue("redis", (*_service("redis", target), *_HERE), valid=target.valid)
+    redis = authority.issue("redis", (*_service("redis", target), *_HERE), valid=timedelta(days=target.days))
     redis_passwords = [each.redis for each in accepted]
     secrets["redis"] = {
         REDIS_CONF: redis_conf(redis_passwords, certificates=MOUNTED_AT),

@@ -28,8 +28,8 @@ _WORKER = ("id", "state", "model", "role", "layers", "running", "waiting", "KV",
 
 
 def parts(feed: ShownState, console: Console, num_rows: int | None = None) -> Iterator[RenderableType]:
-    """Operations that run, models, what is lacking, workers, and operations before. ``num_rows``: of each table, that
-    are shown; None: all. A row takes milliseconds to lay out."""
+    """Operations that run, models, what is lacking, workers, what moved, and operations before. ``num_rows``: of each
+    table, that are shown; None: all. A row takes milliseconds to lay out."""
     operations = feed.operations
     running = [operation for operation in operations if operation.status == "running"]
     for operation in running[:MAX_RUNNING] or [o for o in operations if o.direction == "out"][:1]:
@@ -40,7 +40,7 @@ def parts(feed: ShownState, console: Console, num_rows: int | None = None) -> It
     yield from _workers(feed, console, num_rows)
     if feed.moves:
         rows = [(move.model, move.source, move.target, str(move.requests)) for move in feed.moves[:num_rows]]
-        yield fitting(console, "Requests that moved in the last minute", _MOVE, rows, spared=())
+        yield fitting(console, "Requests that moved in the last minute of looking", _MOVE, rows, spared=())
         yield from _more(feed.moves, num_rows, "ways")
     if operations:
         yield operations_table(operations[:NUM_PAST], console, brief=True)

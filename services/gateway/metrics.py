@@ -103,7 +103,7 @@ _MODEL_HISTOGRAMS = (
     ),
     ModelHistogram(
         "vllm:request_max_num_generation_tokens",
-        "The same: each choice of a request counts as one.",
+        "Tokens generated for requests that ended. Each of a request's choices counts; vLLM counts its longest.",
         "request_generation_tokens",
     ),
 )

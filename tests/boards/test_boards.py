@@ -41,7 +41,7 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def of_vllms_dashboard() -> Iterator[str]:
-    """What vLLM's own dashboard (``grafana.json`` of its examples) asks for, of the newest version."""
+    """What vLLM's own dashboard (``grafana.json`` of its examples, in November 2026) asks for."""
     chosen, over = f'{{model_name="{MODEL}"}}', f'{{model_name="{MODEL}"}}[30s]'
     for name in LATENCIES:
         for share in (0.5, 0.9, 0.95, 0.99):

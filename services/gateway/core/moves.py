@@ -6,16 +6,16 @@ The way from prefill to decode that every request of a disaggregated model takes
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from shared.messages.load import LatencyReport, MovedRequests
 
 MAX_WAYS = 100
 """From worker to worker, in one report, and that are shown."""
-SHOWN_FOR_S = 60.0
-"""After the last request that went that way."""
+WINDOW_S = 60.0
+SLOT_S = 5.0
+"""What comes within it leaves the window together."""
 MAX_NAME = 255
 
 _Way = tuple[str, str, str]
@@ -43,30 +43,32 @@ class MoveCounts:
         )
 
 
-@dataclass(slots=True)
-class _Seen:
-    requests: int
-    last_s: float
-
-
 class RecentMoves:
-    """Of all gateways, of ways that were gone lately. Times are monotonic."""
+    """Of all gateways, over ``WINDOW_S``. Times are monotonic."""
 
     def __init__(self) -> None:
-        self._ways: OrderedDict[_Way, _Seen] = OrderedDict()
+        self._ways: OrderedDict[_Way, deque[tuple[float, int]]] = OrderedDict()
+        """How many requests came in each slot, and when that began; the way that was gone last is the last one."""
 
     def take(self, report: LatencyReport, now_s: float) -> None:
         """It came now."""
         for moved in report.moves[:MAX_WAYS]:
             way = moved.model[:MAX_NAME], moved.source[:MAX_NAME], moved.target[:MAX_NAME]
-            before = self._ways.pop(way, None)
-            self._ways[way] = _Seen(moved.requests + (before.requests if before is not None else 0), now_s)
+            slots = self._ways[way] = self._ways.pop(way) if way in self._ways else deque()
+            if slots and now_s - slots[-1][0] < SLOT_S:
+                since_s, number = slots.pop()
+                slots.append((since_s, number + moved.requests))
+            else:
+                slots.append((now_s, moved.requests))
         while len(self._ways) > MAX_WAYS:
             self._ways.popitem(last=False)
 
     def ways(self, now_s: float) -> Iterator[tuple[str, str, str, int]]:
-        """Model, from, to, and how many requests went that way since it was first gone."""
-        while self._ways and next(iter(self._ways.values())).last_s <= now_s - SHOWN_FOR_S:
-            self._ways.popitem(last=False)
-        for (model, source, target), seen in self._ways.items():
-            yield model, source, target, seen.requests
+        """Model, from, to, and how many requests went that way lately."""
+        for way, slots in list(self._ways.items()):
+            while slots and slots[0][0] <= now_s - WINDOW_S:
+                slots.popleft()
+            if slots:
+                yield *way, sum(number for _, number in slots)
+            else:
+                del self._ways[way]

@@ -101,13 +101,18 @@ class WatchedCluster:
         self._records, self._shown, self._unplanned = tuple(records), dict(shown), tuple(unplanned)
 
     def take_gpu_time(self, report: GpuTimeReport) -> None:
-        """What the pool has counted of all models, the empty name for what is none's."""
+        """What the pool has counted of models, the empty name for what is none's."""
         of: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for use in report.uses:
             of[use.model][use.state] = round(use.seconds, 1)
         price = report.hour_cost / 3600
         self._gpu_time = {
-            name: {"model": name, "seconds": states, "cost": round(sum(states.values()) * price, 4) if price else None}
+            name: {
+                "model": name,
+                "seconds": states,
+                "share": round(sum(states.values()) / max(1.0, report.total_s), 4),
+                "cost": round(sum(states.values()) * price, 4) if price else None,
+            }
             for name, states in of.items()
         }
 

@@ -70,22 +70,21 @@ export function showWorkers(place, entities) {
     place,
     more,
     el("ul", { class: "workers" }, cards),
-    moves.length ? table("Requests that moved in the last minute, their streams unbroken", ["model", "from", "to", "requests"], moves) : null,
+    moves.length ? table("Requests that moved in the last minute of looking, their streams unbroken", ["model", "from", "to", "requests"], moves) : null,
   );
 }
 
 export function showCost(place, entities) {
   const uses = ofKind(entities, "gpu_time").map((use) => ({ ...use, total: Object.values(use.seconds).reduce((sum, value) => sum + value, 0) }));
-  const all = uses.reduce((sum, use) => sum + use.total, 0);
-  const share = (part, whole) => `${Math.round((100 * part) / (whole || 1))} %`;
+  const share = (part, whole = 1) => `${Math.round((100 * part) / (whole || 1))} %`;
   const rows = uses
     .sort((a, b) => b.total - a.total)
     .map((use) => [
       use.model || "(no model)",
       `${(use.total / 3600).toFixed(3)} h`,
-      share(use.total, all),
+      share(use.share),
       use.cost === null ? "–" : use.cost.toFixed(2),
       Object.entries(use.seconds).filter(([, value]) => value).sort((a, b) => b[1] - a[1]).map(([name, value]) => `${name} ${share(value, use.total)}`).join(", "),
     ]);
-  show(place, rows.length ? table("Of all workers, since the pool leads", ["model", "GPU hours", "share", "cost", "of it"], rows) : el("p", {}, "nothing is known yet"));
+  show(place, rows.length ? table("Of models that are registered now, since the pool leads", ["model", "GPU hours", "share", "cost", "of it"], rows) : el("p", {}, "nothing is known yet"));
 }

@@ -120,29 +120,6 @@ async def test_a_worker_that_is_drained_by_hand_is_the_reason(rig: Rig) -> None:
     assert one.otherwise == "their workers would not become free"
 
 
-async def test_instances_that_went_without_a_decision_are_named(rig: Rig) -> None:
-    rig.pool.workers = (worker_record("w0", rig.model, "serving"), worker_record("w1"), worker_record("w2"))
-    await rig.demand(2)
-    await eventually(rig.plans)
-    # The new one's worker dies, and the monitor wants another.
-    rig.pool.workers = (worker_record("w0", rig.model, "serving"), worker_record("w2"))
-    await rig.demand(2)
-    await eventually(lambda: len(rig.plans()) == 2)
-    second, first = await decisions(rig)
-    assert "gone" not in first.seen
-    assert second.seen.endswith("; 1 instance gone without a decision: workers ended, or loads failed")
-    # What is given back is no loss.
-    rig.pool.workers = (worker_record("w0", rig.model, "serving"), worker_record("w2", rig.model, "serving"))
-    await rig.scale(1)
-    (drained, *_) = await decisions(rig)
-    stays, gone = ("w2", "w0") if drained.chosen.startswith("w0") else ("w0", "w2")
-    rig.pool.workers = (worker_record(stays, rig.model, "serving"), worker_record(gone))
-    await rig.scale(2)
-    third, drained, *_ = await decisions(rig)
-    assert (drained.outcome, third.outcome) == ("drain", "load")
-    assert "gone" not in drained.seen + third.seen
-
-
 async def test_of_an_advised_model_that_is_the_bound(rig: Rig) -> None:
     advised = model("m", min_instances=0, max_instances=4, advise=True)
     rig.pool.models = (advised,)

@@ -40,22 +40,18 @@ class DecisionLog:
         self._untold: deque[DecisionRecord] = deque(maxlen=MAX_UNTOLD)
         self._said: dict[tuple[str, Role, AskedBy], Hashable] = {}
         """What was last noted, if it is not to be noted again while it stays so."""
-        self._left: dict[tuple[str, Role], int] = {}
-        """Instances that there are after the last step, if nothing happens to one."""
 
     def took(self, step: Step, floor: Floor | None, moment: Moment, asked_by: AskedBy | None = None) -> None:
         """A step is carried out. ``floor``: of its model and role."""
         request, decision = step.request, step.decision
         outcome, chosen, cost = _of_step(step, asked_by)
-        seen = self._seen(request, decision)
-        self._leaves(step, asked_by)
         self.add(
             DecisionRecord(
                 at_s=moment.unix_s,
                 model=request.model,
                 role=request.role,
                 asked_by=asked_by or _asked_by(request),
-                seen=seen,
+                seen=_seen(request),
                 asked=max(0, request.desired),
                 there=decision.current + (len(decision.drain) if asked_by == "drain" else 0),
                 wanted=decision.desired,
@@ -82,7 +78,6 @@ class DecisionLog:
                 request,
                 decision,
                 moment,
-                seen=self._seen(request, decision),
                 bound=bound,
                 outcome="keep",
                 chosen=f"nothing to do: {instances_of(decision.current, request.role)} are there or on their way",
@@ -106,7 +101,6 @@ class DecisionLog:
                 request,
                 decision,
                 moment,
-                seen=self._seen(request, decision),
                 bound=bound_of(request, decision, model, floor) if model is not None else "",
                 outcome="refuse",
                 chosen=_cut(error.message),
@@ -139,29 +133,6 @@ class DecisionLog:
         for one in (*decisions, *sorted(since, key=lambda one: one.at_s)):
             self._keep(one)
 
-    # --- what has gone by itself ---------------------------------------------------------------
-
-    def _seen(self, request: ScaleRequest, decision: Decision) -> str:
-        """The load, and what became of instances without a decision."""
-        seen = request.reason.removesuffix(f"; {request.bound}") if request.bound else request.reason
-        gone = self._left.get((request.model, request.role), 0) - decision.current
-        if gone > 0:
-            seen += f"; {instances_of(gone, request.role)} gone without a decision: workers ended, or loads failed"
-        return _cut(seen)
-
-    def _leaves(self, step: Step, asked_by: AskedBy | None) -> None:
-        """How many there are after this step."""
-        decision, model = step.decision, step.request.model
-        if step.mutate:
-            for role in SERVED_BY[step.model.serving]:
-                self._left.pop((model, role), None)
-            return
-        # Those of workers that are drained by hand are counted no more already.
-        less = 0 if asked_by == "drain" else len(decision.drain)
-        more = len(decision.revive) + (len(step.load.chains.targets) if step.load is not None else 0)
-        if len(self._left) < MAX_SAID or (model, step.request.role) in self._left:
-            self._left[model, step.request.role] = decision.current - less + more
-
     # --- what is kept ------------------------------------------------------------------------
 
     def _add_unless_repeated(self, essence: Hashable, one: DecisionRecord) -> None:
@@ -192,7 +163,6 @@ def _record(
     decision: Decision,
     moment: Moment,
     *,
-    seen: str,
     bound: str,
     outcome: Literal["keep", "refuse"],
     chosen: str,
@@ -204,7 +174,7 @@ def _record(
         model=request.model,
         role=request.role,
         asked_by=_asked_by(request),
-        seen=seen,
+        seen=_seen(request),
         asked=max(0, request.desired),
         there=decision.current,
         wanted=decision.desired,
@@ -303,6 +273,10 @@ def _otherwise(request: ScaleRequest, there: int, outcome: str, asked_by: AskedB
 def _without(request: ScaleRequest) -> str:
     # A monitor that bounds says in words what it would ask for.
     return "without it, another number would be wanted" if request.bound else f"without it, {request.desired} would be"
+
+
+def _seen(request: ScaleRequest) -> str:
+    return _cut(request.reason.removesuffix(f"; {request.bound}") if request.bound else request.reason)
 
 
 def _cut(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.core.latencies import MAX_MODELS, LatencyReports
-from services.gateway.core.moves import MAX_NAME, MAX_WAYS, SHOWN_FOR_S, MoveCounts, RecentMoves
+from services.gateway.core.moves import MAX_NAME, MAX_WAYS, SLOT_S, WINDOW_S, MoveCounts, RecentMoves
 from shared.messages.load import LatencyReport, MovedRequests
 
 
@@ -42,10 +42,11 @@ def test_moves_go_with_one_report_of_a_second_and_alone_where_no_token_came() ->
 def test_what_all_gateways_say_adds_up_and_is_forgotten() -> None:
     recent = RecentMoves()
     recent.take(report(("m", "a", "b", 2), ("m", "a", "c", 1)), now_s=0.0)
-    recent.take(report(("m", "a", "b", 3)), now_s=10.0)
-    assert set(recent.ways(10.0)) == {("m", "a", "b", 5), ("m", "a", "c", 1)}
-    assert list(recent.ways(SHOWN_FOR_S)) == [("m", "a", "b", 5)]
-    assert list(recent.ways(10.0 + SHOWN_FOR_S)) == []
+    recent.take(report(("m", "a", "b", 3)), now_s=SLOT_S / 2)
+    recent.take(report(("m", "a", "b", 7)), now_s=2 * SLOT_S)
+    assert set(recent.ways(2 * SLOT_S)) == {("m", "a", "b", 12), ("m", "a", "c", 1)}
+    assert list(recent.ways(WINDOW_S)) == [("m", "a", "b", 7)]
+    assert list(recent.ways(2 * SLOT_S + WINDOW_S)) == []
 
 
 def test_what_others_say_is_bounded() -> None:

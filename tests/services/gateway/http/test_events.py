@@ -121,8 +121,13 @@ async def test_it_shows_what_moved_and_whose_the_gpus_were(make_stack: StackFact
     await stack.broker.bus("pool").respond(subjects.pool("gpu_time"), GetGpuTime, gpu_time)
     async with reading(stack) as reader:
         await eventually(lambda: "gpu_time/tiny" in reader.entities)
-        assert reader.entities["gpu_time/tiny"] == {"model": "tiny", "seconds": {"serving": 1800.0}, "cost": 1.25}
-        assert reader.entities["gpu_time/"] == {"model": "", "seconds": {"idle": 3600.0}, "cost": 2.5}
+        assert reader.entities["gpu_time/tiny"] == {
+            "model": "tiny",
+            "seconds": {"serving": 1800.0},
+            "share": 0.3333,
+            "cost": 1.25,
+        }
+        assert reader.entities["gpu_time/"] == {"model": "", "seconds": {"idle": 3600.0}, "share": 0.6667, "cost": 2.5}
         moves = (MovedRequests(model="tiny", source="w0", target="w1", requests=2),)
         for gateway_id in ("g1", "g2"):
             told = LatencyReport(gateway_id=gateway_id, models=(), moves=moves)
