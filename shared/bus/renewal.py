@@ -117,6 +117,22 @@ class RenewingClient(Client):
             return None
         return float(ssl.cert_time_to_seconds(shown["notAfter"])) if shown else None
 
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except BaseException:
+            self._drop_unshaken()
+            raise
+
+    def _drop_unshaken(self) -> None:
+        """Forget a connection whose TLS handshake was broken off. Nobody tells asyncio's writer of its end, for which
+        the library waits before it tries again."""
+        transport = self._transport
+        writer = getattr(transport, "_io_writer", None)
+        if self.options["tls_handshake_first"] and writer is not None and writer is transport._bare_io_writer:
+            writer.transport.abort()
+            transport._io_writer = transport._bare_io_writer = None
+
     async def _process_err(self, err_msg: str) -> None:
         """A connection whose credentials are no longer valid is made again with those in the files, if they are in
         files; else the client closes for good."""

@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from nats.js import JetStreamContext
 
-from compose.certificates import make_authority
+from compose.certificates import make_authority, read_authority
 from compose.credentials import make
 from compose.passwords import password_file
 from compose.ports import free_port
@@ -172,6 +172,37 @@ async def test_a_pods_configuration_serves_over_tls(folder: Path, tmp_path: Path
         bus = await NatsBus.connect(server.url, name="gateway", access=access(folder, "gateway", password))
         with pytest.raises(NoResponder):
             await bus.request(subjects.pool("snapshot"), Cancel(request_id="r", attempt=0), Ack, timeout_s=60)
+        await bus.close()
+    finally:
+        server.stop()
+
+
+@pytest.mark.stack
+async def test_who_starts_while_the_certificate_is_over_connects_once_it_is_replaced(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = read_authority(folder, folder / "secrets.yaml")
+    assert authority is not None
+    conf = (folder / "nats" / "nats.conf").read_text()
+    head, _, rest = conf.partition("cluster {")
+    conf = head + rest.partition("\n}\n")[2]
+    conf = conf.replace(MOUNTED_AT, str(folder / "nats")).replace("127.0.0.1:8222", f"127.0.0.1:{free_port()}")
+    good = (folder / "nats" / "tls.crt").read_text(), (folder / "nats" / "tls.key").read_text()
+    over = authority.issue("nats", ["127.0.0.1"], valid=timedelta(seconds=-1))
+    (folder / "nats" / "tls.crt").write_text(over.certificate)
+    (folder / "nats" / "tls.key").write_text(over.key)
+    server = start(tmp_path, conf, "one")
+    try:
+        password = (folder / password_file("gateway")).read_text().strip()
+        shown = access(folder, "gateway", password)
+        connect = NatsBus.connect(server.url, name="gateway", access=shown, connect_timeout_s=None)
+        connecting = asyncio.create_task(connect)
+        await eventually(lambda: "certificate has expired" in caplog.text)
+        (folder / "nats" / "tls.crt").write_text(good[0])
+        (folder / "nats" / "tls.key").write_text(good[1])
+        server.reload()
+        async with asyncio.timeout(60):
+            bus = await connecting
         await bus.close()
     finally:
         server.stop()
