@@ -128,8 +128,10 @@ class RenewingClient(Client):
         """Forget a connection whose TLS handshake was broken off. Nobody tells asyncio's writer of its end, for which
         the library waits before it tries again."""
         transport = self._transport
-        writer = getattr(transport, "_io_writer", None)
-        if self.options["tls_handshake_first"] and writer is not None and writer is transport._bare_io_writer:
+        if not isinstance(transport, TcpTransport) or not self.options["tls_handshake_first"]:
+            return
+        writer = transport._io_writer
+        if writer is not None and writer is transport._bare_io_writer:
             writer.transport.abort()
             transport._io_writer = transport._bare_io_writer = None
 
