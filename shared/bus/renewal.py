@@ -7,6 +7,7 @@ import logging
 import ssl
 
 from nats.aio.client import Client, RawCredentials
+from nats.aio.transport import TcpTransport
 
 from shared.bus.access import NatsAccess
 from shared.last_good import LastGood
@@ -131,9 +132,9 @@ class RenewingClient(Client):
         if not isinstance(transport, TcpTransport) or not self.options["tls_handshake_first"]:
             return
         writer = transport._io_writer
-        if writer is not None and writer is transport._bare_io_writer:
+        if writer is not None and writer.get_extra_info("ssl_object") is None:
             writer.transport.abort()
-            transport._io_writer = transport._bare_io_writer = None
+            transport._io_writer = None
 
     async def _process_err(self, err_msg: str) -> None:
         """A connection whose credentials are no longer valid is made again with those in the files, if they are in
