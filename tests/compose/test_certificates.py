@@ -137,6 +137,15 @@ def start(folder: Path, conf: str, name: str) -> Server:
     return server
 
 
+def start_one(folder: Path, where: Path) -> Server:
+    """With a pod's configuration, but one server, and other places."""
+    conf = (folder / "nats" / "nats.conf").read_text()
+    head, _, rest = conf.partition("cluster {")
+    conf = head + rest.partition("\n}\n")[2]
+    conf = conf.replace(MOUNTED_AT, str(folder / "nats")).replace("127.0.0.1:8222", f"127.0.0.1:{free_port()}")
+    return start(where, conf, "one")
+
+
 @pytest.fixture
 def cluster(folder: Path, tmp_path: Path) -> Iterator[tuple[list[Server], list[int]]]:
     """Three servers with the certificates of one Secret, and where they listen for each other."""
@@ -161,12 +170,7 @@ def access(folder: Path, user: str, password: str) -> NatsAccess:
 
 @pytest.mark.stack
 async def test_a_pods_configuration_serves_over_tls(folder: Path, tmp_path: Path) -> None:
-    conf = (folder / "nats" / "nats.conf").read_text()
-    # One server, and other places than in a pod.
-    head, _, rest = conf.partition("cluster {")
-    conf = head + rest.partition("\n}\n")[2]
-    conf = conf.replace(MOUNTED_AT, str(folder / "nats")).replace("127.0.0.1:8222", f"127.0.0.1:{free_port()}")
-    server = start(tmp_path, conf, "one")
+    server = start_one(folder, tmp_path)
     try:
         password = (folder / password_file("gateway")).read_text().strip()
         bus = await NatsBus.connect(server.url, name="gateway", access=access(folder, "gateway", password))
@@ -183,15 +187,11 @@ async def test_who_starts_while_the_certificate_is_over_connects_once_it_is_repl
 ) -> None:
     authority = read_authority(folder, folder / "secrets.yaml")
     assert authority is not None
-    conf = (folder / "nats" / "nats.conf").read_text()
-    head, _, rest = conf.partition("cluster {")
-    conf = head + rest.partition("\n}\n")[2]
-    conf = conf.replace(MOUNTED_AT, str(folder / "nats")).replace("127.0.0.1:8222", f"127.0.0.1:{free_port()}")
     good = (folder / "nats" / "tls.crt").read_text(), (folder / "nats" / "tls.key").read_text()
     over = authority.issue("nats", ["127.0.0.1"], valid=timedelta(seconds=-1))
     (folder / "nats" / "tls.crt").write_text(over.certificate)
     (folder / "nats" / "tls.key").write_text(over.key)
-    server = start(tmp_path, conf, "one")
+    server = start_one(folder, tmp_path)
     try:
         password = (folder / password_file("gateway")).read_text().strip()
         shown = access(folder, "gateway", password)

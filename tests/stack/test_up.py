@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -115,11 +116,18 @@ def test_what_the_readme_has_a_newcomer_paste_says_is_golden(up: Running) -> Non
 def _pasted(command: str, url: str) -> str:
     """What a command says, without what differs from one start to the next: ids, figures, what a model with random
     weights says, and what the monitor has seen by now."""
-    shell = f'blitzscale() {{ "{sys.executable}" -m compose "$@" 2>&1; }}\n{command.replace(URL, url)}'
-    env = os.environ | {"BLITZ_URL": url, "COLUMNS": "400"}
-    ended = subprocess.run(["bash", "-c", shell], env=env, capture_output=True, text=True, timeout=END_S, check=False)
-    assert ended.returncode == 0, (command, ended.stdout, ended.stderr)
-    said = re.sub(r'"content":"(\\.|[^"\\])*"', '"content":"TEXT"', ended.stdout)
+    program, *words = shlex.split(command.replace(URL, url).replace("\\\n", ""), comments=True)
+    if program == "curl":  # which not every machine has
+        address, _, header, _, body = words
+        headers = dict([header.split(": ")])
+        said = httpx.post(address, headers=headers, content=body, timeout=END_S).raise_for_status().text
+    else:
+        env = os.environ | {"BLITZ_URL": url, "COLUMNS": "400"}
+        blitzscale = [sys.executable, "-m", "compose", *words]
+        ended = subprocess.run(blitzscale, env=env, capture_output=True, text=True, timeout=END_S, check=False)
+        assert ended.returncode == 0, (command, ended.stdout, ended.stderr)
+        said = ended.stdout + ended.stderr
+    said = re.sub(r'"content":"(\\.|[^"\\])*"', '"content":"TEXT"', said)
     for pattern, name in (
         (r'(?<="finish_reason":)"\w+"', '"REASON"'),
         (rf"\b{re.escape(socket.gethostname())}\b", "HOST"),
