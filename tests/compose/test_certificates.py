@@ -203,6 +203,17 @@ async def test_who_starts_while_the_certificate_is_over_connects_once_it_is_repl
         server.reload()
         async with asyncio.timeout(60):
             bus = await connecting
+        # The same where a connection is lost meanwhile.
+        server.stop()
+        (folder / "nats" / "tls.crt").write_text(over.certificate)
+        (folder / "nats" / "tls.key").write_text(over.key)
+        caplog.clear()
+        server.start(wait_for_greeting=False)
+        await eventually(lambda: "certificate has expired" in caplog.text)
+        (folder / "nats" / "tls.crt").write_text(good[0])
+        (folder / "nats" / "tls.key").write_text(good[1])
+        server.reload()
+        await eventually(lambda: bus.connected_since_s is not None)
         await bus.close()
     finally:
         server.stop()
