@@ -37,7 +37,7 @@ class _OneCallLoop(EngineLoop):
 
     def _run_prompts(self, activation: Activation, pieces: Sequence[ScheduledSlice]) -> None:
         del pieces
-        self.engine.run_layers(activation, 0, self.engine.num_layers)
+        self.engine.run_layers(activation, 0, self.engine.num_layers).result()
 
 
 def measure_layer_by_layer(engine: TorchEngine, settings: EngineBenchSettings) -> LayerByLayer:

@@ -18,9 +18,9 @@ import torch
 
 from bench.engine.run import BLOCK_SIZE, GREEDY, EngineBenchSettings, prompts_of, run_engine
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.completion import Completion
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
-from services.worker.engine.torch_engine import TorchEngine
+from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.memory.arena import HostArena
 from shared.layout import layout_of
 from shared.messages.generation import SamplingParams
@@ -57,12 +57,17 @@ class _TimedEngine(TorchEngine):
     """Notes how long the sampler took for each step."""
 
     sample_s: list[float]
+    _logits_at_s = 0.0
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[ActiveSequence]) -> list[Sampled]:
-        started_s = time.perf_counter()
-        sampled = super().sample(logits, rows)
-        if len(rows) > 1:
-            self.sample_s.append(time.perf_counter() - started_s)
+    def head(self, activation: Activation) -> torch.Tensor:
+        logits = super().head(activation)
+        self._logits_at_s = time.perf_counter()
+        return logits
+
+    def sample(self, activation: Activation) -> Completion[list[Sampled]]:
+        sampled = super().sample(activation)
+        if len(activation.batch.rows) > 1:
+            self.sample_s.append(time.perf_counter() - self._logits_at_s)
         return sampled
 
 

@@ -1,8 +1,12 @@
 """The engine: computes batches, layer by layer. Implementations: ``torch_engine`` and ``mock``.
 
 The scheduler (``services.worker.core.scheduling``) speaks in ids, token counts and block tables; an engine
-turns a ``ForwardBatch`` into sampled tokens. All methods run on the engine thread, but for those that say
+turns a ``ForwardBatch`` into sampled tokens. All methods are called on the engine thread, but for those that say
 otherwise. Nothing here imports torch, so that the core, the mock and the tests start without it.
+
+What a method computes is there when its ``Completion`` is done, and an error of the computing is the completion's; what
+the caller got wrong is raised at once. Calls of one stream take effect in their order: layers, embedding at the
+beginning of a batch and sampling are of one, exports and imports each of another.
 
 A batch can move between two engines of the same model half-way: one exports the KV of the layers it has
 run and the hidden states, the other resumes and imports the KV in the meantime (live scaling; see ``handoff`` for the
@@ -13,57 +17,16 @@ bytes). Or it runs all layers of a prompt here, its KV moves layer by layer in t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.completion import Completion
+from services.worker.engine.forward_batch import ForwardBatch
 from shared.transport.base import Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """The tokens of one sequence that a batch computes: positions ``start .. start+len(token_ids)``."""
-
-    sequence_id: int
-    token_ids: Sequence[int]
-    start: int
-    """Position of the first token; KV of all earlier positions is in the blocks."""
-    block_table: Sequence[int]
-    """KV blocks of positions 0.., enough for every position up to the slice's end."""
-    sample: bool
-    """Whether the last token's logits are wanted (the slice ends the known tokens)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """Slices to compute together; decode slices have one token."""
-
-    slices: tuple[Slice, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.slices)
-
-    def part(self, begin: int, end: int) -> ForwardBatch:
-        """Tokens ``begin <= i < end`` of all slices, one after another; a slice that does not end in it samples
-        nothing."""
-        slices: list[Slice] = []
-        for piece in self.slices:
-            count = len(piece.token_ids)
-            first, last = max(0, begin), min(count, end)
-            if first < last:
-                token_ids, sample = piece.token_ids[first:last], piece.sample and last == count
-                slices.append(Slice(piece.sequence_id, token_ids, piece.start + first, piece.block_table, sample))
-            begin, end = begin - count, end - count
-        return ForwardBatch(tuple(slices))
-
 
 Activation = Any
 """Opaque state of a batch inside the engine: its attention plan and hidden states
 [num_tokens, hidden_size]."""
-Logits = Any
-"""[num_sampled, vocab_size], in the order of the slices that sample."""
 
 
 class Engine(Protocol):
@@ -96,16 +59,16 @@ class Engine(Protocol):
         """Make the first steps that use KV blocks ``first <= i < last`` as quick as later ones will be. From any
         thread, also while batches run: it changes nothing that they read."""
 
-    def embed(self, batch: ForwardBatch) -> Activation:
+    def embed(self, batch: ForwardBatch) -> Completion[Activation]:
         """Plan the batch's attention and embed its tokens."""
 
-    def embed_tokens(self, token_ids: Sequence[int]) -> Buffer:
+    def embed_tokens(self, token_ids: Sequence[int]) -> Completion[Buffer]:
         """Hidden states ``[num_tokens, hidden_size]`` before layer 0, as flat host bytes of the caller's own.
 
         From any thread. Raises ``BadRequest`` for a token outside of the vocabulary.
         """
 
-    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Activation:
+    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Completion[Activation]:
         """As ``embed``, from hidden states that were computed elsewhere up to ``next_layer``.
 
         ``hidden``: bytes of ``embed_tokens`` or ``hidden_states``; they belong to the activation from now on and
@@ -114,17 +77,17 @@ class Engine(Protocol):
         empty batch, a short block table, or unless ``0 <= next_layer < num_layers``.
         """
 
-    def run_layers(self, activation: Activation, first: int, last: int) -> None:
+    def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
         """Run decoder layers ``first <= i < last`` in place, writing their KV. Layer by layer costs no more."""
 
-    def run_part(self, activation: Activation, layer: int, begin: int, end: int) -> None:
+    def run_part(self, activation: Activation, layer: int, begin: int, end: int) -> Completion[None]:
         """Run one decoder layer for tokens ``begin <= i < end`` of the batch (``ForwardBatch.part``) alone, in place.
 
         Of a long batch this needs less memory at once, and other batches can be run in between. Parts come in order,
         each token once; the layer has run when ``end`` is the number of tokens. Raises ``BadRequest`` for others.
         """
 
-    def hidden_states(self, activation: Activation) -> Buffer:
+    def hidden_states(self, activation: Activation) -> Completion[Buffer]:
         """The hidden states ``[num_tokens, hidden_size]`` as flat host bytes: a copy of the caller's own.
 
         From any thread, while the engine thread runs other batches but not this one. Raises ``BadRequest`` inside a
@@ -139,14 +102,14 @@ class Engine(Protocol):
         *,
         first_layer: int = 0,
         first_tokens: Sequence[int] = (),
-    ) -> Buffer:
+    ) -> Completion[Buffer]:
         """KV of layers ``first_layer <= i < last_layer`` of positions ``first_tokens[i] .. num_tokens[i]`` of each
         sequence; without ``first_tokens`` of all from 0 on.
 
         Flat host bytes of ``[last_layer - first_layer, 2 (K, V), total tokens, num_kv_heads, head_dim]``,
         independent of block size and of which blocks: a copy of the caller's own. From any thread, while the engine
         thread runs other batches, later layers of this one, or the sequences' next tokens: only the slots of these
-        positions in these layers are read. ``run_layers`` must have returned from them. Raises ``BadRequest`` for short
+        positions in these layers are read. ``run_layers`` must be done with them. Raises ``BadRequest`` for short
         block tables, blocks outside of the pool, ranges of positions that are none, or unless
         ``0 <= first_layer <= last_layer <= num_layers``.
         """
@@ -160,7 +123,7 @@ class Engine(Protocol):
         *,
         first_layer: int = 0,
         first_tokens: Sequence[int] = (),
-    ) -> None:
+    ) -> Completion[None]:
         """The reverse of ``export_kv``: writes the KV into the slots of these positions, in these layers alone.
 
         Layers of one range of positions may come bit by bit, in their order and each once; the sequences' next tokens
@@ -168,11 +131,13 @@ class Engine(Protocol):
         ``kv`` is only read. Raises ``BadRequest`` as ``export_kv`` does, and for a wrong size.
         """
 
-    def head(self, activation: Activation) -> Logits:
-        """Final norm and head of the tokens that are sampled."""
+    def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> Any:
+        """The tokens of a request so far, for penalties. From then on the engine's own: ``sample`` adds what it draws.
+        Whatever the request puts out must be sampled here."""
 
-    def sample(self, logits: Logits, rows: Sequence[ActiveSequence]) -> list[Sampled]:
-        """The next token of each request, one per row of ``logits``.
+    def sample(self, activation: Activation) -> Completion[list[Sampled]]:
+        """The next token of each slice that samples, in their order. All layers must have run.
 
-        Draws depend on (seed, position) only, never on the batch. ``counts`` of a request are the sampler's alone.
+        Draws depend on (seed, position) only, never on the batch. Sampling a position again gives the same token, and
+        counts it once.
         """

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice
-from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.engine.base import Engine, ForwardBatch, Slice
+from services.worker.engine.base import Engine
+from services.worker.engine.forward_batch import ForwardBatches, SamplingRow, Slice
 from shared.errors import BlitzError, EngineBroken, RequestFailed
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams
@@ -21,8 +21,7 @@ _log = logging.getLogger(__name__)
 Run = Callable[[Sequence[ScheduledSlice]], list[Sampled]]
 """Computes slices together: one token for each that samples, in order. Raises whatever the engine raises."""
 
-_GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-_PROBE = ActiveSequence(request_id="probe", attempt=0, gateway_id="", prompt=(0,), params=_GREEDY)
+_PROBE = SamplingRow(SamplingParams(max_tokens=1, seed=0, temperature=0.0), position=0)
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class Computed:
     """Nothing was run twice."""
 
 
-def compute(slices: Sequence[ScheduledSlice], run: Run, engine: Engine) -> Computed:
+def compute(slices: Sequence[ScheduledSlice], run: Run, engine: Engine, batches: ForwardBatches) -> Computed:
     """Run a batch; in parts, if it fails. What fails alone is at fault, if the engine computes anything else.
 
     n slices of which one fails cost about twice their work in 2 log2(n) runs more. Raises ``EngineBroken`` when the
@@ -49,17 +48,25 @@ def compute(slices: Sequence[ScheduledSlice], run: Run, engine: Engine) -> Compu
     except Exception as failure:  # noqa: BLE001 - an engine may raise anything; what did it is found below
         _log.warning("an engine step of %d slices failed, it is run again in parts: %s", len(slices), failure)
         computed.at_once = False
-        _Bisection(slices, run, engine, computed).run_again()
+        _Bisection(slices, run, engine, batches, computed).run_again()
     return computed
 
 
 class _Bisection:
     """One batch that failed."""
 
-    def __init__(self, slices: Sequence[ScheduledSlice], run: Run, engine: Engine, computed: Computed) -> None:
+    def __init__(
+        self,
+        slices: Sequence[ScheduledSlice],
+        run: Run,
+        engine: Engine,
+        batches: ForwardBatches,
+        computed: Computed,
+    ) -> None:
         self._slices = slices
         self._run = run
         self._engine = engine
+        self._batches = batches
         self._computed = computed
         self._engine_works = False
 
@@ -99,11 +106,11 @@ class _Bisection:
             return
         engine, sequence = self._engine, piece.sequence
         block = sequence.block_table[piece.start // engine.block_size]
-        probe = ForwardBatch((Slice(sequence.id, (0,), 0, (block,), sample=True),))
+        probe = self._batches.of([Slice(sequence.id, (0,), 0, (block,), _PROBE)])
         try:
-            activation = engine.embed(probe)
-            engine.run_layers(activation, 0, engine.num_layers)
-            engine.sample(engine.head(activation), [_PROBE])
+            activation = engine.embed(probe).result()
+            engine.run_layers(activation, 0, engine.num_layers).result()
+            engine.sample(activation).result()
         except Exception as broken:
             raise EngineBroken(f"the engine computes nothing any more: {_describe(failure)}") from broken
         self._engine_works = True

@@ -16,8 +16,9 @@ from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import Speed
 from services.worker.core.scheduling.turns import StepTurns
-from services.worker.engine.base import Activation, Engine, ForwardBatch, Slice
+from services.worker.engine.base import Activation, Engine
 from services.worker.engine.batch_bisection import compute
+from services.worker.engine.forward_batch import ForwardBatches
 from shared.errors import Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart
@@ -107,6 +108,8 @@ class EngineLoop:
             )
         self.scheduler = Scheduler(config)
         self.engine = engine
+        self.batches = ForwardBatches(engine.counts_of)
+        """All that the engine computes is made there."""
         self._turns = StepTurns(self.scheduler)
         self._clock = clock
         self._busy_s_total = 0.0
@@ -168,7 +171,7 @@ class EngineLoop:
         if alone is not None and self.step_listener is not None:
             self.step_listener.begins(alone)
             started_s = self._clock()
-        computed = compute(batch.slices, self._compute, self.engine)
+        computed = compute(batch.slices, self._compute, self.engine, self.batches)
         error = next(iter(computed.failures.values()), None)
         # Only now: should the engine be broken, they are told with the rest.
         outputs = self.scheduler.take_ended()
@@ -200,33 +203,25 @@ class EngineLoop:
         return LoopStats(load, self._busy_s_total, self.scheduler.budgets.speed.speed)
 
     def _compute(self, pieces: Sequence[ScheduledSlice]) -> list[Sampled]:
-        slices: list[Slice] = []
-        rows: list[ActiveSequence] = []
-        for piece in pieces:
-            sequence, start, count = piece.sequence, piece.start, piece.num_tokens
-            tokens = sequence.tokens
-            token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
-            slices.append(Slice(sequence.id, token_ids, start, sequence.block_table, piece.sample))
-            if piece.sample:
-                rows.append(sequence)
-        engine = self.engine
-        activation = engine.embed(ForwardBatch(tuple(slices)))
+        engine, batch = self.engine, self.batches.of_step(pieces)
+        activation = engine.embed(batch).result()
         if any(_is_prefill(piece) for piece in pieces):
             self._run_prompts(activation, pieces)
         else:
-            engine.run_layers(activation, 0, engine.num_layers)
-        if not rows:
+            engine.run_layers(activation, 0, engine.num_layers).result()
+        num_rows = sum(piece.sample for piece in pieces)
+        if not num_rows:
             return []
-        sampled = engine.sample(engine.head(activation), rows)
-        if len(sampled) != len(rows):
-            raise Internal(f"the engine sampled {len(sampled)} tokens for {len(rows)} rows")
+        sampled = engine.sample(activation).result()
+        if len(sampled) != num_rows:
+            raise Internal(f"the engine sampled {len(sampled)} tokens for {num_rows} rows")
         return sampled
 
     def _run_prompts(self, activation: Activation, pieces: Sequence[ScheduledSlice]) -> None:
         engine, prefill_listener = self.engine, self.prefill_listener
         leaving = [p for p in pieces if p.sequence.decode_at is not None]
         for layer in range(engine.num_layers):
-            engine.run_layers(activation, layer, layer + 1)
+            engine.run_layers(activation, layer, layer + 1).result()
             if self.partial is not None:
                 self.partial.ran_layer()
             if leaving and prefill_listener is not None:

@@ -22,28 +22,33 @@ import numpy as np
 import torch
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.categorical import DrawRow, Floats, Ids, draw, uniform
+from services.worker.engine.forward_batch import SamplingRow
+from services.worker.engine.token_counts import TokenCounts
 from shared.errors import BadRequest, Internal
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import TokenLogprobs
+from shared.messages.generation import SamplingParams, TokenLogprobs
 
 _ROWS_AT_ONCE = 32
 """Bounds the copies: 32 rows of 128k tokens are 16 MiB each."""
 
 
-def sample_rows(logits: torch.Tensor, rows: Sequence[ActiveSequence]) -> list[Sampled]:
-    """One token per row of ``logits`` [n, vocab], any float dtype and device. ``logits`` is not changed."""
+def sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    """One token per row of ``logits`` [n, vocab], any float dtype and device. ``logits`` is not changed. Counts get
+    what is sampled."""
     if logits.shape[0] != len(rows):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} rows of parameters")
     sampled: list[Sampled] = []
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         end = start + _ROWS_AT_ONCE
         sampled += _sample(logits[start:end].to(device="cpu", dtype=torch.float32), rows[start:end])
+    for row, token in zip(rows, sampled, strict=True):
+        if row.counts is not None and token.error is None:
+            row.counts.add(row.position, token.token_id)
     return sampled
 
 
-def _sample(raw: torch.Tensor, rows: Sequence[ActiveSequence]) -> list[Sampled]:
+def _sample(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """``raw`` [n, vocab] float32 on the CPU."""
     errors: dict[int, ErrorInfo] = {}
     best, greedy = _best(raw)
@@ -80,29 +85,20 @@ def _best(scores: torch.Tensor) -> tuple[Floats, Ids]:
     return np.take_along_axis(table, greedy[:, None], axis=-1)[:, 0], greedy
 
 
-def _draw_row(row: ActiveSequence) -> DrawRow:
+def _draw_row(row: SamplingRow) -> DrawRow:
     params = row.params
-    return DrawRow(uniform(params.seed, len(row.output)), params.temperature, max(0, params.top_k), params.top_p)
+    return DrawRow(uniform(params.seed, row.position), params.temperature, max(0, params.top_k), params.top_p)
 
 
-def _masks_ends(row: ActiveSequence) -> bool:
-    return len(row.output) < row.params.min_tokens
+def _is_adjusted(row: SamplingRow) -> bool:
+    return bool(row.params.logit_bias) or row.masks_ends or row.counts is not None
 
 
-def _penalises(row: ActiveSequence) -> bool:
-    params = row.params
-    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-
-
-def _is_adjusted(row: ActiveSequence) -> bool:
-    return bool(row.params.logit_bias) or _masks_ends(row) or _penalises(row)
-
-
-def _adjust(scores: Floats, row: ActiveSequence) -> ErrorInfo | None:
+def _adjust(scores: Floats, row: SamplingRow) -> ErrorInfo | None:
     """Apply mask, bias and penalties to one row [vocab] in place; the error of a bad bias."""
     params, vocab = row.params, len(scores)
-    if _masks_ends(row):
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else row.eos_token_ids)}
+    if row.masks_ends:
+        ends = {*params.stop_token_ids, *row.end_ids}
         scores[_inside(np.fromiter(ends, np.int64), vocab)] = -np.inf
     if params.logit_bias:
         bad = [token_id for token_id, _ in params.logit_bias if not 0 <= token_id < vocab]
@@ -110,15 +106,12 @@ def _adjust(scores: Floats, row: ActiveSequence) -> ErrorInfo | None:
             return ErrorInfo.of(BadRequest(f"logit_bias: token {bad[0]} is not in 0..{vocab - 1}", param="logit_bias"))
         bias = dict(params.logit_bias)
         scores[np.fromiter(bias, np.int64)] += np.fromiter(bias.values(), np.float32)
-    if _penalises(row):
-        _penalise(scores, row)
+    if row.counts is not None:
+        _penalise(scores, params, row.counts.before(row.position))
     return None
 
 
-def _penalise(scores: Floats, row: ActiveSequence) -> None:
-    params = row.params
-    counts = row.counts
-    counts.catch_up(row.prompt, row.output)
+def _penalise(scores: Floats, params: SamplingParams, counts: TokenCounts) -> None:
     # Copies: an array whose memory numpy holds cannot grow.
     ids, times = np.array(counts.ids), np.array(counts.times)
     known = (ids >= 0) & (ids < len(scores))
@@ -136,9 +129,7 @@ def _inside(ids: Ids, vocab: int) -> Ids:
     return ids[(ids >= 0) & (ids < vocab)]
 
 
-def _logprobs(
-    raw: torch.Tensor, token_ids: Sequence[int], rows: Sequence[ActiveSequence]
-) -> list[TokenLogprobs | None]:
+def _logprobs(raw: torch.Tensor, token_ids: Sequence[int], rows: Sequence[SamplingRow]) -> list[TokenLogprobs | None]:
     """Of the rows that ask for them, those with equally many alternatives together."""
     by_count: defaultdict[int, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):

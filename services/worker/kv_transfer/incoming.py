@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
@@ -225,6 +226,9 @@ class IncomingKv:
         layer += self.first_layer
         start, end = self._chunks[number]
         tables = [self._sequence.block_table]
-        await in_thread(lambda: engine.import_kv(tables, [end], layer + 1, kv, first_layer=layer, first_tokens=[start]))
+        work = functools.partial(
+            engine.import_kv, tables, [end], layer + 1, kv, first_layer=layer, first_tokens=[start]
+        )
+        (await in_thread(work)).result()
         self.layers_here += 1
         self._changed.fire()

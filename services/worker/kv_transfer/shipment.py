@@ -103,7 +103,7 @@ class Shipment:
         )
         since_s = time.monotonic()
         try:
-            exported = await asyncio.to_thread(export)
+            exported = (await asyncio.to_thread(export)).result()
         except Exception as error:  # an engine may raise anything; the blocks of an ended request are another's
             transfer.check()
             if not transfer.lies_in(table):

@@ -78,7 +78,8 @@ class HandedOver:
 
     async def _embedded(self, batch: PromptBatch) -> Buffer:
         """Beside the engine's thread: of a long prompt this is much to copy, and decodes need not wait for it."""
-        return await asyncio.to_thread(self._instance.engine.loop.engine.embed_tokens, batch.token_ids())
+        engine = self._instance.engine.loop.engine
+        return (await asyncio.to_thread(engine.embed_tokens, batch.token_ids())).result()
 
     def has_room(self) -> bool:
         """Whether the batch that probably comes next fits. On the engine's thread."""

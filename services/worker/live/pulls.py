@@ -276,7 +276,7 @@ class Puller:
                     raise TransferAborted("all of its requests were cancelled")
                 posted.popleft()
                 work = functools.partial(engine.import_kv, tables, batch.lengths, last, kv, first_layer=first)
-                await in_thread(work)
+                (await in_thread(work)).result()
         finally:
             for _, _, piece in posted:
                 piece.cancel()

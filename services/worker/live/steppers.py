@@ -22,7 +22,7 @@ from services.worker.core.pairing.source_work import Kv, SourceRun, SourceWork
 from services.worker.core.pairing.target_work import TargetRun, TargetWork
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.engine.base import Activation, ForwardBatch, Slice
+from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.live.report import Timeline
 from shared.transport.base import Buffer
@@ -95,9 +95,9 @@ class SourceStepper:
         imported as soon as this returns, and ``kv_over`` must follow."""
         if pulled.first_layer and not pulled.batch.ended:
             try:
-                pulled.activation = self._loop.engine.resume(
-                    engine_batch(pulled.batch), pulled.hidden, next_layer=pulled.first_layer
-                )
+                batch = self._loop.batches.of_prompts(pulled.batch.sequences)
+                resumed = self._loop.engine.resume(batch, pulled.hidden, next_layer=pulled.first_layer)
+                pulled.activation = resumed.result()
             except Exception as error:  # noqa: BLE001 - whatever it is, the batch ends with it in its turn
                 pulled.broken = error
         self._work.begin(pulled, time.monotonic())
@@ -148,9 +148,9 @@ class SourceStepper:
         if pulled.broken is not None:
             raise pulled.broken
         if pulled.activation is None:
-            pulled.activation = engine.embed(engine_batch(batch))
+            pulled.activation = engine.embed(self._loop.batches.of_prompts(batch.sequences)).result()
         begin, end = self._work.next_part(pulled)
-        engine.run_part(pulled.activation, pulled.next_layer, begin, end)
+        engine.run_part(pulled.activation, pulled.next_layer, begin, end).result()
         if not self._work.ran(pulled, end):
             return None
         self.ran_layer()
@@ -277,11 +277,12 @@ class TargetStepper:
         """A part of the layer; whether it was the last one."""
         engine = self._loop.engine
         if held.activation is None:
-            held.activation = engine.resume(engine_batch(held.batch), held.hidden, next_layer=0)
+            batch = self._loop.batches.of_prompts(held.batch.sequences)
+            held.activation = engine.resume(batch, held.hidden, next_layer=0).result()
             held.hidden = None
             tell_layers(self._loop, held.batch, 0)
         begin, end = self.work.next_part(held)
-        engine.run_part(held.activation, layer, begin, end)
+        engine.run_part(held.activation, layer, begin, end).result()
         if not self.work.ran(held, end):
             return False
         self.ran_layer()
@@ -311,11 +312,6 @@ class TargetStepper:
         """Only a source asks for its tokens."""
 
 
-def engine_batch(batch: PromptBatch) -> ForwardBatch:
-    """For an engine whose blocks the sequences hold."""
-    return ForwardBatch(tuple(Slice(s.id, tuple(s.tokens), 0, s.block_table, sample=True) for s in batch.sequences))
-
-
 def tell_layers(loop: EngineLoop, batch: PromptBatch, num_layers: int) -> None:
     """So many layers of a batch have run here: the KV of those of its requests that are decoded elsewhere can leave; 0:
     the batch was begun."""
@@ -328,7 +324,6 @@ def tell_layers(loop: EngineLoop, batch: PromptBatch, num_layers: int) -> None:
 def finish(loop: EngineLoop, batch: PromptBatch, activation: Activation, *, kv_here: bool = True) -> StepOutput:
     """Norm, head and sampling of a batch that ran all layers: its requests decode here from now on, or with
     ``kv_here`` false once their KV is whole."""
-    engine = loop.engine
-    sampled = engine.sample(engine.head(activation), batch.sequences)
+    sampled = loop.engine.sample(activation).result()
     outputs = batch.adopt(loop.scheduler.reservations, sampled, time.monotonic(), kv_here=kv_here)
     return StepOutput(outputs, num_prefill_tokens=batch.num_tokens)

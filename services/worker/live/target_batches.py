@@ -128,7 +128,7 @@ class TargetBatches:
             if self.closed:
                 return
             tokens = batch.token_ids()
-            held.hidden = await asyncio.wrap_future(engine.call(lambda loop: loop.engine.embed_tokens(tokens)))
+            held.hidden = await asyncio.wrap_future(engine.call(lambda loop: loop.engine.embed_tokens(tokens).result()))
         with self._stepper.lock:
             self._work.queue.arrived(batch.batch_id)
         self.look_again()
@@ -185,7 +185,7 @@ class TargetBatches:
     async def send(self, held: TargetBatch, serial: int) -> None:
         """Send a batch's hidden states. A failure of the transport is the source's to notice."""
         engine, batch = self._instance.engine.loop.engine, held.batch
-        hidden = await asyncio.to_thread(engine.hidden_states, held.activation)
+        hidden = (await asyncio.to_thread(engine.hidden_states, held.activation)).result()
         failure = await self._tensors.sent(self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN))
         if failure is not None:
             log.info("batch %s: %s; the source computes it from the beginning", batch.batch_id, failure)
@@ -213,7 +213,7 @@ class TargetBatches:
         first, last = message.first_layer, message.last_layer
         export = functools.partial(engine.export_kv, batch.block_tables, batch.lengths, last, first_layer=first)
         try:
-            kv = await asyncio.to_thread(export)
+            kv = (await asyncio.to_thread(export)).result()
         except Exception:  # what an engine finds in blocks that are another batch's by now does not matter
             if self._is_held(held):
                 raise

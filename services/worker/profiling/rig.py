@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.engine.base import Engine, ForwardBatch, Slice
+from services.worker.engine.base import Engine
+from services.worker.engine.forward_batch import ForwardBatches, SamplingRow, Slice
 from shared.messages.generation import SamplingParams
 
-_GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0, ignore_eos=True)
+_GREEDY = SamplingRow(SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0, ignore_eos=True), position=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Rig:
         self._engine = engine
         self._vocab_size = vocab_size
         self._clock = clock
-        self._row = ActiveSequence(request_id="profile", attempt=0, gateway_id="", prompt=(0,), params=_GREEDY)
+        self._batches = ForwardBatches(engine.counts_of)
 
     @property
     def kv_tokens(self) -> int:
@@ -42,22 +42,22 @@ class Rig:
         for start in range(0, num_tokens, chunk_tokens):
             end = min(start + chunk_tokens, num_tokens)
             tokens = tuple(position % self._vocab_size for position in range(start, end))
-            piece = Slice(0, tokens, start, blocks, end == num_tokens)
+            piece = Slice(0, tokens, start, blocks, _GREEDY if end == num_tokens else None)
             chunks.append(TimedChunk(start, end - start, self._step((piece,))))
         return chunks
 
     def spread(self, num_tokens: int, num_requests: int, room: int) -> None:
         """The prompt that was computed last becomes that of so many requests, each with ``room`` tokens more."""
-        kv = self._engine.export_kv([self._blocks(0, num_tokens)], [num_tokens], self._engine.num_layers)
+        kv = self._engine.export_kv([self._blocks(0, num_tokens)], [num_tokens], self._engine.num_layers).result()
         for index in range(num_requests):
             table = self._blocks(index, num_tokens + room)
-            self._engine.import_kv([table], [num_tokens], self._engine.num_layers, kv)
+            self._engine.import_kv([table], [num_tokens], self._engine.num_layers, kv).result()
 
     def decode(self, num_requests: int, context_tokens: int, room: int, at: int) -> float:
         """Seconds of a step of all of them, the ``at``-th after ``spread``."""
         start = context_tokens + at
         slices = [
-            Slice(index, (start % self._vocab_size,), start, self._blocks(index, context_tokens + room), True)
+            Slice(index, (start % self._vocab_size,), start, self._blocks(index, context_tokens + room), _GREEDY)
             for index in range(num_requests)
         ]
         return self._step(slices)
@@ -65,14 +65,14 @@ class Rig:
     def _step(self, slices: Sequence[Slice]) -> float:
         engine = self._engine
         started_s = self._clock()
-        activation = engine.embed(ForwardBatch(tuple(slices)))
-        if len(slices[0].token_ids) == 1 and slices[0].sample:
-            engine.run_layers(activation, 0, engine.num_layers)
+        activation = engine.embed(self._batches.of(slices)).result()
+        if slices[0].num_tokens == 1 and slices[0].row is not None:
+            engine.run_layers(activation, 0, engine.num_layers).result()
         else:
             for layer in range(engine.num_layers):
-                engine.run_layers(activation, layer, layer + 1)
-        if rows := [self._row for piece in slices if piece.sample]:
-            engine.sample(engine.head(activation), rows)
+                engine.run_layers(activation, layer, layer + 1).result()
+        if any(piece.row is not None for piece in slices):
+            engine.sample(activation).result()
         return self._clock() - started_s
 
     def _blocks(self, index: int, num_tokens: int) -> range:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from bench.sim.compute import Compute
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
-from services.worker.engine.base import ForwardBatch, Slice
 from services.worker.engine.mock.played import played_step_s
 from shared.profile import Profile
 from tests.bench.sim.instances import PROFILES, sequence
+from tests.services.worker.engine.batches import forward, slice_of
 
 
 @given(
@@ -28,8 +28,8 @@ def test_batches_take_what_the_mock_engine_plays(
     for number, (prompt_tokens, max_tokens) in enumerate(lengths):
         scheduler.add(sequence(f"r{number}", prompt_tokens, max_tokens))
     while (batch := scheduler.schedule()) is not None:
-        slices = [Slice(0, (0,) * p.num_tokens, p.start, p.sequence.block_table, p.sample) for p in batch.slices]
-        assert compute.batch_s(batch) == scale * played_step_s(profile, ForwardBatch(tuple(slices)))
+        slices = [slice_of(0, (0,) * p.num_tokens, p.start, p.sequence.block_table, p.sample) for p in batch.slices]
+        assert compute.batch_s(batch) == scale * played_step_s(profile, forward(*slices))
         scheduler.complete(batch, [Sampled(0) for piece in batch.slices if piece.sample])
 
 

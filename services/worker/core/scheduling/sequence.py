@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,40 +10,9 @@ from shared.messages.common import ErrorInfo
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart, Submit, TokenLogprobs
 
 
-class TokenCounts:
-    """The distinct tokens of one request, which penalties are computed from.
-
-    It grows with the request: a step costs its new tokens, whatever was there before.
-
-    ``ids``: every token that occurred, in the order of its first appearance, as int64. ``times``: how often each
-    occurs in the output, as float32; 0 for those of the prompt alone.
-    """
-
-    __slots__ = ("_has_prompt", "_index", "_num_output", "ids", "times")
-
-    def __init__(self) -> None:
-        self.ids = array("q")
-        self.times = array("f")
-        self._index: dict[int, int] = {}
-        self._num_output = 0
-        self._has_prompt = False
-
-    def catch_up(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Count what came since the last call. Always the same request's: its output only grows."""
-        if not self._has_prompt:
-            self._has_prompt = True
-            for token_id in prompt:
-                self._at(token_id)
-        for position in range(self._num_output, len(output)):
-            self.times[self._at(output[position])] += 1.0
-        self._num_output = len(output)
-
-    def _at(self, token_id: int) -> int:
-        at = self._index.setdefault(token_id, len(self.ids))
-        if at == len(self.ids):
-            self.ids.append(token_id)
-            self.times.append(0.0)
-        return at
+def is_penalised(params: SamplingParams) -> bool:
+    """Whether choosing a token needs the counts of those before it."""
+    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -71,8 +39,12 @@ class ActiveSequence:
     tokens: list[int] = field(init=False)
     """Prompt and output."""
     stop_ids: frozenset[int] = field(init=False)
-    counts: TokenCounts = field(init=False, default_factory=TokenCounts)
-    """The sampler's, which fills it if the request has penalties."""
+    end_ids: tuple[int, ...] = field(init=False)
+    """Tokens that end it, beside its own stop tokens."""
+    is_penalised: bool = field(init=False)
+    """See the function of this name."""
+    counts: Any = field(init=False, default=None)
+    """The engine's, once it samples, if the request is penalised."""
 
     id: int = field(init=False, default=-1)
     """Its place in the order of arrival."""
@@ -80,6 +52,9 @@ class ActiveSequence:
     """Tokens whose KV is in ``block_table``."""
     num_emitted: int = field(init=False, default=0)
     block_table: list[int] = field(init=False, default_factory=list)
+    """It grows in place; freed, it is another list."""
+    _placed: tuple[list[int], tuple[int, ...]] = field(init=False, default=([], ()))
+    """``block_table`` as it was when it was copied last, and the copy."""
     first_scheduled_s: float | None = field(init=False, default=None)
     reserved: bool = field(init=False, default=False)
     """It has blocks and is in no step: they stay until it is released."""
@@ -91,9 +66,9 @@ class ActiveSequence:
         self.prompt = tuple(self.prompt)
         self.output = list(self.output)
         self.tokens = [*self.prompt, *self.output]
-        self.stop_ids = frozenset(self.params.stop_token_ids)
-        if not self.params.ignore_eos:
-            self.stop_ids |= frozenset(self.eos_token_ids)
+        self.end_ids = () if self.params.ignore_eos else tuple(self.eos_token_ids)
+        self.stop_ids = frozenset((*self.params.stop_token_ids, *self.end_ids))
+        self.is_penalised = is_penalised(self.params)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -118,6 +93,14 @@ class ActiveSequence:
         """Whether it has put out tokens here, and its next one is the next thing to compute. A prompt of which one
         token is left does not decode yet."""
         return not self.finished and self.num_emitted > 0 and len(self.tokens) - self.num_computed == 1
+
+    def placed(self) -> tuple[int, ...]:
+        """The block table now, for who must not see it grow. Copied only where it did."""
+        table, copied = self._placed
+        if table is not self.block_table or len(copied) != len(table):
+            copied = tuple(self.block_table)
+            self._placed = self.block_table, copied
+        return copied
 
     @property
     def num_tokens(self) -> int:

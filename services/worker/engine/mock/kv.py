@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.engine.base import Slice
+from services.worker.engine.forward_batch import RowOf, Slice
 from services.worker.engine.handoff import Bytes, host_bytes, slots_of
 from shared.transport.base import Buffer
 
@@ -93,13 +93,15 @@ class MockKv:
 
         Raises ``RuntimeError`` for a block table that does not hold the context.
         """
-        size, table = self._block_size, piece.block_table
-        end = piece.start + len(piece.token_ids)
+        size, table, token_ids = self._block_size, piece.block_table, piece.token_ids
+        if isinstance(token_ids, RowOf):
+            raise RuntimeError(f"sequence {piece.sequence_id}: its token is {token_ids}")
+        end = piece.start + len(token_ids)
         if end > len(table) * size:
             raise RuntimeError(f"sequence {piece.sequence_id}: {len(table)} blocks do not hold {end} tokens")
         prefix_hash = self._prefix_hash(piece)
-        if len(piece.token_ids) == 1:  # a decode step: quicker by hand
-            token_id, position = piece.token_ids[0], piece.start
+        if len(token_ids) == 1:  # a decode step: quicker by hand
+            token_id, position = token_ids[0], piece.start
             slot = table[position // size] * size + position % size
             prefix_hash = extend_hash(prefix_hash, token_id)
             self._tokens[slot] = token_id
@@ -108,8 +110,8 @@ class MockKv:
             slots.append(slot)
             return prefix_hash
         own = self.slots_of([table], [end])[piece.start :]
-        hashes = list(accumulate(piece.token_ids, extend_hash, initial=prefix_hash))
-        self._all_tokens[own] = piece.token_ids
+        hashes = list(accumulate(token_ids, extend_hash, initial=prefix_hash))
+        self._all_tokens[own] = token_ids
         self._all_positions[own] = np.arange(piece.start, end)
         self._all_hashes[own] = np.array(hashes[1:], dtype=np.uint64)
         slots += own.tolist()

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.engine.base import ForwardBatch
+from services.worker.device.completion import HOST_STREAMS, Completion, Streams
+from services.worker.engine.forward_batch import ForwardBatch, RowOf, SampledSteps
 from services.worker.engine.handoff import (
     check_batch,
     check_layers,
@@ -25,6 +25,7 @@ from services.worker.engine.handoff import (
     check_part,
     check_tokens,
     check_whole,
+    host_bytes,
 )
 from services.worker.engine.mock.hidden import HIDDEN_MIN_BYTES, check_hidden, hidden_of
 from services.worker.engine.mock.kv import MockKv, Slots
@@ -63,11 +64,11 @@ class MockActivation:
 
 
 def _context_tokens(batch: ForwardBatch) -> int:
-    return sum(piece.start + len(piece.token_ids) for piece in batch.slices)
+    return sum(piece.start + piece.num_tokens for piece in batch.slices)
 
 
 def _tokens_of(batch: ForwardBatch) -> list[int]:
-    return [token_id for piece in batch.slices for token_id in piece.token_ids]
+    return [t for piece in batch.slices if not isinstance(piece.token_ids, RowOf) for t in piece.token_ids]
 
 
 class MockEngine:
@@ -97,11 +98,13 @@ class MockEngine:
         hidden_bytes_per_token: int = 64,
         kv_bytes_per_token_layer: int = 64,
         sleep: Callable[[float], None] | None = None,
+        streams: Streams = HOST_STREAMS,
     ) -> None:
         if hidden_bytes_per_token < HIDDEN_MIN_BYTES:
             raise ValueError(
                 f"hidden states of {hidden_bytes_per_token} bytes per token: the mock needs {HIDDEN_MIN_BYTES}"
             )
+        self._streams = streams
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -109,6 +112,7 @@ class MockEngine:
         self._timing = timing or MockTiming()
         self._profile = profile if self._timing == MockTiming() else None
         self._eos_every = eos_every
+        self._steps = SampledSteps()
         self._faults = faults if faults != MockFaults() else None
         self.hidden_bytes_per_token = hidden_bytes_per_token
         self.kv_bytes_per_token_layer = kv_bytes_per_token_layer
@@ -131,19 +135,23 @@ class MockEngine:
     def prepare(self, first: int, last: int) -> None:
         """Nothing to do."""
 
-    def embed(self, batch: ForwardBatch) -> MockActivation:
+    def embed(self, batch: ForwardBatch) -> Completion[MockActivation]:
         """Start a batch."""
-        return self._begin(batch, 0)
+        return self._streams.compute.run(lambda: self._begin(self._steps.known(batch), 0))
 
-    def embed_tokens(self, token_ids: Sequence[int]) -> Buffer:
+    def embed_tokens(self, token_ids: Sequence[int]) -> Completion[Buffer]:
         """See ``Engine``. Takes no time: the table is read, nothing is computed."""
         check_tokens(np.asarray(token_ids, dtype=np.int64), self.vocab_size)
-        return hidden_of(token_ids, 0, self.hidden_bytes_per_token)
+        return self._streams.out.run(lambda: hidden_of(token_ids, 0, self.hidden_bytes_per_token))
 
-    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> MockActivation:
-        """See ``Engine``. Raises ``RuntimeError`` for hidden states of other tokens or of another layer."""
+    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Completion[MockActivation]:
+        """See ``Engine``. It fails with ``RuntimeError`` for hidden states of other tokens or of another layer."""
         check_next_layer(next_layer, self.num_layers)
         check_batch(batch, self.block_size)
+        host_bytes(hidden, batch.num_tokens * self.hidden_bytes_per_token, "hidden states")
+        return self._streams.compute.run(lambda: self._resume(batch, hidden, next_layer))
+
+    def _resume(self, batch: ForwardBatch, hidden: Buffer, next_layer: int) -> MockActivation:
         check_hidden(hidden, _tokens_of(batch), next_layer, self.hidden_bytes_per_token)
         activation = self._begin(batch, next_layer)
         if next_layer > 0:
@@ -155,10 +163,12 @@ class MockEngine:
         self._sleep(self._timing.step_overhead_s)
         return MockActivation(batch, batch.num_tokens, self._layer_s(batch), layers_done)
 
-    def hidden_states(self, activation: MockActivation) -> Buffer:
+    def hidden_states(self, activation: MockActivation) -> Completion[Buffer]:
         """See ``Engine``."""
         check_whole(activation.layers_done, activation.next_token, self.num_layers)
-        return hidden_of(_tokens_of(activation.batch), activation.layers_done, self.hidden_bytes_per_token)
+        return self._streams.out.run(
+            lambda: hidden_of(_tokens_of(activation.batch), activation.layers_done, self.hidden_bytes_per_token)
+        )
 
     def export_kv(
         self,
@@ -168,10 +178,11 @@ class MockEngine:
         *,
         first_layer: int = 0,
         first_tokens: Sequence[int] = (),
-    ) -> Buffer:
-        """See ``Engine``. Raises ``RuntimeError`` for layers that have not been run."""
+    ) -> Completion[Buffer]:
+        """See ``Engine``. It fails with ``RuntimeError`` for layers that have not been run."""
         check_layers(first_layer, last_layer, self.num_layers)
-        return self._kv.export(self._kv.slots_of(block_tables, num_tokens, first_tokens), first_layer, last_layer)
+        slots = self._kv.slots_of(block_tables, num_tokens, first_tokens)
+        return self._streams.out.run(lambda: self._kv.export(slots, first_layer, last_layer))
 
     def import_kv(
         self,
@@ -182,23 +193,27 @@ class MockEngine:
         *,
         first_layer: int = 0,
         first_tokens: Sequence[int] = (),
-    ) -> None:
-        """See ``Engine``. Raises ``RuntimeError`` for bytes that are not the KV of these positions and layers, or
-        where exactly the layers before are not there already."""
+    ) -> Completion[None]:
+        """See ``Engine``. It fails with ``RuntimeError`` for bytes that are not the KV of these positions and layers,
+        or where exactly the layers before are not there already."""
         check_layers(first_layer, last_layer, self.num_layers)
         slots = self._kv.slots_of(block_tables, num_tokens, first_tokens)
         ranges = zip(first_tokens or [0] * len(num_tokens), num_tokens, strict=True)
         positions = np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(*one) for one in ranges)])
-        self._kv.load(slots, positions, first_layer, last_layer, kv)
+        host_bytes(kv, (last_layer - first_layer) * len(slots) * self.kv_bytes_per_token_layer, "KV")
+        return self._streams.into.run(lambda: self._kv.load(slots, positions, first_layer, last_layer, kv))
 
-    def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
+    def run_layers(self, activation: MockActivation, first: int, last: int) -> Completion[None]:
         """Take the layers' time; the first one of a batch that was not resumed writes the KV.
 
-        Raises ``ValueError`` for layers out of order, ``RuntimeError`` for a block table that
+        Raises ``ValueError`` for layers out of order. It fails with ``RuntimeError`` for a block table that
         does not hold the context, or for blocks that another batch has written.
         """
         if first != activation.layers_done or activation.next_token or not first <= last <= self.num_layers:
             raise ValueError(f"layers {first}..{last} of {self.num_layers}, but {activation.layers_done} are done")
+        return self._streams.compute.run(lambda: self._run_layers(activation, first, last))
+
+    def _run_layers(self, activation: MockActivation, first: int, last: int) -> None:
         if first == last:
             return
         started = time.perf_counter()
@@ -206,18 +221,21 @@ class MockEngine:
         self._run(activation, slots, first, last, activation.layer_s, started)
         activation.layers_done = last
 
-    def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> None:
+    def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> Completion[None]:
         """See ``Engine``. A part reads the weights as a whole batch does."""
         num_tokens = activation.num_tokens
         at = {"next_layer": activation.layers_done, "next_token": activation.next_token}
         check_part(layer, begin, end, **at, num_layers=self.num_layers, num_tokens=num_tokens)
+        return self._streams.compute.run(lambda: self._run_part(activation, layer, begin, end))
+
+    def _run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> None:
         started = time.perf_counter()
         # Whoever runs parts looks after each one which batch's is next, and whether it may begin: none is in the queue.
         activation.due = None
         layer_s = self._layer_s(activation.batch.part(begin, end))
         self._run(activation, self._place(activation)[begin:end], layer, layer + 1, layer_s, started)
         activation.next_token = end
-        if end == num_tokens:
+        if end == activation.num_tokens:
             activation.layers_done, activation.next_token = layer + 1, 0
 
     def _layer_s(self, batch: ForwardBatch) -> float:
@@ -258,7 +276,7 @@ class MockEngine:
             hashes = []
             for piece in activation.batch.slices:
                 prefix_hash = self._kv.write(piece, slots)
-                if piece.sample:
+                if piece.row is not None:
                     hashes.append(prefix_hash)
             activation.hashes = hashes
             activation.slots = np.array(slots, dtype=np.int64)
@@ -271,7 +289,16 @@ class MockEngine:
         self._sleep(self._timing.head_s)
         return activation.hashes
 
-    def sample(self, logits: list[int], rows: Sequence[ActiveSequence]) -> list[Sampled]:
+    def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Nothing is penalised."""
+
+    def sample(self, activation: MockActivation) -> Completion[list[Sampled]]:
         """The token behind each context."""
+        return self._streams.compute.run(lambda: self._sample(activation))
+
+    def _sample(self, activation: MockActivation) -> list[Sampled]:
+        batch, hashes = activation.batch, self.head(activation)
         settings = {"eos_every": self._eos_every, "vocab_size": self.vocab_size}
-        return [sample(prefix_hash, row, **settings) for prefix_hash, row in zip(logits, rows, strict=True)]
+        sampled = [sample(prefix_hash, row, **settings) for prefix_hash, row in zip(hashes, batch.rows, strict=True)]
+        self._steps.add(batch.number, sampled)
+        return sampled

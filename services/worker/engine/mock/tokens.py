@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.forward_batch import SamplingRow
 from services.worker.engine.mock.kv import extend_hash, hash_tokens
 from shared.messages.generation import TokenLogprobs
 
@@ -22,20 +22,14 @@ def next_token(token_ids: Sequence[int]) -> int:
     return token_of(hash_tokens(token_ids))
 
 
-def sample(prefix_hash: int, row: ActiveSequence, *, eos_every: int, vocab_size: int) -> Sampled:
+def sample(prefix_hash: int, row: SamplingRow, *, eos_every: int, vocab_size: int) -> Sampled:
     """The token behind a context of this hash. About one in ``eos_every`` is the end of the sequence, if that is not
     0."""
     params = row.params
     token_id = token_of(prefix_hash)
-    if (
-        eos_every
-        and prefix_hash % eos_every == 0
-        and row.eos_token_ids
-        and not params.ignore_eos
-        and len(row.output) >= params.min_tokens
-    ):
-        token_id = row.eos_token_ids[0]
-    elif params.stop_token_ids and len(row.output) < params.min_tokens:
+    if eos_every and prefix_hash % eos_every == 0 and row.end_ids and not row.masks_ends:
+        token_id = row.end_ids[0]
+    elif params.stop_token_ids and row.masks_ends:
         while token_id in params.stop_token_ids:
             prefix_hash = extend_hash(prefix_hash, token_id)
             token_id = token_of(prefix_hash)

@@ -10,13 +10,14 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.worker.engine.base import ForwardBatch, Slice
+from services.worker.engine.forward_batch import Slice
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HostArena
 from services.worker.memory.loader import load_unit
 from shared.checkpoint import inspect_checkpoint
 from tests.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from tests.services.worker.engine.batches import forward, slice_of
 
 torch.set_num_threads(1)
 
@@ -88,15 +89,15 @@ class DrivenSequence:
         start = self.num_computed
         end = len(self.tokens) if max_tokens is None else min(len(self.tokens), start + max_tokens)
         self.num_computed = end
-        return Slice(self.sequence_id, self.tokens[start:end], start, self.blocks, end == len(self.tokens))
+        return slice_of(self.sequence_id, self.tokens[start:end], start, self.blocks, end == len(self.tokens))
 
 
 def compute(engine: TorchEngine, slices: Sequence[Slice], *, cuts: Sequence[int] = ()) -> torch.Tensor:
     """Logits of one batch; ``cuts`` splits the layers into ranges."""
-    activation = engine.embed(ForwardBatch(tuple(slices)))
+    activation = engine.embed(forward(*slices)).result()
     bounds = [0, *cuts, engine.num_layers]
     for first, last in pairwise(bounds):
-        engine.run_layers(activation, first, last)
+        engine.run_layers(activation, first, last).result()
     return engine.head(activation)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, cast
 
 import numpy as np
 
-from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.engine.base import Activation, Engine, ForwardBatch
+from services.worker.engine.base import Activation, Engine
+from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.mock.mock_engine import MockEngine
-from shared.messages.generation import SamplingParams
+from tests.services.worker.engine.batches import forward
 from tests.services.worker.engine.harness import DrivenSequence, loaded_engine, prompt_of
 
 MakeEngine = Callable[..., Engine]
@@ -64,7 +65,7 @@ def sequences_of(engine: Engine, lengths: Sequence[int], *, backwards: bool = Fa
 
 def batch_of(sequences: Sequence[DrivenSequence], max_tokens: int | None = None) -> ForwardBatch:
     """Whole prompts, or the next ``max_tokens`` of each."""
-    return ForwardBatch(tuple(s.next_slice(max_tokens) for s in sequences))
+    return forward(*[s.next_slice(max_tokens) for s in sequences])
 
 
 @dataclass
@@ -81,35 +82,35 @@ def run_part(
 ) -> Moved:
     """Run the first layers of the prompts, one by one or each in parts of so many tokens, and export."""
     lengths = [len(s.tokens) for s in sequences]
-    activation = engine.embed(batch_of(sequences))
+    activation = engine.embed(batch_of(sequences)).result()
     for layer in range(num_layers):
         step = part_tokens or sum(lengths)
         for begin in range(0, sum(lengths), step):
-            engine.run_part(activation, layer, begin, min(sum(lengths), begin + step))
-    kv = engine.export_kv([s.blocks for s in sequences], lengths, num_layers)
-    return Moved(engine.hidden_states(activation), kv, num_layers)
+            engine.run_part(activation, layer, begin, min(sum(lengths), begin + step)).result()
+    kv = engine.export_kv([s.blocks for s in sequences], lengths, num_layers).result()
+    return Moved(engine.hidden_states(activation).result(), kv, num_layers)
 
 
 def take_over(
     engine: Engine, sequences: Sequence[DrivenSequence], moved: Moved, *, kv_after: int | None = None
 ) -> Activation:
     """Resume, import, and run the rest. ``kv_after``: the KV comes after so many more layers, layer by layer."""
-    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=moved.num_layers)
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=moved.num_layers).result()
     if kv_after is None:
         import_whole(engine, sequences, moved)
-        engine.run_layers(activation, moved.num_layers, engine.num_layers)
+        engine.run_layers(activation, moved.num_layers, engine.num_layers).result()
         return activation
     middle = min(moved.num_layers + kv_after, engine.num_layers)
-    engine.run_layers(activation, moved.num_layers, middle)
+    engine.run_layers(activation, moved.num_layers, middle).result()
     import_by_layer(engine, sequences, moved)
-    engine.run_layers(activation, middle, engine.num_layers)
+    engine.run_layers(activation, middle, engine.num_layers).result()
     return activation
 
 
 def import_whole(engine: Engine, sequences: Sequence[DrivenSequence], moved: Moved) -> None:
     """All layers at once."""
     lengths = [len(s.tokens) for s in sequences]
-    engine.import_kv([s.blocks for s in sequences], lengths, moved.num_layers, moved.kv)
+    engine.import_kv([s.blocks for s in sequences], lengths, moved.num_layers, moved.kv).result()
 
 
 def import_by_layer(engine: Engine, sequences: Sequence[DrivenSequence], moved: Moved) -> None:
@@ -117,7 +118,7 @@ def import_by_layer(engine: Engine, sequences: Sequence[DrivenSequence], moved: 
     lengths, blocks = [len(s.tokens) for s in sequences], [s.blocks for s in sequences]
     layers = np.split(np.frombuffer(moved.kv, dtype=np.uint8), moved.num_layers) if moved.num_layers else []
     for layer, kv in enumerate(layers):
-        engine.import_kv(blocks, lengths, layer + 1, kv, first_layer=layer)
+        engine.import_kv(blocks, lengths, layer + 1, kv, first_layer=layer).result()
 
 
 def run_in_parts(engine: Engine, activation: Activation, first: int, part_tokens: int) -> None:
@@ -125,26 +126,21 @@ def run_in_parts(engine: Engine, activation: Activation, first: int, part_tokens
     num_tokens = activation.batch.num_tokens
     for layer in range(first, engine.num_layers):
         for begin in range(0, num_tokens, part_tokens):
-            engine.run_part(activation, layer, begin, min(num_tokens, begin + part_tokens))
+            engine.run_part(activation, layer, begin, min(num_tokens, begin + part_tokens)).result()
 
 
 def run_whole(engine: Engine, sequences: Sequence[DrivenSequence]) -> Activation:
     """All layers here."""
-    activation = engine.embed(batch_of(sequences))
-    engine.run_layers(activation, 0, engine.num_layers)
+    activation = engine.embed(batch_of(sequences)).result()
+    engine.run_layers(activation, 0, engine.num_layers).result()
     return activation
 
 
 def sample(engine: Engine, sequences: Sequence[DrivenSequence], activation: Activation) -> object:
     """Extend each sequence by its greedy token; returns the logits."""
-    logits = engine.head(activation)
-    greedy = SamplingParams(max_tokens=99, seed=0, temperature=0.0, ignore_eos=True)
-    rows = [
-        ActiveSequence(request_id="r", attempt=1, gateway_id="g", prompt=s.tokens, params=greedy) for s in sequences
-    ]
-    for sequence, sampled in zip(sequences, engine.sample(logits, rows), strict=True):
+    for sequence, sampled in zip(sequences, engine.sample(activation).result(), strict=True):
         sequence.tokens.append(sampled.token_id)
-    return logits
+    return cast(Any, engine).head(activation)
 
 
 def decode(engine: Engine, sequences: Sequence[DrivenSequence], num_steps: int) -> list[object]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.engine.base import Activation, Engine, ForwardBatch, Logits
+from services.worker.device.completion import Completion, Landed, combined
+from services.worker.engine.base import Activation, Engine
+from services.worker.engine.forward_batch import ForwardBatch, RowOf
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock.mock_engine import MockEngine
+from services.worker.engine.mock.mock_engine import MockActivation, MockEngine
 from services.worker.engine.mock.settings import MockFaults
 from services.worker.engine.mock.tokens import next_token
 from services.worker.engine.thread import EngineThread
@@ -22,6 +25,11 @@ from tests.services.worker.engine.harness import loaded_engine
 NUM_BLOCKS, BLOCK_SIZE = 256, 4
 BAD = 250
 """A token that no mock ever says."""
+
+
+def has_token(batch: ForwardBatch, token_id: int) -> bool:
+    """Whether it computes this token."""
+    return any(not isinstance(s.token_ids, RowOf) and token_id in s.token_ids for s in batch.slices)
 
 
 class StagedEngine(MockEngine):
@@ -39,30 +47,31 @@ class StagedEngine(MockEngine):
     def _strike(self, stage: str, batch: ForwardBatch) -> None:
         if stage != self.stage or self.left == 0:
             return
-        if any(BAD in piece.token_ids for piece in batch.slices):
+        if has_token(batch, BAD):
             self.largest_failing = max(self.largest_failing, len(batch.slices))
             if self.left is not None:
                 self.left -= 1
             raise self.failure
 
-    def embed(self, batch: ForwardBatch) -> Activation:
+    def embed(self, batch: ForwardBatch) -> Completion[MockActivation]:
         self.num_batches += 1
         self._strike("embed", batch)
         return super().embed(batch)
 
-    def run_layers(self, activation: Activation, first: int, last: int) -> None:
-        super().run_layers(activation, first, last)
+    def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
+        ran = super().run_layers(activation, first, last)
         if last == self.num_layers - 1 or last - first > 1:
             self._strike("run_layers", activation.batch)
+        return ran
 
-    def head(self, activation: Activation) -> Logits:
+    def head(self, activation: MockActivation) -> list[int]:
         self._strike("head", activation.batch)
-        return activation, super().head(activation)
+        return super().head(activation)
 
-    def sample(self, logits: Logits, rows: Sequence[ActiveSequence]) -> list[Sampled]:
-        activation, hashes = logits
+    def sample(self, activation: MockActivation) -> Completion[list[Sampled]]:
+        sampled = super().sample(activation)
         self._strike("sample", activation.batch)
-        return super().sample(hashes, rows)
+        return sampled
 
 
 STAGES = ["embed", "run_layers", "head", "sample"]
@@ -207,10 +216,10 @@ class BrokenEngine(MockEngine):
 
     is_broken = False
 
-    def run_layers(self, activation: Activation, first: int, last: int) -> None:
+    def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
         if self.is_broken:
             raise RuntimeError("the device is gone")
-        super().run_layers(activation, first, last)
+        return super().run_layers(activation, first, last)
 
 
 @pytest.mark.parametrize("count", [1, 5, 16])
@@ -247,12 +256,14 @@ class TorchThatFails(TorchEngine):
 
     bad_token = -1
 
-    def run_layers(self, activation: Activation, first: int, last: int) -> None:
-        bad = any(self.bad_token in piece.token_ids for piece in activation.batch.slices)
+    def run_layers(self, activation: Activation, first: int, last: int) -> Completion[Any]:
+        bad = has_token(activation.batch, self.bad_token)
+        ran: list[Completion[None]] = []
         for layer in range(first, last):
             if bad and layer == 2:
-                raise RuntimeError("cannot compute this")
-            super().run_layers(activation, layer, layer + 1)
+                return Landed(error=RuntimeError("cannot compute this"))
+            ran.append(super().run_layers(activation, layer, layer + 1))
+        return combined(*ran)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

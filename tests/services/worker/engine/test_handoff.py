@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.worker.engine.base import ForwardBatch, Slice
 from services.worker.engine.handoff import check_batch, host_bytes, slots_of
 from shared.errors import BadRequest
+from tests.services.worker.engine.batches import forward, slice_of
 
 
 def slots(tables, lengths):
@@ -52,5 +52,5 @@ def test_a_buffer_of_another_size_is_refused() -> None:
 
 def test_a_batch_without_slices_is_refused() -> None:
     with pytest.raises(BadRequest, match="without slices"):
-        check_batch(ForwardBatch(()), 4)
-    check_batch(ForwardBatch((Slice(1, (1,) * 4, 0, (0,), True),)), 4)
+        check_batch(forward(), 4)
+    check_batch(forward(slice_of(1, (1,) * 4, 0, (0,), True)), 4)

@@ -39,13 +39,13 @@ each_engine = pytest.mark.parametrize("kind", ["mock", *KINDS])
 def export(engine: Engine, sequences: list[DrivenSequence], first: int, last: int) -> np.ndarray:
     """KV of the sequences' computed tokens."""
     tables, lengths = [s.blocks for s in sequences], [s.num_computed for s in sequences]
-    return engine.export_kv(tables, lengths, last, first_layer=first)
+    return engine.export_kv(tables, lengths, last, first_layer=first).result()
 
 
 def load(engine: Engine, sequences: list[DrivenSequence], first: int, last: int, kv: np.ndarray) -> None:
     """The reverse of ``export``, of whole prompts."""
     tables, lengths = [s.blocks for s in sequences], [len(s.tokens) for s in sequences]
-    engine.import_kv(tables, lengths, last, kv, first_layer=first)
+    engine.import_kv(tables, lengths, last, kv, first_layer=first).result()
 
 
 def prompt_layers(engine: Engine, lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:
@@ -84,9 +84,9 @@ def test_a_prompt_is_decoded_where_its_kv_went_while_it_was_computed(
 
     prefill, decoding = (make(block_size=size) for size in block_sizes)
     sequences, taken = sequences_of(prefill, LENGTHS, backwards=True), sequences_of(decoding, LENGTHS)
-    activation = prefill.embed(batch_of(sequences))
+    activation = prefill.embed(batch_of(sequences)).result()
     for first, last in pairwise(cuts):
-        prefill.run_layers(activation, first, last)
+        prefill.run_layers(activation, first, last).result()
         load(decoding, taken, first, last, export(prefill, sequences, first, last))
     sample(prefill, sequences, activation)
     for there, here in zip(sequences, taken, strict=True):
@@ -118,17 +118,19 @@ def test_kv_goes_in_two_ranges_of_tokens_and_the_first_sequences_decode_meanwhil
     there, here = sequences_of(giver, LENGTHS, backwards=True), sequences_of(taker, LENGTHS)
     decode(giver, there, 1)
     first = [s.num_computed for s in there]
-    kv = [giver.export_kv([s.blocks for s in there], first, layer + 1, first_layer=layer) for layer in range(2)]
+    kv = [
+        giver.export_kv([s.blocks for s in there], first, layer + 1, first_layer=layer).result() for layer in range(2)
+    ]
     decode(giver, there, num_meanwhile)
-    rest = giver.export_kv([s.blocks for s in there], first, NUM_LAYERS, first_layer=2)
+    rest = giver.export_kv([s.blocks for s in there], first, NUM_LAYERS, first_layer=2).result()
     lengths = [s.num_computed for s in there]
-    more = giver.export_kv([s.blocks for s in there], lengths, NUM_LAYERS, first_tokens=first)
+    more = giver.export_kv([s.blocks for s in there], lengths, NUM_LAYERS, first_tokens=first).result()
 
     tables = [s.blocks for s in here]
     for layer in range(2):
-        taker.import_kv(tables, first, layer + 1, kv[layer], first_layer=layer)
-    taker.import_kv(tables, first, NUM_LAYERS, rest, first_layer=2)
-    taker.import_kv(tables, lengths, NUM_LAYERS, more, first_tokens=first)
+        taker.import_kv(tables, first, layer + 1, kv[layer], first_layer=layer).result()
+    taker.import_kv(tables, first, NUM_LAYERS, rest, first_layer=2).result()
+    taker.import_kv(tables, lengths, NUM_LAYERS, more, first_tokens=first).result()
     for taken, given in zip(here, there, strict=True):
         taken.tokens, taken.num_computed = list(given.tokens), given.num_computed
     decode(taker, here, NUM_STEPS - num_meanwhile)
@@ -140,19 +142,19 @@ def test_ranges_of_tokens_that_are_none_are_refused(kind: str) -> None:
     engine = maker(kind)()
     for first in ((-1,), (21,), (0, 0)):
         with pytest.raises(BadRequest):
-            engine.export_kv([(1, 2)], [20], 1, first_tokens=first)
+            engine.export_kv([(1, 2)], [20], 1, first_tokens=first).result()
         with pytest.raises(BadRequest):
-            engine.import_kv([(1, 2)], [20], 1, b"", first_tokens=first)
+            engine.import_kv([(1, 2)], [20], 1, b"", first_tokens=first).result()
 
 
 @each_engine
 def test_layers_exported_between_later_ones_are_those_of_the_whole(kind: str) -> None:
     engine = maker(kind)()
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.embed(batch_of(sequences))
+    activation = engine.embed(batch_of(sequences)).result()
     found: list[list[np.ndarray]] = []
     for layer in range(NUM_LAYERS):
-        engine.run_layers(activation, layer, layer + 1)
+        engine.run_layers(activation, layer, layer + 1).result()
         found.append([export(engine, sequences, earlier, earlier + 1) for earlier in range(layer + 1)])
     whole = export(engine, sequences, 0, NUM_LAYERS)
     for layers in found:
@@ -171,8 +173,8 @@ def test_another_thread_exports_layers_in_the_middle_of_a_later_one(kind: str, m
     decode(alone, expected, 3)
 
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.embed(batch_of(sequences))
-    engine.run_layers(activation, 0, 2)
+    activation = engine.embed(batch_of(sequences)).result()
+    engine.run_layers(activation, 0, 2).result()
     before = export(engine, sequences, 0, 2), export(engine, sequences, 1, 2)
     found: list[tuple[np.ndarray, np.ndarray]] = []
     with ThreadPoolExecutor(1) as others, monkeypatch.context() as patch:
@@ -181,8 +183,8 @@ def test_another_thread_exports_layers_in_the_middle_of_a_later_one(kind: str, m
             return export(engine, sequences, 0, 2), export(engine, sequences, 1, 2)
 
         in_the_middle_of_a_layer(engine, lambda: found.append(others.submit(both).result(timeout=60)), patch)
-        engine.run_layers(activation, 2, 3)
-        engine.run_layers(activation, 3, 4)
+        engine.run_layers(activation, 2, 3).result()
+        engine.run_layers(activation, 3, 4).result()
     assert len(found) == 2
     for pair in found:
         for kv, wanted in zip(pair, before, strict=True):
@@ -211,10 +213,10 @@ def test_layers_that_are_no_range_of_the_model_are_refused(kind: str, first: int
     engine = maker(kind)()
     message = f"layers {first}..{last} of a model of {NUM_LAYERS}".replace(".", r"\.")
     with pytest.raises(BadRequest, match=message):
-        engine.export_kv([(1, 2)], [20], last, first_layer=first)
+        engine.export_kv([(1, 2)], [20], last, first_layer=first).result()
     kv = np.zeros(max(0, last - first) * 20 * engine.kv_bytes_per_token_layer, dtype=np.uint8)
     with pytest.raises(BadRequest, match=message):
-        engine.import_kv([(1, 2)], [20], last, kv, first_layer=first)
+        engine.import_kv([(1, 2)], [20], last, kv, first_layer=first).result()
 
 
 @each_engine
@@ -301,8 +303,8 @@ def test_a_layer_that_still_runs_cannot_be_exported(first: int, last: int, monke
     engine = mock_engine()
     run_whole(engine, sequences_of(engine, LENGTHS))  # all layers of what was there before
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.embed(batch_of(sequences))
-    engine.run_layers(activation, 0, first)
+    activation = engine.embed(batch_of(sequences)).result()
+    engine.run_layers(activation, 0, first).result()
     refused: list[str] = []
 
     def hook() -> None:
@@ -311,7 +313,7 @@ def test_a_layer_that_still_runs_cannot_be_exported(first: int, last: int, monke
         refused.append(str(error.value))
 
     in_the_middle_of_a_layer(engine, hook, monkeypatch)
-    engine.run_layers(activation, first, last)
+    engine.run_layers(activation, first, last).result()
     assert len(refused) == 1
     assert export(engine, sequences, first, last).any()
 
@@ -321,10 +323,10 @@ def test_the_last_chunk_of_a_prompt_lets_the_whole_prompt_go_layer_by_layer() ->
     (sequence,), (whole,) = (sequences_of(e, (40,)) for e in (engine, other))
     run_whole(other, [whole])
     for _ in range(3):
-        engine.run_layers(engine.embed(batch_of([sequence], max_tokens=10)), 0, NUM_LAYERS)
-    last = engine.embed(batch_of([sequence], max_tokens=10))
+        engine.run_layers(engine.embed(batch_of([sequence], max_tokens=10)).result(), 0, NUM_LAYERS).result()
+    last = engine.embed(batch_of([sequence], max_tokens=10)).result()
     for layer in range(NUM_LAYERS):
         with pytest.raises(RuntimeError, match="slot"):
             export(engine, [sequence], layer, layer + 1)
-        engine.run_layers(last, layer, layer + 1)
+        engine.run_layers(last, layer, layer + 1).result()
         assert np.array_equal(export(engine, [sequence], layer, layer + 1), export(other, [whole], layer, layer + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.completion import Completion
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.mock_engine import MockEngine
@@ -21,13 +22,13 @@ class FailingEngine(MockEngine):
     fails_in: int | None = None
     times = 1
 
-    def run_layers(self, activation: Activation, first: int, last: int) -> None:
+    def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
         if self.fails_in is not None and first <= self.fails_in < last:
             self.times -= 1
             if not self.times:
                 self.fails_in = None
             raise RuntimeError("broken")
-        super().run_layers(activation, first, last)
+        return super().run_layers(activation, first, last)
 
 
 class Told:
@@ -45,8 +46,8 @@ class Told:
         self.chunks.append((start, end))
         assert not sequence.output, "its first token comes after its layers"
         export = self._loop.engine.export_kv  # raises unless it is all there
-        export([sequence.block_table], [end], num_layers, first_tokens=[start])
-        export([sequence.block_table], [start], NUM_LAYERS)
+        export([sequence.block_table], [end], num_layers, first_tokens=[start]).result()
+        export([sequence.block_table], [start], NUM_LAYERS).result()
 
     def computed(self, sequence: ActiveSequence, token: Sampled) -> None:
         assert token.error is not None or sequence.output == [token.token_id]
@@ -111,7 +112,7 @@ def test_a_last_chunk_of_one_token_is_told_at_the_latest_with_the_first_token() 
     run(loop)
     assert set(told.chunks) == {(0, 4)}
     sequence = told.sequences["a"]
-    kv = loop.engine.export_kv([sequence.block_table], [5], NUM_LAYERS)
+    kv = loop.engine.export_kv([sequence.block_table], [5], NUM_LAYERS).result()
     assert len(kv) == NUM_LAYERS * 5 * loop.engine.kv_bytes_per_token_layer
 
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.base import Engine, ForwardBatch, Slice
+from services.worker.engine.base import Engine
+from services.worker.engine.forward_batch import ForwardBatch
 from shared.errors import BadRequest
 from tests.checkpoints import KINDS
+from tests.services.worker.engine.batches import forward, slice_of
 from tests.services.worker.engine.harness import prompt_of
 from tests.services.worker.engine.movers import (
     NUM_LAYERS,
@@ -67,11 +69,11 @@ def test_a_batch_may_move_twice(kind: str) -> None:
 
     moved = run_part(first, sequences_of(first, lengths), 1)
     at_second = sequences_of(second, lengths, backwards=True)
-    activation = second.resume(batch_of(at_second), moved.hidden, next_layer=1)
+    activation = second.resume(batch_of(at_second), moved.hidden, next_layer=1).result()
     import_whole(second, at_second, moved)
-    second.run_layers(activation, 1, 3)
-    moved.hidden, moved.num_layers = second.hidden_states(activation), 3
-    moved.kv = second.export_kv([s.blocks for s in at_second], lengths, 3)
+    second.run_layers(activation, 1, 3).result()
+    moved.hidden, moved.num_layers = second.hidden_states(activation).result(), 3
+    moved.kv = second.export_kv([s.blocks for s in at_second], lengths, 3).result()
 
     taken = sequences_of(third, lengths)
     same_logits(sample(third, taken, take_over(third, taken, moved)), decoded[0])
@@ -103,7 +105,7 @@ def test_another_thread_imports_while_later_layers_and_other_batches_run(kind: s
     first, *others = sequences_of(taker, lengths)
     decode(giver, expected, NUM_STEPS)
     moved = run_part(giver, sequences_of(giver, lengths)[:1], 3)
-    activation = taker.resume(batch_of([first]), moved.hidden, next_layer=3)
+    activation = taker.resume(batch_of([first]), moved.hidden, next_layer=3).result()
     failures: list[Exception] = []
 
     def bring() -> None:
@@ -115,7 +117,7 @@ def test_another_thread_imports_while_later_layers_and_other_batches_run(kind: s
     thread = threading.Thread(target=bring)
     thread.start()
     decode(taker, others, 3)
-    taker.run_layers(activation, 3, NUM_LAYERS)
+    taker.run_layers(activation, 3, NUM_LAYERS).result()
     thread.join()
     assert not failures
     sample(taker, [first], activation)
@@ -134,7 +136,7 @@ def test_a_batch_run_in_parts_is_that_batch(kind: str, part_tokens: int, num_lay
 
     moved = run_part(giver, sequences_of(giver, lengths), num_layers, part_tokens=part_tokens)
     taken = sequences_of(taker, lengths, backwards=True)
-    activation = taker.resume(batch_of(taken), moved.hidden, next_layer=num_layers)
+    activation = taker.resume(batch_of(taken), moved.hidden, next_layer=num_layers).result()
     run_in_parts(taker, activation, num_layers, part_tokens)
     import_by_layer(taker, taken, moved)
     same_logits(sample(taker, taken, activation), decoded[0])
@@ -149,11 +151,11 @@ def test_other_batches_run_between_two_parts(kind: str) -> None:
     expected = sequences_of(alone, (40, 9))
     decode(alone, expected, NUM_STEPS)
     long, short = sequences_of(engine, (40, 9))
-    activation = engine.embed(batch_of([long]))
+    activation = engine.embed(batch_of([long])).result()
     for layer in range(NUM_LAYERS):
-        engine.run_part(activation, layer, 0, 15)
+        engine.run_part(activation, layer, 0, 15).result()
         decode(engine, [short], 1)
-        engine.run_part(activation, layer, 15, 40)
+        engine.run_part(activation, layer, 15, 40).result()
         decode(engine, [short], 1)
     sample(engine, [long], activation)
     decode(engine, [long], NUM_STEPS - 1)
@@ -164,23 +166,23 @@ def test_other_batches_run_between_two_parts(kind: str) -> None:
 @each_engine
 def test_parts_out_of_order_are_refused_and_so_is_what_needs_a_whole_layer(kind: str) -> None:
     engine = maker(kind)()
-    activation = engine.embed(batch_of(sequences_of(engine, (20,))))
+    activation = engine.embed(batch_of(sequences_of(engine, (20,)))).result()
     for layer, begin, end in ((0, 1, 5), (1, 0, 5), (0, 0, 21), (0, 0, 0)):
         with pytest.raises(BadRequest, match=f"tokens {begin}..{end} of layer {layer}"):
-            engine.run_part(activation, layer, begin, end)
-    engine.run_part(activation, 0, 0, 5)
+            engine.run_part(activation, layer, begin, end).result()
+    engine.run_part(activation, 0, 0, 5).result()
     for layer, begin, end in ((0, 0, 5), (0, 6, 20), (1, 5, 20)):
         with pytest.raises(BadRequest, match=f"tokens {begin}..{end} of layer {layer}"):
-            engine.run_part(activation, layer, begin, end)
+            engine.run_part(activation, layer, begin, end).result()
     with pytest.raises(BadRequest, match="inside layer 0"):
-        engine.hidden_states(activation)
+        engine.hidden_states(activation).result()
     with pytest.raises((BadRequest, ValueError), match=r"layers 0\.\.1"):
-        engine.run_layers(activation, 0, 1)
-    engine.run_part(activation, 0, 5, 20)
-    engine.hidden_states(activation)
-    engine.run_layers(activation, 1, NUM_LAYERS)
+        engine.run_layers(activation, 0, 1).result()
+    engine.run_part(activation, 0, 5, 20).result()
+    engine.hidden_states(activation).result()
+    engine.run_layers(activation, 1, NUM_LAYERS).result()
     with pytest.raises(BadRequest, match=f"of layer {NUM_LAYERS}:"):
-        engine.run_part(activation, NUM_LAYERS, 0, 1)
+        engine.run_part(activation, NUM_LAYERS, 0, 1).result()
 
 
 @each_engine
@@ -190,9 +192,9 @@ def test_embedded_tokens_resumed_at_layer_0_are_an_embedded_batch(kind: str) -> 
     expected, sequences = sequences_of(source, lengths), sequences_of(target, lengths, backwards=True)
     logits = decode(source, expected, NUM_STEPS)
     # The source embeds each request on its own: rows follow one another.
-    hidden = np.concatenate([source.embed_tokens(s.tokens) for s in sequences])
-    resumed = target.resume(batch_of(sequences), hidden, next_layer=0)
-    target.run_layers(resumed, 0, NUM_LAYERS)
+    hidden = np.concatenate([source.embed_tokens(s.tokens).result() for s in sequences])
+    resumed = target.resume(batch_of(sequences), hidden, next_layer=0).result()
+    target.run_layers(resumed, 0, NUM_LAYERS).result()
     same_logits(sample(target, sequences, resumed), logits[0])
     decode(target, sequences, NUM_STEPS - 1)
     assert [s.tokens for s in sequences] == [s.tokens for s in expected]
@@ -203,12 +205,12 @@ def test_sizes_are_those_that_the_engine_says(kind: str) -> None:
     engine = maker(kind)()
     sequences = sequences_of(engine, (7, 20))
     moved = run_part(engine, sequences, 3)
-    for hidden in (moved.hidden, engine.embed_tokens(prompt_of(27))):
+    for hidden in (moved.hidden, engine.embed_tokens(prompt_of(27)).result()):
         assert hidden.dtype == np.uint8
         assert hidden.shape == (27 * engine.hidden_bytes_per_token,)
     assert moved.kv.dtype == np.uint8
     assert moved.kv.shape == (3 * 27 * engine.kv_bytes_per_token_layer,)
-    assert engine.export_kv([s.blocks for s in sequences], (7, 20), 0).shape == (0,)
+    assert engine.export_kv([s.blocks for s in sequences], (7, 20), 0).result().shape == (0,)
 
 
 @each_engine
@@ -244,13 +246,13 @@ def _content(content: bytes, form: str) -> object:
 def test_exports_are_copies_that_later_layers_do_not_change(kind: str) -> None:
     engine = maker(kind)()
     sequences = sequences_of(engine, (20,))
-    activation = engine.embed(batch_of(sequences))
-    engine.run_layers(activation, 0, 2)
-    hidden = engine.hidden_states(activation)
-    kv = engine.export_kv([sequences[0].blocks], [20], 2)
+    activation = engine.embed(batch_of(sequences)).result()
+    engine.run_layers(activation, 0, 2).result()
+    hidden = engine.hidden_states(activation).result()
+    kv = engine.export_kv([sequences[0].blocks], [20], 2).result()
     before = hidden.copy(), kv.copy()
-    engine.run_layers(activation, 2, 3)
-    assert not np.array_equal(engine.hidden_states(activation), hidden)
+    engine.run_layers(activation, 2, 3).result()
+    assert not np.array_equal(engine.hidden_states(activation).result(), hidden)
     run_whole(engine, [sequences_of(engine, (20, 20))[0]])
     assert np.array_equal(hidden, before[0])
     assert np.array_equal(kv, before[1])
@@ -260,17 +262,20 @@ def test_exports_are_copies_that_later_layers_do_not_change(kind: str) -> None:
 def test_another_thread_exports_one_batch_while_others_run(kind: str) -> None:
     engine = maker(kind)(num_blocks=128)
     kept, *others = sequences_of(engine, (150, 40, 33, 20))
-    activation = engine.embed(batch_of([kept]))
-    engine.run_layers(activation, 0, 3)
-    expected = engine.hidden_states(activation).copy(), engine.export_kv([kept.blocks], [150], 3).copy()
+    activation = engine.embed(batch_of([kept])).result()
+    engine.run_layers(activation, 0, 3).result()
+    expected = (
+        engine.hidden_states(activation).result().copy(),
+        engine.export_kv([kept.blocks], [150], 3).result().copy(),
+    )
     wrong: list[int] = []
     done = threading.Event()
 
     def export() -> None:
         while not done.is_set():
-            found = engine.hidden_states(activation), engine.export_kv([kept.blocks], [150], 3)
+            found = engine.hidden_states(activation).result(), engine.export_kv([kept.blocks], [150], 3).result()
             wrong.extend(i for i in range(2) if not np.array_equal(found[i], expected[i]))
-            engine.embed_tokens(kept.tokens)
+            engine.embed_tokens(kept.tokens).result()
 
     thread = threading.Thread(target=export)
     thread.start()
@@ -296,39 +301,39 @@ def begun(engine: Engine) -> ForwardBatch:
 def test_a_layer_that_no_batch_can_be_resumed_at_is_refused(kind: str, next_layer: int) -> None:
     engine = maker(kind)()
     batch = begun(engine)
-    hidden = engine.hidden_states(engine.embed(batch))
+    hidden = engine.hidden_states(engine.embed(batch).result()).result()
     with pytest.raises(BadRequest, match=f"resumed at layer {next_layer} of {NUM_LAYERS}"):
-        engine.resume(batch, hidden, next_layer=next_layer)
+        engine.resume(batch, hidden, next_layer=next_layer).result()
 
 
 @each_engine
 def test_hidden_states_of_another_size_and_batches_without_room_are_refused(kind: str) -> None:
     engine = maker(kind)()
     batch = begun(engine)
-    hidden = engine.hidden_states(engine.embed(batch))
+    hidden = engine.hidden_states(engine.embed(batch).result()).result()
     for wrong in (hidden[:-1], np.append(hidden, hidden[:1]), hidden[: engine.hidden_bytes_per_token], hidden[:0]):
         with pytest.raises(BadRequest, match="hidden states"):
-            engine.resume(batch, wrong, next_layer=0)
+            engine.resume(batch, wrong, next_layer=0).result()
     with pytest.raises(BadRequest, match="without slices"):
-        engine.resume(ForwardBatch(()), hidden[:0], next_layer=0)
+        engine.resume(forward(), hidden[:0], next_layer=0).result()
     first, second = batch.slices
-    short = Slice(9, first.token_ids, 0, first.block_table[:1], True)
+    short = slice_of(9, prompt_of(1), 0, first.block_table[:1])
     with pytest.raises(BadRequest, match="sequence 9: 20 tokens up to position 20 in 1 blocks"):
-        engine.resume(ForwardBatch((short, second)), hidden, next_layer=0)
+        engine.resume(forward(short, second), hidden, next_layer=0).result()
 
 
 @each_engine
 @pytest.mark.parametrize("token", [-1, 264])
 def test_an_unknown_token_is_not_embedded(kind: str, token: int) -> None:
     with pytest.raises(BadRequest, match="vocabulary of 264"):
-        maker(kind)().embed_tokens([1, token])
+        maker(kind)().embed_tokens([1, token]).result()
 
 
 @each_engine
 def test_hidden_states_are_gone_after_the_last_layer(kind: str) -> None:
     engine = maker(kind)()
     with pytest.raises(BadRequest, match=f"all {NUM_LAYERS} layers"):
-        engine.hidden_states(run_whole(engine, sequences_of(engine, (20, 3))))
+        engine.hidden_states(run_whole(engine, sequences_of(engine, (20, 3)))).result()
 
 
 @each_engine
@@ -347,10 +352,10 @@ def test_kv_that_is_not_there_is_neither_exported_nor_imported(
 ) -> None:
     engine = maker(kind)()
     with pytest.raises(BadRequest, match=message):
-        engine.export_kv(tables, lengths, num_layers)
+        engine.export_kv(tables, lengths, num_layers).result()
     kv = np.zeros(max(0, num_layers) * sum(lengths) * engine.kv_bytes_per_token_layer, dtype=np.uint8)
     with pytest.raises(BadRequest, match=message):
-        engine.import_kv(tables, lengths, num_layers, kv)
+        engine.import_kv(tables, lengths, num_layers, kv).result()
 
 
 @each_engine
@@ -359,4 +364,4 @@ def test_kv_of_another_size_is_refused(kind: str, excess: int) -> None:
     engine = maker(kind)()
     kv = np.zeros(2 * 20 * engine.kv_bytes_per_token_layer + excess, dtype=np.uint8)
     with pytest.raises(BadRequest, match="KV"):
-        engine.import_kv([(1, 2)], [20], 2, kv)
+        engine.import_kv([(1, 2)], [20], 2, kv).result()

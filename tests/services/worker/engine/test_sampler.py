@@ -6,20 +6,22 @@ from collections import Counter
 import pytest
 import torch
 
-from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.core.scheduling.sequence import is_penalised
+from services.worker.engine.forward_batch import SamplingRow
 from services.worker.engine.sampler import sample_rows
+from services.worker.engine.token_counts import TokenCounts
 from shared.messages.generation import SamplingParams
 
 
 def row(output=(), prompt=(1,), eos=(0,), **params):
     values = {"max_tokens": 100, "seed": 7, "temperature": 0.0, **params}
-    return request(SamplingParams(**values), prompt, output, tuple(eos))
+    return row_of(SamplingParams(**values), prompt, output, tuple(eos))
 
 
-def request(params, prompt, output=(), eos=()):
-    return ActiveSequence(
-        request_id="r", attempt=1, gateway_id="g", prompt=prompt, output=output, params=params, eos_token_ids=eos
-    )
+def row_of(params, prompt, output=(), eos=()):
+    counts = TokenCounts(prompt, output) if is_penalised(params) else None
+    ends = () if params.ignore_eos else eos
+    return SamplingRow(params, len(output), ends, len(output) < params.min_tokens, counts)
 
 
 def sample(logits, *rows):
@@ -106,32 +108,16 @@ def test_a_draw_does_not_depend_on_the_batch():
     assert len({s.token_id for s in together}) > 30
 
 
-class Counting(list):
-    """Counts the tokens that are read."""
-
-    num_read = 0
-
-    def __getitem__(self, index):
-        self.num_read += 1
-        return super().__getitem__(index)
-
-    def __iter__(self):
-        self.num_read += len(self)
-        return super().__iter__()
-
-
-def test_penalties_count_each_token_once_over_all_steps_of_a_request():
+def test_counts_get_each_token_that_is_sampled_and_equal_new_ones():
     torch.manual_seed(4)
     params = SamplingParams(max_tokens=100, seed=7, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4)
-    prompt, output, kept_request = Counting(range(50)), Counting(), request(params, range(50))
-    kept_request.prompt, kept_request.output = prompt, output
-    for _ in range(40):
+    prompt, output, kept = range(50), [], row_of(params, range(50)).counts
+    for position in range(40):
         logits = torch.randn(1, 60)
-        (kept,) = sample_rows(logits, [kept_request])
-        assert kept == sample_rows(logits, [request(params, range(50), list.__iter__(output))])[0]
-        output.append(kept.token_id)
-    assert prompt.num_read == 50
-    assert output.num_read == 39
+        (anew,) = sample_rows(logits, [row_of(params, prompt, output)])
+        for _ in range(1 + position % 2):  # again, as after a step that failed
+            assert sample_rows(logits, [SamplingRow(params, position, counts=kept)]) == [anew]
+        output.append(anew.token_id)
 
 
 def test_penalties_ignore_ids_outside_of_the_vocabulary():

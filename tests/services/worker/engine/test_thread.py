@@ -184,7 +184,7 @@ class HeldEngine(MockEngine):
     def run_layers(self, activation, first, last):
         self.layers_begun.release()
         assert self.go_on.acquire(timeout=60)
-        super().run_layers(activation, first, last)
+        return super().run_layers(activation, first, last)
 
     def let_all_go(self):
         self.go_on.release(10_000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.engine.base import ForwardBatch, Slice
+from services.worker.engine.forward_batch import Slice
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HostArena
@@ -13,6 +13,7 @@ from services.worker.memory.loader import load_unit
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest
 from tests.checkpoints import KINDS, tiny_checkpoint
+from tests.services.worker.engine.batches import forward, slice_of
 from tests.services.worker.engine.harness import (
     DrivenSequence,
     compute,
@@ -87,8 +88,8 @@ def test_layer_ranges_give_the_logits_of_a_whole_run(cuts: tuple[int, ...]) -> N
 def test_kv_on_the_wire_is_layers_k_and_v_tokens_heads() -> None:
     engine = loaded_engine("qwen2", block_size=4)
     sequences = [DrivenSequence(i, prompt_of(n, i), blocks) for i, (n, blocks) in enumerate([(6, (9, 2)), (3, (5,))])]
-    engine.run_layers(engine.embed(ForwardBatch(tuple(s.next_slice() for s in sequences))), 0, 3)
-    kv = torch.from_numpy(engine.export_kv([(9, 2), (5,)], [6, 3], 3)).view(torch.float32)
+    engine.run_layers(engine.embed(forward(*[s.next_slice() for s in sequences])).result(), 0, 3).result()
+    kv = torch.from_numpy(engine.export_kv([(9, 2), (5,)], [6, 3], 3).result()).view(torch.float32)
     heads_and_dim = engine.cache.k[0].shape[2:]
     kv = kv.view(3, 2, 9, *heads_and_dim)
     at = [(9, 0), (9, 1), (9, 2), (9, 3), (2, 0), (2, 1), (5, 0), (5, 1), (5, 2)]
@@ -104,7 +105,7 @@ def test_an_import_writes_the_slots_of_its_tokens_and_layers_alone(first_layer: 
     for pages in (*engine.cache.k, *engine.cache.v):
         pages.fill_(7)
     kv = torch.zeros(2 * 6 * engine.kv_bytes_per_token_layer, dtype=torch.uint8).numpy()
-    engine.import_kv([(9, 2)], [6], first_layer + 2, kv, first_layer=first_layer)
+    engine.import_kv([(9, 2)], [6], first_layer + 2, kv, first_layer=first_layer).result()
     for layer in range(4):
         for pages in (engine.cache.k[layer], engine.cache.v[layer]):
             expected = torch.full_like(pages, 7)
@@ -154,11 +155,11 @@ def test_an_engine_built_before_its_weights_computes_once_they_are_there() -> No
     load_unit(checkpoint, layout, layout.embed, arena)
     load_unit(checkpoint, layout, layout.units[0], arena)
     tokens = prompt_of(20)
-    activation = engine.embed(ForwardBatch((DrivenSequence(1, tokens, range(2)).next_slice(),)))
-    engine.run_layers(activation, 0, 1)
+    activation = engine.embed(forward(DrivenSequence(1, tokens, range(2)).next_slice())).result()
+    engine.run_layers(activation, 0, 1).result()
     for unit in [*layout.units[1 : layout.num_layers], layout.final]:
         load_unit(checkpoint, layout, unit, arena)
-    engine.run_layers(activation, 1, layout.num_layers)
+    engine.run_layers(activation, 1, layout.num_layers).result()
     torch.testing.assert_close(engine.head(activation)[0], reference_logits("llama", tokens)[-1], atol=1e-4, rtol=0)
 
 
@@ -166,20 +167,20 @@ def test_only_slices_that_sample_get_logits_and_in_their_order() -> None:
     engine = loaded_engine("llama")
     prompts = [prompt_of(n) for n in (20, 9, 33)]
     slices = [
-        Slice(1, prompts[0], 0, (0, 1), True),
-        Slice(2, prompts[1][:8], 0, (2,), False),
-        Slice(3, prompts[2], 0, (3, 4, 5), True),
+        slice_of(1, prompts[0], 0, (0, 1), True),
+        slice_of(2, prompts[1][:8], 0, (2,), False),
+        slice_of(3, prompts[2], 0, (3, 4, 5), True),
     ]
     logits = compute(engine, slices)
     expected = torch.stack([reference_logits("llama", prompts[i])[-1] for i in (0, 2)])
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    alone = compute(engine, [Slice(2, prompts[1][8:], 8, (2,), True)])  # the unsampled slice did write its KV
+    alone = compute(engine, [slice_of(2, prompts[1][8:], 8, (2,), True)])  # the unsampled slice did write its KV
     torch.testing.assert_close(alone[0], reference_logits("llama", prompts[1])[-1], atol=1e-4, rtol=0)
 
 
 def test_a_batch_that_samples_nothing_has_no_logits() -> None:
     engine = loaded_engine("llama")
-    assert compute(engine, [Slice(1, prompt_of(8), 0, (0,), False)]).shape[0] == 0
+    assert compute(engine, [slice_of(1, prompt_of(8), 0, (0,), False)]).shape[0] == 0
 
 
 def test_nan_left_in_the_pool_by_another_sequence_does_not_leak() -> None:
@@ -208,25 +209,25 @@ def test_lower_precision_stays_as_close_to_float32_as_transformers_does(kind: st
 
 @pytest.mark.parametrize(
     "piece",
-    [Slice(1, (), 0, (0,), True), Slice(1, (1,) * 17, 0, (0,), True), Slice(1, (1,), 16, (0,), True)],
+    [slice_of(1, (), 0, (0,), True), slice_of(1, (1,) * 17, 0, (0,), True), slice_of(1, (1,), 16, (0,), True)],
     ids=["empty", "short table", "position past the table"],
 )
 def test_a_slice_that_its_blocks_cannot_hold_is_refused(piece: Slice) -> None:
     with pytest.raises(BadRequest, match="sequence 1"):
-        loaded_engine("llama").embed(ForwardBatch((piece,)))
+        loaded_engine("llama").embed(forward(piece)).result()
 
 
 @pytest.mark.parametrize("token", [-1, 264])
 def test_a_token_outside_of_the_vocabulary_is_refused(token: int) -> None:
     with pytest.raises(BadRequest, match="vocabulary of 264"):
-        loaded_engine("llama").embed(ForwardBatch((Slice(1, (1, token), 0, (0,), True),)))
+        loaded_engine("llama").embed(forward(slice_of(1, (1, token), 0, (0,), True))).result()
 
 
 def test_layers_out_of_order_and_an_early_head_are_refused() -> None:
     engine = loaded_engine("llama")
-    activation = engine.embed(ForwardBatch((Slice(1, (1, 2), 0, (0,), True),)))
+    activation = engine.embed(forward(slice_of(1, (1, 2), 0, (0,), True))).result()
     with pytest.raises(BadRequest, match="next layer is 0"):
-        engine.run_layers(activation, 1, 2)
+        engine.run_layers(activation, 1, 2).result()
     with pytest.raises(BadRequest, match="head"):
         engine.head(activation)
 

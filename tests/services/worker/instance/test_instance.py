@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.base import ForwardBatch
+from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.mock import mock_engine
 from services.worker.engine.mock.mock_engine import MockEngine

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.worker.device.completion import Completion
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.thread import EngineThread
@@ -82,11 +83,11 @@ class Gate:
             *,
             first_layer: int = 0,
             first_tokens: Sequence[int] = (),
-        ) -> None:
+        ) -> Completion[None]:
             if first_layer == layer:
                 self.inside.set()
                 assert self._open.wait(WAIT_S)
-            real(tables, lengths, last, kv, first_layer=first_layer, first_tokens=first_tokens)
+            return real(tables, lengths, last, kv, first_layer=first_layer, first_tokens=first_tokens)
 
         monkeypatch.setattr(engine, "import_kv", import_kv)
 

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import numpy as np
 
-from services.worker.engine.base import ForwardBatch, Slice
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
 from services.worker.kv_transfer.incoming import kv_tag
@@ -26,6 +25,7 @@ from shared.messages.disaggregated import (
 from shared.messages.generation import DecodePlace, SamplingParams, Submit, TokenLogprobs
 from shared.transport.base import Transfer
 from tests.processes import INCARNATION, process
+from tests.services.worker.engine.batches import forward, slice_of
 from tests.services.worker.lone_worker import LoneWorker
 from tests.services.workers import RunningWorker
 from tests.wait_until import eventually
@@ -94,9 +94,9 @@ class FakePrefill:
             kv_bytes_per_token_layer=there.kv_bytes_per_token_layer,
         )
         blocks = tuple(range(-(-len(tokens) // 16)))
-        activation = engine.embed(ForwardBatch((Slice(0, tokens, 0, blocks, True),)))
-        engine.run_layers(activation, 0, there.num_layers)
-        kv = engine.export_kv([blocks], [len(tokens)], there.num_layers, first_tokens=[start])
+        activation = engine.embed(forward(slice_of(0, tokens, 0, blocks, True))).result()
+        engine.run_layers(activation, 0, there.num_layers).result()
+        kv = engine.export_kv([blocks], [len(tokens)], there.num_layers, first_tokens=[start]).result()
         return np.split(np.frombuffer(kv, dtype=np.uint8).copy(), there.num_layers)
 
     async def send(self, reserved: DecodeReserved, layers: dict[int, np.ndarray]) -> list[Transfer]:

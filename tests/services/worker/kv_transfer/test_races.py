@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.worker.core.kv_admission import room, staging
+from services.worker.device.completion import Completion
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.kv_transfer import decode_client, receiver
@@ -312,9 +313,9 @@ async def test_no_layer_is_sent_that_nobody_receives(
     assert isinstance(engine, MockEngine)
     import_kv, ahead = engine.import_kv, []
 
-    def slowly(*args: Any, **kwargs: Any) -> None:
+    def slowly(*args: Any, **kwargs: Any) -> Completion[None]:
         time.sleep(0.004)
-        import_kv(*args, **kwargs)
+        return import_kv(*args, **kwargs)
 
     def watch(kv: Buffer, tag: int) -> tuple[Buffer, int]:
         layer = index_of(tag)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from services.worker.device.completion import Completion
 from services.worker.engine.base import Activation
 from services.worker.engine.mock.mock_engine import MockEngine
 from shared.errors import BadRequest, Conflict, Overloaded
@@ -245,11 +246,11 @@ class StepGate:
         self._steps = threading.Semaphore(0)
         real = engine.run_layers
 
-        def run_layers(activation: Activation, first: int, last: int) -> None:
+        def run_layers(activation: Activation, first: int, last: int) -> Completion[None]:
             if first == 0:
                 self.num_begun += 1
                 assert self._steps.acquire(timeout=WAIT_S)
-            real(activation, first, last)
+            return real(activation, first, last)
 
         engine.run_layers = run_layers  # type: ignore[method-assign]
 

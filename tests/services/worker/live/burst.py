@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from services.planner.core.rounds.settings import LiveSettings
+from services.worker.device.completion import Completion
 from services.worker.engine.base import Activation
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.source import LiveSource
@@ -131,13 +132,13 @@ class Burst:
             if self.waits_for_pair():
                 time.sleep(4 * LAYER_S * num_layers)
 
-        def run_layers_slowly(activation: Activation, first: int, last: int) -> None:
+        def run_layers_slowly(activation: Activation, first: int, last: int) -> Completion[None]:
             wait(last - first)
-            run_layers(activation, first, last)
+            return run_layers(activation, first, last)
 
-        def run_part_slowly(activation: Activation, layer: int, begin: int, end: int) -> None:
+        def run_part_slowly(activation: Activation, layer: int, begin: int, end: int) -> Completion[None]:
             wait((end - begin) / NUM_TOKENS)
-            run_part(activation, layer, begin, end)
+            return run_part(activation, layer, begin, end)
 
         engine.run_layers = run_layers_slowly  # type: ignore[method-assign]
         engine.run_part = run_part_slowly  # type: ignore[method-assign]

@@ -260,7 +260,7 @@ class Ends:
         """Hand a batch over, with its hidden states."""
         await self.pair.on_hand_over(self.message_of(batch_id, *sequences, serial=serial))
         tokens = [token for s in sequences for token in s.tokens]
-        self.source_tensors.send(self.source.loop.engine.embed_tokens(tokens), serial, Kind.HANDED_HIDDEN)
+        self.source_tensors.send(self.source.loop.engine.embed_tokens(tokens).result(), serial, Kind.HANDED_HIDDEN)
 
     async def pull(self, number: int = 0, *, wait_s: float = 0.0) -> Pulled:
         """The source's ``number``-th claim."""

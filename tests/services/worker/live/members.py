@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from services.worker.core.pairing.batch import PromptBatch
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.completion import Completion
+from services.worker.engine.forward_batch import RowOf
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.mock_engine import MockActivation, MockEngine
 from services.worker.engine.mock.tokens import next_token
@@ -34,29 +36,34 @@ class WatchedEngine(MockEngine):
         self.fails_on: int | None = None
         self.inside: Callable[[int], None] = lambda layer: None
 
-    def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
+    def run_layers(self, activation: MockActivation, first: int, last: int) -> Completion[None]:
         self._watch(activation, first, last)
-        super().run_layers(activation, first, last)
-        self._ran(activation, first, last)
+        ran = super().run_layers(activation, first, last)
+        if ran.error is None:
+            self._ran(activation, first, last)
+        return ran
 
-    def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> None:
+    def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> Completion[None]:
         self._watch(activation, layer, layer + 1)
-        super().run_part(activation, layer, begin, end)
-        self.parts.append((layer, begin, end))
-        if end == activation.num_tokens:
-            self._ran(activation, layer, layer + 1)
+        ran = super().run_part(activation, layer, begin, end)
+        if ran.error is None:
+            self.parts.append((layer, begin, end))
+            if end == activation.num_tokens:
+                self._ran(activation, layer, layer + 1)
+        return ran
 
     def _watch(self, activation: MockActivation, first: int, last: int) -> None:
         self.inside(first)
         if self.failure is not None and first <= self.fails_at < last:
             raise self.failure
-        tokens = [token for piece in activation.batch.slices for token in piece.token_ids]
+        pieces = [s.token_ids for s in activation.batch.slices if not isinstance(s.token_ids, RowOf)]
+        tokens = [token for token_ids in pieces for token in token_ids]
         if self.fails_on in tokens and first <= self.fails_at < last:
             raise RuntimeError(f"cannot compute token {self.fails_on}")
 
     def _ran(self, activation: MockActivation, first: int, last: int) -> None:
         piece = activation.batch.slices[0]
-        self.ran += [(piece.start + len(piece.token_ids), layer) for layer in range(first, last)]
+        self.ran += [(piece.start + piece.num_tokens, layer) for layer in range(first, last)]
 
 
 class Clock:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from services.worker.core.pairing.batch import PromptBatch
+from services.worker.device.completion import Completion
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.torch_engine import Activation, TorchEngine
@@ -286,11 +287,11 @@ async def test_long_prompts_of_a_real_model_give_the_same_tokens_as_alone(
     run_part = TorchEngine.run_part
     bursts: list[Burst] = []
 
-    def slowly(engine: TorchEngine, activation: Activation, layer: int, begin: int, end: int) -> None:
+    def slowly(engine: TorchEngine, activation: Activation, layer: int, begin: int, end: int) -> Completion[None]:
         # However long a busy machine takes to form the pair: prompts still wait then.
         factor = 64 if bursts[-1].waits_for_pair() else 16
         time.sleep(factor * LAYER_S * (end - begin) / NUM_TOKENS)
-        run_part(engine, activation, layer, begin, end)
+        return run_part(engine, activation, layer, begin, end)
 
     monkeypatch.setattr(TorchEngine, "run_part", slowly)
     for _ in range(MAX_CASES):
@@ -328,7 +329,7 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
     embed_tokens, pull, event_loop = MockEngine.embed_tokens, Puller.pull, asyncio.get_running_loop()
     over, acknowledged, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
 
-    def slowly(engine: MockEngine, token_ids: Sequence[int]) -> Buffer:
+    def slowly(engine: MockEngine, token_ids: Sequence[int]) -> Completion[Buffer]:
         event_loop.call_soon_threadsafe(acknowledged.set)
         assert go_on.wait(WAIT_S)
         return embed_tokens(engine, token_ids)

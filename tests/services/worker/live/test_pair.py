@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from services.worker.device.completion import Completion
 from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.live import report
 from shared.messages.common import LivePolicy
@@ -125,9 +126,9 @@ async def test_a_target_without_room_takes_what_fits(redis_url: str) -> None:
 async def test_a_real_model_gives_the_same_tokens_as_alone(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_layers = TorchEngine.run_layers
 
-    def slowly(engine: TorchEngine, activation: Activation, first: int, last: int) -> None:
+    def slowly(engine: TorchEngine, activation: Activation, first: int, last: int) -> Completion[None]:
         time.sleep(LAYER_S * (last - first))
-        run_layers(engine, activation, first, last)
+        return run_layers(engine, activation, first, last)
 
     monkeypatch.setattr(TorchEngine, "run_layers", slowly)
     async with live_cluster(redis_url, engine="torch", kv_bytes=32 << 20) as cluster:

@@ -92,8 +92,8 @@ def test_hidden_states_and_kv_of_a_batch_run_in_parts_can_be_given_away() -> Non
     there = batch_of("a", *source.lent)
     pulled = source.pull(there, 2)
     held = target.work.batches["a"]
-    pulled.hidden = target.loop.engine.hidden_states(held.activation)
-    source.kv["a"] = target.loop.engine.export_kv(batch.block_tables, batch.lengths, 2)
+    pulled.hidden = target.loop.engine.hidden_states(held.activation).result()
+    source.kv["a"] = target.loop.engine.export_kv(batch.block_tables, batch.lengths, 2).result()
     assert source.loop.scheduler.reservations.reserve(there.sequences)
     source.work.start(pulled)
     source.bring_kv(pulled)

@@ -9,7 +9,7 @@ import pytest
 from services.worker.core.pairing.batch import PromptBatch
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop
-from services.worker.live.steppers import SourceBatch, SourceStepper, engine_batch
+from services.worker.live.steppers import SourceBatch, SourceStepper
 from shared.errors import EngineBroken, PeerLost
 from shared.transport.base import Buffer
 from tests.services.worker.live.members import (
@@ -57,10 +57,10 @@ class Source:
             target = make_loop()
             there = batch_of(batch.batch_id, *(request(s.request_id, len(s.prompt)) for s in batch.sequences))
             assert target.scheduler.reservations.reserve(there.sequences)
-            activation = target.engine.embed(engine_batch(there))
-            target.engine.run_layers(activation, 0, first_layer)
-            hidden = target.engine.hidden_states(activation)
-            self.kv[batch.batch_id] = target.engine.export_kv(there.block_tables, there.lengths, first_layer)
+            activation = target.engine.embed(target.batches.of_prompts(there.sequences)).result()
+            target.engine.run_layers(activation, 0, first_layer).result()
+            hidden = target.engine.hidden_states(activation).result()
+            self.kv[batch.batch_id] = target.engine.export_kv(there.block_tables, there.lengths, first_layer).result()
         return SourceBatch(batch, first_layer, hidden=hidden)
 
     def start(self, batch: PromptBatch, first_layer: int = 0, *, with_kv: bool = True) -> SourceBatch:
@@ -76,7 +76,7 @@ class Source:
         """Its KV is whole."""
         batch = pulled.batch
         kv = self.kv[batch.batch_id]
-        self.loop.engine.import_kv(batch.block_tables, batch.lengths, pulled.first_layer, kv)
+        self.loop.engine.import_kv(batch.block_tables, batch.lengths, pulled.first_layer, kv).result()
         self.work.kv_over(pulled, is_here=True)
 
 

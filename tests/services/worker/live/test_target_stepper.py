@@ -7,7 +7,7 @@ import pytest
 from services.worker.core.pairing.batch import PromptBatch
 from services.worker.core.pairing.target_work import TargetWork
 from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.live.steppers import TargetBatch, TargetStepper, engine_batch
+from services.worker.live.steppers import TargetBatch, TargetStepper
 from shared.messages.generation import StreamPart
 from shared.zigzag.batch import State
 from shared.zigzag.queue import Claim
@@ -55,7 +55,7 @@ class Target:
         assert self.loop.scheduler.reservations.reserve(sequences)
         with self.stepper.lock:
             self.work.add(
-                TargetBatch(batch, hidden=self.loop.engine.embed_tokens(batch.token_ids())), behind_seal=False
+                TargetBatch(batch, hidden=self.loop.engine.embed_tokens(batch.token_ids()).result()), behind_seal=False
             )
             self.queue.arrived(batch_id)
             self.stepper.changed()
@@ -156,12 +156,13 @@ def test_the_engine_gets_whole_prefixes_in_the_blocks_that_were_reserved() -> No
     a, b = request("a", 5), request("b", 3, output=(7, 8))
     loop, batch = make_loop(), batch_of("x", a, b)
     loop.scheduler.reservations.reserve(batch.sequences)
-    slices = engine_batch(batch).slices
-    assert [(s.sequence_id, s.token_ids, s.start, s.sample) for s in slices] == [
-        (0, tuple(a.prompt), 0, True),
-        (1, (*b.prompt, 7, 8), 0, True),
+    slices = loop.batches.of_prompts(batch.sequences).slices
+    assert [(s.sequence_id, s.token_ids, s.start, s.row and s.row.position) for s in slices] == [
+        (0, tuple(a.prompt), 0, 0),
+        (1, (*b.prompt, 7, 8), 0, 2),
     ]
-    assert [s.block_table for s in slices] == [a.block_table, b.block_table] == list(batch.block_tables)
+    tables = [list(s.block_table) for s in slices]
+    assert tables == [a.block_table, b.block_table] == list(batch.block_tables)
     assert batch.sequences == (a, b), "they are sampled in this order"
     assert [tuple(s.output) for s in batch.sequences] == [(), (7, 8)]
 
@@ -172,14 +173,14 @@ def test_hidden_states_and_kv_of_what_was_run_can_be_given_away() -> None:
     target.load(2)
     run_all(target.loop)
     held, source = target.work.batches["a"], make_loop()
-    hidden = target.loop.engine.hidden_states(held.activation)
-    kv = target.loop.engine.export_kv(batch.block_tables, batch.lengths, 2)
+    hidden = target.loop.engine.hidden_states(held.activation).result()
+    kv = target.loop.engine.export_kv(batch.block_tables, batch.lengths, 2).result()
     there = batch_of("a", request("a", 5))
     source.scheduler.reservations.reserve(there.sequences)
-    source.engine.import_kv(there.block_tables, there.lengths, 2, kv)
-    activation = source.engine.resume(engine_batch(there), hidden, next_layer=2)
-    source.engine.run_layers(activation, 2, NUM_LAYERS)
-    (sampled,) = source.engine.sample(source.engine.head(activation), there.sequences)
+    source.engine.import_kv(there.block_tables, there.lengths, 2, kv).result()
+    activation = source.engine.resume(source.batches.of_prompts(there.sequences), hidden, next_layer=2).result()
+    source.engine.run_layers(activation, 2, NUM_LAYERS).result()
+    (sampled,) = source.engine.sample(activation).result()
     assert sampled.token_id == expected(there.sequences[0])[0]
 
 

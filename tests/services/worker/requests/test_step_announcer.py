@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from services.worker.engine.base import Activation, ForwardBatch
+from services.worker.engine.base import Activation
+from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.requests.inbox import Inbox
 from tests.services.fake_gateway import PROMPT, expected_tokens

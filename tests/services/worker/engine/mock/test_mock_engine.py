@@ -1,9 +1,9 @@
 """The mock engine: honest KV, deterministic tokens, a timing model."""
 
+import msgspec
 import pytest
 
-from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.engine.base import ForwardBatch, Slice
+from services.worker.engine.forward_batch import SamplingRow
 from services.worker.engine.mock import mock_engine as engine_module
 from services.worker.engine.mock import sleep as sleeping
 from services.worker.engine.mock.kv import hash_tokens
@@ -13,58 +13,60 @@ from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.mock.tokens import next_token
 from shared.messages.generation import SamplingParams
 from tests.records import profile
+from tests.services.worker.engine.batches import forward, slice_of
 
 
 def sampling(output=(), eos=(256,), **params):
     sampling_params = SamplingParams(**{"max_tokens": 9, "seed": 1, **params})
-    return ActiveSequence(
-        request_id="r", attempt=1, gateway_id="g", prompt=(1,), output=output, params=sampling_params, eos_token_ids=eos
-    )
+    ends = () if sampling_params.ignore_eos else eos
+    return SamplingRow(sampling_params, len(output), ends, len(output) < sampling_params.min_tokens)
 
 
 def run(engine, *slices, rows=None):
-    activation = engine.embed(ForwardBatch(slices))
-    engine.run_layers(activation, 0, engine.num_layers)
-    return engine.sample(engine.head(activation), rows or [sampling() for s in slices if s.sample])
+    rows = iter(rows or [sampling() for s in slices if s.row is not None])
+    slices = [msgspec.structs.replace(s, row=s.row and next(rows)) for s in slices]
+    activation = engine.embed(forward(*slices)).result()
+    engine.run_layers(activation, 0, engine.num_layers).result()
+    return engine.sample(activation).result()
 
 
 def test_the_token_is_that_of_the_whole_prefix_however_it_is_chunked():
     engine = MockEngine(num_blocks=8, block_size=2, verify=True)
     prompt, table = [5, 6, 7, 8, 9], [6, 1, 4]
-    run(engine, Slice(0, prompt[:3], 0, table, False))
-    (token,) = run(engine, Slice(0, prompt[3:], 3, table, True))
+    run(engine, slice_of(0, prompt[:3], 0, table, False))
+    (token,) = run(engine, slice_of(0, prompt[3:], 3, table, True))
     assert token.token_id == next_token(prompt)
-    (again,) = run(engine, Slice(0, [token.token_id], 5, table, True))
+    (again,) = run(engine, slice_of(0, [token.token_id], 5, table, True))
     assert again.token_id == next_token([*prompt, token.token_id])
     assert 32 <= again.token_id <= 126
 
 
 def test_a_wrong_block_table_is_caught():
     engine = MockEngine(num_blocks=8, block_size=2)
-    run(engine, Slice(0, [1, 2, 3], 0, [0, 1], False))
+    run(engine, slice_of(0, [1, 2, 3], 0, [0, 1], False))
     with pytest.raises(RuntimeError, match="no KV at position 2"):
-        run(engine, Slice(0, [4], 3, [0, 5], True))
+        run(engine, slice_of(0, [4], 3, [0, 5], True))
     with pytest.raises(RuntimeError, match="do not hold"):
-        run(engine, Slice(0, [4, 5], 3, [0, 1], True))
+        run(engine, slice_of(0, [4, 5], 3, [0, 1], True))
 
 
 def test_kv_overwritten_by_another_sequence_is_caught_when_verifying():
     engine = MockEngine(num_blocks=8, block_size=2, verify=True)
-    run(engine, Slice(0, [1, 2, 3], 0, [0, 1], False))
-    run(engine, Slice(1, [8, 9], 0, [0], False))
+    run(engine, slice_of(0, [1, 2, 3], 0, [0, 1], False))
+    run(engine, slice_of(1, [8, 9], 0, [0], False))
     with pytest.raises(RuntimeError, match="overwritten"):
-        run(engine, Slice(0, [4], 3, [0, 1], True))
+        run(engine, slice_of(0, [4], 3, [0, 1], True))
 
 
 def test_layers_must_run_in_order_and_to_the_end():
     engine = MockEngine(num_layers=4)
-    activation = engine.embed(ForwardBatch((Slice(0, [1], 0, [0], True),)))
-    engine.run_layers(activation, 0, 2)
+    activation = engine.embed(forward(slice_of(0, [1], 0, [0], True))).result()
+    engine.run_layers(activation, 0, 2).result()
     with pytest.raises(ValueError, match="2 are done"):
-        engine.run_layers(activation, 3, 4)
+        engine.run_layers(activation, 3, 4).result()
     with pytest.raises(ValueError, match="head after 2"):
         engine.head(activation)
-    engine.run_layers(activation, 2, 4)
+    engine.run_layers(activation, 2, 4).result()
     assert engine.head(activation) == [hash_tokens([1])]
 
 
@@ -72,13 +74,13 @@ def test_time_is_proportional_to_layers_and_tokens():
     slept = []
     timing = MockTiming(step_overhead_s=1.0, layer_base_s=0.1, layer_per_token_s=0.01, head_s=2.0)
     engine = MockEngine(num_layers=4, timing=timing, sleep=slept.append)
-    run(engine, Slice(0, [1, 2, 3], 0, [0], True))
+    run(engine, slice_of(0, [1, 2, 3], 0, [0], True))
     assert slept == pytest.approx([1.0, 4 * 0.13, 2.0])
 
 
 def test_eos_comes_only_when_asked_and_allowed():
     engine = MockEngine(eos_every=1)
-    piece = Slice(0, [1], 0, [0], True)
+    piece = slice_of(0, [1], 0, [0], True)
     assert run(engine, piece)[0].token_id == 256
     assert run(engine, piece, rows=[sampling(min_tokens=1)])[0].token_id == next_token([1])
     assert run(engine, piece, rows=[sampling(ignore_eos=True)])[0].token_id == next_token([1])
@@ -87,7 +89,7 @@ def test_eos_comes_only_when_asked_and_allowed():
 
 def test_stop_tokens_are_not_drawn_before_min_tokens():
     stop = next_token([1])
-    piece = Slice(0, [1], 0, [0], True)
+    piece = slice_of(0, [1], 0, [0], True)
     early = sampling(stop_token_ids=(stop,), min_tokens=1)
     assert run(MockEngine(), piece, rows=[early])[0].token_id != stop
     assert run(MockEngine(), piece, rows=[sampling(stop_token_ids=(stop,))])[0].token_id == stop
@@ -95,7 +97,7 @@ def test_stop_tokens_are_not_drawn_before_min_tokens():
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_logprobs_are_well_formed(count):
-    (token,) = run(MockEngine(), Slice(0, [1], 0, [0], True), rows=[sampling(logprobs=count)])
+    (token,) = run(MockEngine(), slice_of(0, [1], 0, [0], True), rows=[sampling(logprobs=count)])
     top = token.logprobs.top
     assert len(top) == count == len({t for t, _ in top})
     assert [v for _, v in top] == sorted((v for _, v in top), reverse=True)
@@ -147,9 +149,9 @@ def test_layers_of_a_batch_wait_for_no_host_that_is_a_little_late(lag_s, makes_u
     monkeypatch.setattr(sleeping, "select", clock)
     monkeypatch.setattr(engine_module, "time", clock)
     engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=10e-3))
-    activation = engine.embed(ForwardBatch((Slice(0, [1, 2, 3], 0, [0, 1], True),)))
+    activation = engine.embed(forward(slice_of(0, [1, 2, 3], 0, [0, 1], True))).result()
     for layer in range(4):
-        engine.run_layers(activation, layer, layer + 1)
+        engine.run_layers(activation, layer, layer + 1).result()
         clock.now += lag_s
     late_s = 0.0 if makes_up else 3 * lag_s
     assert clock.now - lag_s == pytest.approx(0.04 + late_s, abs=1e-4)
@@ -161,11 +163,11 @@ def test_parts_of_two_batches_in_turns_take_as_long_as_both(monkeypatch):
     monkeypatch.setattr(sleeping, "select", clock)
     monkeypatch.setattr(engine_module, "time", clock)
     engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=3e-3))
-    slices = [Slice(n, [1, 2, 3], 0, [2 * n, 2 * n + 1], True) for n in range(2)]
-    activations = [engine.embed(ForwardBatch((piece,))) for piece in slices]
+    slices = [slice_of(n, [1, 2, 3], 0, [2 * n, 2 * n + 1], True) for n in range(2)]
+    activations = [engine.embed(forward(piece)).result() for piece in slices]
     for layer in range(4):
         for activation in activations:
-            engine.run_part(activation, layer, 0, 3)
+            engine.run_part(activation, layer, 0, 3).result()
     assert clock.now == pytest.approx(8 * 3e-3, abs=1e-4)
 
 
@@ -175,10 +177,10 @@ def test_a_part_that_waited_for_its_weights_takes_its_whole_time(monkeypatch):
     monkeypatch.setattr(sleeping, "select", clock)
     monkeypatch.setattr(engine_module, "time", clock)
     engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=3e-3))
-    activation = engine.embed(ForwardBatch((Slice(0, [1, 2, 3], 0, [0, 1], True),)))
+    activation = engine.embed(forward(slice_of(0, [1, 2, 3], 0, [0, 1], True))).result()
     for layer in range(4):
         clock.now += 4e-3
-        engine.run_part(activation, layer, 0, 3)
+        engine.run_part(activation, layer, 0, 3).result()
     assert clock.now == pytest.approx(4 * (4e-3 + 3e-3), abs=1e-4)
 
 
@@ -186,11 +188,11 @@ def test_a_profiled_instances_steps_take_as_long_as_they_did():
     slept = []
     played = profile()
     engine = MockEngine(num_layers=4, profile=played, sleep=slept.append)
-    run(engine, Slice(0, list(range(20)), 0, [0, 1], True))
+    run(engine, slice_of(0, list(range(20)), 0, [0, 1], True))
     assert sum(slept) == pytest.approx(played.step_s(20, 20 * 21 // 2, 0, 0))
     slept.clear()
     # A decode beside the next prompt: the weights are read once.
-    prompt, decode = Slice(1, list(range(16)), 0, [2], True), Slice(0, [1], 20, [0, 1], True)
+    prompt, decode = slice_of(1, list(range(16)), 0, [2], True), slice_of(0, [1], 20, [0, 1], True)
     run(engine, decode, prompt)
     assert sum(slept) == pytest.approx(played.step_s(16, 16 * 17 // 2, 1, 21))
 
@@ -198,5 +200,5 @@ def test_a_profiled_instances_steps_take_as_long_as_they_did():
 def test_times_that_the_mock_was_told_go_before_a_profile():
     slept = []
     engine = MockEngine(num_layers=4, profile=profile(), timing=MockTiming(layer_base_s=0.1), sleep=slept.append)
-    run(engine, Slice(0, [1, 2, 3], 0, [0], True))
+    run(engine, slice_of(0, [1, 2, 3], 0, [0], True))
     assert sum(slept) == pytest.approx(0.4)

@@ -40,7 +40,7 @@ def layers_of(moved: Moved) -> np.ndarray:
 def test_hidden_states_of_another_layer_are_noticed(moved: Moved) -> None:
     engine = mock_engine()
     with pytest.raises(RuntimeError, match="resumed at layer 1: row 0 of the hidden states"):
-        engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=1)
+        engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=1).result()
 
 
 @pytest.mark.parametrize("content", [0, 255])
@@ -48,30 +48,30 @@ def test_hidden_states_that_never_came_are_noticed(content: int, moved: Moved) -
     engine = mock_engine()
     moved.hidden[15 * engine.hidden_bytes_per_token :] = content
     with pytest.raises(RuntimeError, match="row 15 of the hidden states"):
-        engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=2)
+        engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=2).result()
 
 
 def test_hidden_states_of_other_tokens_are_noticed(moved: Moved) -> None:
     engine = mock_engine()
     first, second, third = sequences_of(engine, LENGTHS)
     with pytest.raises(RuntimeError, match="hidden states"):
-        engine.resume(batch_of([second, first, third]), moved.hidden, next_layer=2)
+        engine.resume(batch_of([second, first, third]), moved.hidden, next_layer=2).result()
 
 
 def test_kv_imported_into_the_wrong_sequence_is_noticed(moved: Moved) -> None:
     engine = mock_engine()
     sequences = sequences_of(engine, LENGTHS)
     first, second, third = (s.blocks for s in sequences)
-    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2)
-    engine.import_kv([second, first, third], LENGTHS, 2, moved.kv)
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2).result()
+    engine.import_kv([second, first, third], LENGTHS, 2, moved.kv).result()
     with pytest.raises(RuntimeError, match="KV of 0 layers, not of 2"):
-        engine.run_layers(activation, 2, 4)
+        engine.run_layers(activation, 2, 4).result()
 
 
 def test_kv_imported_with_other_lengths_is_noticed(moved: Moved) -> None:
     engine = mock_engine()
     with pytest.raises(RuntimeError, match="layer 0, token 5 of the batch, position 0"):
-        engine.import_kv([s.blocks for s in sequences_of(engine, (5, 20, 20))], (5, 20, 20), 2, moved.kv)
+        engine.import_kv([s.blocks for s in sequences_of(engine, (5, 20, 20))], (5, 20, 20), 2, moved.kv).result()
 
 
 def test_swapped_layers_are_noticed(moved: Moved) -> None:
@@ -111,8 +111,8 @@ def test_kv_that_was_not_imported_is_noticed_also_where_the_same_prompt_was_befo
     if before:
         run_whole(engine, sequences_of(engine, LENGTHS))
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2)
-    engine.run_layers(activation, 2, 4)
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2).result()
+    engine.run_layers(activation, 2, 4).result()
     sample(engine, sequences, activation)
     with pytest.raises(RuntimeError, match="has KV of 0 layers, not of all 4"):
         decode(engine, sequences, 1)
@@ -121,34 +121,36 @@ def test_kv_that_was_not_imported_is_noticed_also_where_the_same_prompt_was_befo
 def test_too_few_layers_imported_are_noticed(moved: Moved) -> None:
     engine = mock_engine()
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2)
-    engine.import_kv([s.blocks for s in sequences], LENGTHS, 1, layers_of(moved)[:1].reshape(-1))
-    engine.run_layers(activation, 2, 4)
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2).result()
+    engine.import_kv([s.blocks for s in sequences], LENGTHS, 1, layers_of(moved)[:1].reshape(-1)).result()
+    engine.run_layers(activation, 2, 4).result()
     sample(engine, sequences, activation)
     with pytest.raises(RuntimeError, match="has KV of 1 layers, not of all 4"):
         decode(engine, sequences, 1)
     with pytest.raises(RuntimeError, match="KV of 1 layers, not of 2"):
-        engine.export_kv([s.blocks for s in sequences], LENGTHS, 2)
+        engine.export_kv([s.blocks for s in sequences], LENGTHS, 2).result()
 
 
 def test_kv_of_layers_that_ran_here_is_not_imported(moved: Moved) -> None:
     giver, engine = mock_engine(), mock_engine()
     sequences = sequences_of(engine, LENGTHS)
     further = run_part(giver, sequences_of(giver, LENGTHS), 3)
-    engine.run_layers(engine.resume(batch_of(sequences), moved.hidden, next_layer=2), 2, 3)
+    engine.run_layers(engine.resume(batch_of(sequences), moved.hidden, next_layer=2).result(), 2, 3).result()
     with pytest.raises(RuntimeError, match="KV of layer 2 is imported where it was run, from 2 on"):
-        engine.import_kv([s.blocks for s in sequences], LENGTHS, 3, further.kv)
+        engine.import_kv([s.blocks for s in sequences], LENGTHS, 3, further.kv).result()
 
 
 def test_what_a_batch_that_is_no_more_left_in_its_blocks_harms_nobody(moved: Moved) -> None:
     engine = mock_engine()
-    engine.run_layers(engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=2), 2, 3)
+    engine.run_layers(
+        engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=2).result(), 2, 3
+    ).result()
     lengths = (18, 20, 3)
     giver = mock_engine()
     there, here = sequences_of(giver, lengths), sequences_of(engine, lengths)
     run_whole(giver, there)
-    kv = giver.export_kv([s.blocks for s in there], lengths, 4)
-    engine.import_kv([s.blocks for s in here], lengths, 4, kv)
+    kv = giver.export_kv([s.blocks for s in there], lengths, 4).result()
+    engine.import_kv([s.blocks for s in here], lengths, 4, kv).result()
     for sequence in here:
         sequence.num_computed = len(sequence.tokens)
         sequence.tokens.append(next_token(sequence.tokens))
@@ -189,5 +191,5 @@ def test_a_resumed_batch_takes_the_time_of_the_layers_that_are_left() -> None:
     assert slept == pytest.approx([1.0, 0.13, 0.13, 0.13])
     slept.clear()
     taken = [DrivenSequence(1, prompt, (5,))]
-    sample(target, taken, take_over(target, taken, moved))
+    target.sample(take_over(target, taken, moved)).result()
     assert slept == pytest.approx([1.0, 0.13, 2.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from services.worker.device.completion import Completion
 from services.worker.engine.base import Activation
 from services.worker.engine.mock.mock_engine import MockEngine
 from shared.messages.common import Ack
@@ -33,7 +34,7 @@ class Gate:
         self._open = threading.Event()
         real = engine.run_layers
 
-        def run_layers(activation: Activation, first: int, last: int) -> None:
+        def run_layers(activation: Activation, first: int, last: int) -> Completion[None]:
             if first <= layer < last and self.passes:
                 self.passes -= 1
             elif first <= layer < last and not self._open.is_set():
@@ -42,7 +43,7 @@ class Gate:
             if first <= layer < last and self.failures:
                 self.failures -= 1
                 raise RuntimeError("broken")
-            real(activation, first, last)
+            return real(activation, first, last)
 
         engine.run_layers = run_layers  # type: ignore[method-assign]
 

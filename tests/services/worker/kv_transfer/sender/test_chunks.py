@@ -8,11 +8,13 @@ import threading
 import numpy as np
 import pytest
 
+from services.worker.device.completion import Completion, Landed
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.tokens import next_token
 from services.worker.kv_transfer.shipment import covered
 from shared.errors import Conflict
 from shared.messages.disaggregated import DecodeRoom, RenewDecode
+from shared.transport.base import Buffer
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.fakes import FakeDecode, FakePrefill, clean
 from tests.services.worker.kv_transfer.sender.steps import Gate, ended, kept, submit
@@ -101,13 +103,13 @@ async def test_what_is_read_from_blocks_that_are_anothers_by_then_does_not_leave
     engine = alone.worker.serving.engine.loop.engine
     export_kv, reading, read = engine.export_kv, threading.Event(), threading.Event()
 
-    def slowly(*args: object, **kwargs: object) -> np.ndarray:
-        kv = np.frombuffer(export_kv(*args, **kwargs), dtype=np.uint8)  # type: ignore[arg-type]
+    def slowly(*args: object, **kwargs: object) -> Completion[Buffer]:
+        exported = export_kv(*args, **kwargs)  # type: ignore[arg-type]
         if reading.is_set():
-            return kv
+            return exported
         reading.set()
         assert read.wait(WAIT_S)
-        return np.zeros_like(kv)
+        return Landed(np.zeros_like(np.frombuffer(exported.result(), dtype=np.uint8)))
 
     monkeypatch.setattr(engine, "export_kv", slowly)
     await submit(alone, decode, prompt=LONG)

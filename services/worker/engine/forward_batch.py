@@ -1,0 +1,160 @@
+"""What an engine is told of a step: values that nothing changes once they are made, numbered in one place.
+
+A scheduler may go on, preempt, end and free while a step that it has begun is still computed: nothing of a step is
+looked up in what goes on. Where the token that a request decodes from is still being sampled, a slice names the row
+that it comes from (``RowOf``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice
+from services.worker.core.scheduling.sequence import ActiveSequence
+from shared.errors import BadRequest
+from shared.messages.generation import SamplingParams
+
+CountsOf = Callable[[Sequence[int], Sequence[int]], Any]
+"""``Engine.counts_of``."""
+
+SAMPLED_STEPS = 2
+"""Of the newest steps, an engine knows the tokens that it sampled: those that are in flight at once."""
+
+
+class RowOf(msgspec.Struct, frozen=True):
+    """The token that a row of an earlier step samples: of the slices that sample, the ``row``-th."""
+
+    step: int
+    row: int
+
+
+class SamplingRow(msgspec.Struct, frozen=True):
+    """How the token behind a slice is chosen."""
+
+    params: SamplingParams
+    position: int
+    """Of the token in the request's output: draws depend on it and on the seed."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end the sequence, beside the parameters' own stop tokens."""
+    masks_ends: bool = False
+    """Neither may be chosen: fewer than ``min_tokens`` are put out."""
+    counts: Any = None
+    """The engine's, of the tokens that penalties count (``Engine.counts_of``); None for a request without."""
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """The tokens of one sequence that a batch computes: positions ``start .. start + num_tokens``."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...] | RowOf
+    start: int
+    """Position of the first token; KV of all earlier positions is in the blocks."""
+    block_table: Sequence[int]
+    """KV blocks of positions 0.., enough for every position up to the slice's end. Nobody changes it."""
+    row: SamplingRow | None = None
+    """How the token behind the last one is sampled, where the slice ends the known tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        return 1 if isinstance(self.token_ids, RowOf) else len(self.token_ids)
+
+
+class ForwardBatch(msgspec.Struct, frozen=True):
+    """Slices to compute together; decode slices have one token."""
+
+    number: int
+    """Of the step, counted over the engine's life."""
+    slices: tuple[Slice, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self.slices)
+
+    @property
+    def rows(self) -> tuple[SamplingRow, ...]:
+        """Of the slices that sample, in their order."""
+        return tuple(piece.row for piece in self.slices if piece.row is not None)
+
+    def part(self, begin: int, end: int) -> ForwardBatch:
+        """Tokens ``begin <= i < end`` of all slices, one after another; a slice that does not end in it samples
+        nothing."""
+        slices: list[Slice] = []
+        for piece in self.slices:
+            count = piece.num_tokens
+            first, last = max(0, begin), min(count, end)
+            if first < last:
+                token_ids = piece.token_ids if isinstance(piece.token_ids, RowOf) else piece.token_ids[first:last]
+                row = piece.row if last == count else None
+                slices.append(Slice(piece.sequence_id, token_ids, piece.start + first, piece.block_table, row))
+            begin, end = begin - count, end - count
+        return ForwardBatch(self.number, tuple(slices))
+
+
+class ForwardBatches:
+    """Makes those of one engine, and numbers them. On the engine's thread."""
+
+    def __init__(self, counts_of: CountsOf) -> None:
+        self._counts_of = counts_of
+        self._next_number = 0
+
+    def of_step(self, pieces: Iterable[ScheduledSlice]) -> ForwardBatch:
+        """What a scheduler's step computes, as it is now."""
+        slices: list[Slice] = []
+        for piece in pieces:
+            sequence, start, count = piece.sequence, piece.start, piece.num_tokens
+            tokens = sequence.tokens
+            token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
+            row = self._row(sequence) if piece.sample else None
+            slices.append(Slice(sequence.id, token_ids, start, sequence.placed(), row))
+        return self.of(slices)
+
+    def of_prompts(self, sequences: Iterable[ActiveSequence]) -> ForwardBatch:
+        """Whole contexts, which have their blocks."""
+        return self.of([Slice(s.id, tuple(s.tokens), 0, s.placed(), self._row(s)) for s in sequences])
+
+    def of(self, slices: Iterable[Slice]) -> ForwardBatch:
+        """With the next number."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        return ForwardBatch(number, tuple(slices))
+
+    def _row(self, sequence: ActiveSequence) -> SamplingRow:
+        params, position = sequence.params, len(sequence.output)
+        if sequence.is_penalised and sequence.counts is None:
+            sequence.counts = self._counts_of(sequence.prompt, sequence.output)
+        return SamplingRow(params, position, sequence.end_ids, position < params.min_tokens, sequence.counts)
+
+
+class SampledSteps:
+    """The tokens of an engine's newest steps, for slices that name their rows. Of an engine that computes as it is
+    called: they are there."""
+
+    def __init__(self) -> None:
+        self._token_ids: dict[int, list[int]] = {}
+
+    def add(self, number: int, sampled: Sequence[Sampled]) -> None:
+        """A row that failed has a token id all the same: what was begun behind it must be computable."""
+        self._token_ids[number] = [0 if token.error is not None else token.token_id for token in sampled]
+        while len(self._token_ids) > SAMPLED_STEPS:
+            del self._token_ids[next(iter(self._token_ids))]
+
+    def known(self, batch: ForwardBatch) -> ForwardBatch:
+        """With token ids everywhere. Raises ``BadRequest`` for a row that none of the newest steps has."""
+        for piece in batch.slices:
+            if isinstance(piece.token_ids, RowOf):
+                break
+        else:
+            return batch
+        slices = [msgspec.structs.replace(s, token_ids=self._known(s.token_ids)) for s in batch.slices]
+        return ForwardBatch(batch.number, tuple(slices))
+
+    def _known(self, token_ids: tuple[int, ...] | RowOf) -> tuple[int, ...]:
+        if not isinstance(token_ids, RowOf):
+            return token_ids
+        row = token_ids.row
+        sampled = self._token_ids.get(token_ids.step, [])
+        if not 0 <= row < len(sampled):
+            raise BadRequest(f"row {row} of step {token_ids.step}: not sampled, or too long ago")
+        return (sampled[row],)

@@ -1,0 +1,65 @@
+"""The tokens of one request that penalties are computed from."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+
+class TokenCounts:
+    """Made of what a request has, and extended by each token that is sampled for it: a step costs its new token,
+    whatever was there before.
+
+    ``ids``: every token that occurred, in the order of its first appearance, as int64. ``times``: how often each
+    occurs in the output, as float32; 0 for those of the prompt alone.
+    """
+
+    __slots__ = ("_at", "_last_is_new", "_last_place", "_num_output", "ids", "times")
+
+    def __init__(self, prompt: Iterable[int], output: Iterable[int]) -> None:
+        self.ids = array("q")
+        self.times = array("f")
+        self._at: dict[int, int] = {}
+        self._num_output = 0
+        self._last_place, self._last_is_new = -1, False
+        for token_id in prompt:
+            self._place(token_id)
+        for token_id in output:
+            self._add(token_id)
+
+    def before(self, position: int) -> TokenCounts:
+        """As they are where this token of the output is sampled. A step that failed is run again: then the token that
+        it drew is taken out. Raises ``ValueError`` for any other position than the next one and the last."""
+        if position == self._num_output - 1 and self._last_place >= 0:
+            self._take_last_out()
+        if position != self._num_output:
+            raise ValueError(f"counts of {self._num_output} tokens, to sample the one at {position}")
+        return self
+
+    def add(self, position: int, token_id: int) -> None:
+        """It was sampled. Raises ``ValueError`` as ``before`` does."""
+        self.before(position)
+        self._add(token_id)
+
+    def _add(self, token_id: int) -> None:
+        num_known = len(self.ids)
+        place = self._place(token_id)
+        self.times[place] += 1.0
+        self._num_output += 1
+        self._last_place, self._last_is_new = place, len(self.ids) > num_known
+
+    def _take_last_out(self) -> None:
+        place = self._last_place
+        self.times[place] -= 1.0
+        if self._last_is_new:
+            del self._at[self.ids.pop()]
+            self.times.pop()
+        self._num_output -= 1
+        self._last_place = -1
+
+    def _place(self, token_id: int) -> int:
+        place = self._at.setdefault(token_id, len(self.ids))
+        if place == len(self.ids):
+            self.ids.append(token_id)
+            self.times.append(0.0)
+        return place
