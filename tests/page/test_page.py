@@ -6,16 +6,23 @@ Needs Chromium, and playwright: ``make test-page``.
 from __future__ import annotations
 
 import asyncio
+import json
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.async_api import Page
 
 from compose.config import StackConfig
 from compose.stack import Stack
+from shared import subjects
+from shared.messages.load import LatencyReport, MovedRequests
 from shared.messages.operations import ScaleRecord
 from tests.page.browser import browser, page_of
-from tests.stack.client import complete, openai_client
+from tests.plain_http import http_client
+from tests.stack.client import PATIENCE_S, bus, complete, openai_client, scale
 from tests.stack.conftest import MODEL, NO_DEMAND, READY_S, mock_config
 from tests.wait_until import WAIT_S, eventually
 
@@ -27,11 +34,43 @@ MOVE = """(at) => {
 }"""
 AXE = Path(__file__).parents[2] / "build/page/package/axe.min.js"
 """Put there by ``make test-page``."""
+HOUR_COST = 2.5
+EDGES = """() => [...document.querySelectorAll(".scrolls")]
+  .filter((box) => (box.dataset.more || "") !== (box.scrollWidth > box.clientWidth + 1 ? "right" : ""))
+  .map((box) => box.getAttribute("aria-label"))"""
+"""Tables and pictures, not scrolled yet, whose edge does not say whether they go on beyond it."""
 SIZES = [(1280, "light"), (1280, "dark"), (320, "light"), (320, "dark")]
 
 
 def config(state_dir: Path, **env: str) -> StackConfig:
     return mock_config(state_dir, workers=4, **(NO_DEMAND | env))
+
+
+def priced(state_dir: Path, **env: str) -> StackConfig:
+    return replace(config(state_dir, **env), service_env={"pool": {"BLITZ_POOL_GPU_HOUR_COST": str(HOUR_COST)}})
+
+
+async def entities(stack: Stack, kind: str) -> dict[str, Any]:
+    """What the feed has now of a kind, by name."""
+    async with (
+        http_client(timeout=PATIENCE_S) as http,
+        http.stream("GET", f"{stack.url}/admin/events") as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                found = json.loads(line.removeprefix("data: "))["entities"]
+                return {name: value for name, value in found.items() if name.startswith(f"{kind}/")}
+    raise AssertionError("the feed ended before it began")
+
+
+async def drawn(page: Page, where: str) -> list[list[str]]:
+    """The cells of a table's body."""
+    rows = await page.locator(f"{where} tbody tr").all_inner_texts()
+    return [row.replace("\N{NO-BREAK SPACE}", " ").split("\t") for row in rows]
+
+
+def share(part: float) -> str:
+    return "< 1 %" if 0 < part < 0.005 else f"{100 * part:.0f} %"
 
 
 async def violations(page: Page) -> list[str]:
@@ -51,6 +90,8 @@ async def test_a_scale_operation_is_seen_as_its_record_says(tmp_path: Path) -> N
         async with page_of(launched, stack.url) as page:
             await page.wait_for_selector("#models tbody tr")
             assert await page.inner_text("#models tbody th") == MODEL
+            await page.wait_for_selector("#cost:has-text('No cost without a price')")
+            assert await page.locator("#cost thead th").all_inner_texts() == ["model", "GPU hours", "share", "by state"]
             burst = asyncio.gather(*(complete(client, MODEL, prompt=[7] * 400, max_tokens=4) for _ in range(24)))
             asked = await stack.admin.scale(MODEL, 4, hold_s=600.0, live="always")
             await page.wait_for_selector(f"text=Targets of {asked.plan_id}")
@@ -89,6 +130,53 @@ async def test_a_scale_operation_is_seen_as_its_record_says(tmp_path: Path) -> N
             assert past == len(await records(stack))
 
 
+async def test_requests_that_moved_and_whose_the_gpus_were_are_drawn_as_the_feed_has_them(tmp_path: Path) -> None:
+    slow = priced(tmp_path, BLITZ_MOCK_LAYER_BASE_MS="3.0")
+    async with Stack(slow) as stack, browser() as launched, openai_client(stack) as client:
+        await stack.wait_ready(READY_S)
+        await scale(stack, MODEL, 3)
+        async with page_of(launched, stack.url) as page:
+            await page.wait_for_selector("#moves:has-text('none in the last minute')")
+            long = asyncio.gather(*(complete(client, MODEL, max_tokens=750) for _ in range(9)))
+            await page.wait_for_selector("#models td:nth-child(5):text-is('9')", timeout=1000 * WAIT_S)
+            await scale(stack, MODEL, 1)
+            await page.wait_for_selector("#moves tbody tr", timeout=1000 * WAIT_S)
+            await long
+            assert await page.locator("#moves thead th").all_inner_texts() == ["model", "requests", "from", "to"]
+            assert await page.locator("#cost thead th").all_inner_texts() == [
+                "model", "GPU hours", "cost", "share", "by state",
+            ]  # fmt: skip
+            [stays] = {each.workers[0] for each in (await stack.admin.status()).instances}
+            assert {row[3] for row in await drawn(page, "#moves")} == {stays}
+
+            async def are_moves() -> bool:
+                moves = await entities(stack, "move")
+                rows = [[m["model"], str(m["requests"]), m["from"], m["to"]] for _, m in sorted(moves.items())]
+                return bool(rows) and await drawn(page, "#moves") == rows
+
+            async def is_gpu_time() -> bool:
+                uses = await entities(stack, "gpu_time")
+                shown = await drawn(page, "#cost")
+                assert [row[0] for row in shown] == [MODEL, "(no model)"]
+                for name, hours, cost, part, states in shown:
+                    use = uses[f"gpu_time/{'' if name == '(no model)' else name}"]
+                    total_s = sum(use["seconds"].values())
+                    of: defaultdict[str, str] = defaultdict(str, (s.split(" ", 1) for s in states.split(", ")))
+                    right = (
+                        hours == f"{total_s / 3600:.3f} h"
+                        and cost == (f"{use['cost']:.2f}" if use["cost"] >= 0.01 else "< 0.01")
+                        and use["cost"] == pytest.approx(total_s / 3600 * HOUR_COST, abs=1e-3)
+                        and part == share(use["share"])
+                        and of == {state: share(s / total_s) for state, s in use["seconds"].items() if s}
+                    )
+                    if not right:
+                        return False
+                return True
+
+            await eventually(are_moves)
+            await eventually(is_gpu_time)
+
+
 async def test_a_gateway_that_dies_is_told_of_and_its_successor_is_followed(tmp_path: Path) -> None:
     async with Stack(config(tmp_path)) as stack, browser() as launched:
         await stack.wait_ready(READY_S)
@@ -123,16 +211,25 @@ async def test_where_a_key_is_set_the_page_is_empty_without_it(tmp_path: Path, m
 
 
 async def test_every_view_fits_its_window_and_can_be_read_by_everybody(tmp_path: Path) -> None:
-    async with Stack(config(tmp_path)) as stack, browser() as launched:
+    ways = (("worker-0", "worker-1", 12), ("worker-2", "worker-1", 3))
+    moves = tuple(MovedRequests(model=MODEL, source=a, target=b, requests=number) for a, b, number in ways)
+    async with Stack(priced(tmp_path)) as stack, browser() as launched, bus(stack, "gateway") as told:
         await stack.wait_ready(READY_S)
         asked = await stack.admin.scale(MODEL, 3, hold_s=600.0, live="always")
         for width, scheme in SIZES:
             async with page_of(launched, stack.url, width, scheme) as page:
                 await page.wait_for_selector(f"#operation >> text=Targets of {asked.plan_id}")
+                await told.publish(subjects.latencies(), LatencyReport(gateway_id="another", models=(), moves=moves))
+                await page.wait_for_selector("#moves td:text-is('12')")
+                await page.wait_for_selector("#cost tbody tr")
                 await page.click(f"#past button[data-plan='{asked.plan_id}']")
                 await page.wait_for_selector("#moment")
                 assert await page.evaluate("document.documentElement.scrollWidth") <= width
+                assert await page.evaluate(EDGES) == [], (width, scheme)
                 assert await violations(page) == [], (width, scheme)
+                if width == 320:  # what is scrolled to its end goes on at the other edge
+                    await page.evaluate("document.querySelector('#past .scrolls').scrollLeft = 10000")
+                    await page.wait_for_selector("#past .scrolls[data-more='left']")
 
 
 async def test_the_past_is_looked_at_moment_by_moment(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 // The page: asks for a key where one is wanted, and shows what the feed says. It only reads.
 
 import { Feed, STALE_MS, ofKind } from "/ui/feed.js";
-import { showCost, showModels, showWorkers } from "/ui/cluster.js";
+import { showCost, showModels, showMoves, showWorkers } from "/ui/cluster.js";
+import { markEdges } from "/ui/dom.js";
 import { announce, showOperations } from "/ui/operations.js";
 import { Past } from "/ui/past.js";
 
@@ -34,7 +35,9 @@ function draw() {
   showOperations(at("operation"), entities);
   past.draw(entities);
   showWorkers(at("workers"), entities);
+  showMoves(at("moves"), entities);
   showCost(at("cost"), entities);
+  markEdges();
   if (connected) {
     const silent = cluster && cluster.silent.length ? `; silent: ${cluster.silent.join(", ")}` : "";
     const cut = feed.isCut ? "; not all of it fits here" : "";
@@ -72,6 +75,10 @@ at("login").addEventListener("submit", (event) => {
   sessionStorage.setItem(KEY, key);
   feed.start(key);
 });
+
+// Scrolling does not bubble.
+document.addEventListener("scroll", markEdges, { capture: true, passive: true });
+window.addEventListener("resize", markEdges);
 
 setInterval(() => {
   if (connected && performance.now() - feed.lastHeardMs > STALE_MS) {

@@ -1,4 +1,4 @@
-// Models with their instances, and workers with what their GPU and host memory holds.
+// Models with their instances, workers with what their GPU and host memory holds, requests that moved, and GPU time.
 
 import { ofKind } from "/ui/feed.js";
 import { bytes, el, show, table } from "/ui/dom.js";
@@ -56,7 +56,7 @@ export function showWorkers(place, entities) {
       worker.model ? el("progress", { max: layers || 1, value: worker.layers, "aria-label": `layers of ${worker.model} on ${worker.id}` }) : null,
       worker.running === undefined
         ? null
-        : el("p", {}, `${worker.running} running, ${worker.queued} waiting, KV ${worker.kv_total ? Math.round((100 * worker.kv_used) / worker.kv_total) : 0} %`),
+        : el("p", {}, `${worker.running} running, ${worker.queued} waiting, KV ${worker.kv_total ? Math.round((100 * worker.kv_used) / worker.kv_total) : 0}\u00a0%`),
       worker.copies.length
         ? el("p", {}, "host copies: ", worker.copies.map((copy) => `${names.get(copy.hash) || copy.hash} (${copy.state}, ${bytes(copy.bytes)})`).join(", "))
         : null,
@@ -65,26 +65,37 @@ export function showWorkers(place, entities) {
   const more = cluster && cluster.summarised
     ? el("p", {}, `${cluster.workers} workers: `, Object.entries(cluster.states).map(([name, number]) => `${number} ${name}`).join(", "), ". Those that take part in an operation:")
     : null;
-  const moves = ofKind(entities, "move").map((move) => [move.model, move.from, move.to, move.requests]);
-  show(
-    place,
-    more,
-    el("ul", { class: "workers" }, cards),
-    moves.length ? table("Requests that moved in the last minute of looking, their streams unbroken", ["model", "from", "to", "requests"], moves) : null,
-  );
+  show(place, more, el("ul", { class: "workers" }, cards));
+}
+
+export function showMoves(place, entities) {
+  const rows = ofKind(entities, "move").map((move) => [move.model, move.requests, move.from, move.to]);
+  const caption = "In the last minute, to another worker without a break in the answer; counted while somebody looks";
+  show(place, rows.length ? table(caption, ["model", "requests", "from", "to"], rows) : el("p", {}, "none in the last minute"));
 }
 
 export function showCost(place, entities) {
   const uses = ofKind(entities, "gpu_time").map((use) => ({ ...use, total: Object.values(use.seconds).reduce((sum, value) => sum + value, 0) }));
-  const share = (part, whole = 1) => `${Math.round((100 * part) / (whole || 1))} %`;
+  if (!uses.length) return show(place, el("p", {}, "nothing is known yet"));
+  const share = (part, whole = 1) => {
+    const percent = (100 * part) / (whole || 1);
+    return percent > 0 && percent < 0.5 ? "< 1\u00a0%" : `${Math.round(percent)}\u00a0%`;
+  };
+  const price = (cost) => (cost > 0 && cost < 0.01 ? "< 0.01" : cost.toFixed(2));
+  const priced = uses.every((use) => use.cost !== null);
   const rows = uses
-    .sort((a, b) => b.total - a.total)
+    .sort((a, b) => !a.model - !b.model || b.total - a.total)
     .map((use) => [
       use.model || "(no model)",
       `${(use.total / 3600).toFixed(3)} h`,
+      priced ? price(use.cost) : [],
       share(use.share),
-      use.cost === null ? "–" : use.cost.toFixed(2),
       Object.entries(use.seconds).filter(([, value]) => value).sort((a, b) => b[1] - a[1]).map(([name, value]) => `${name} ${share(value, use.total)}`).join(", "),
-    ]);
-  show(place, rows.length ? table("Of models that are registered now, since the pool leads", ["model", "GPU hours", "share", "cost", "of it"], rows) : el("p", {}, "nothing is known yet"));
+    ].flat());
+  const caption = `What the workers' GPUs were for${priced ? ", and its cost at --gpu-hour-cost" : ""}; counted since this pool leads`;
+  show(
+    place,
+    table(caption, ["model", "GPU hours", priced ? "cost" : [], "share", "by state"].flat(), rows),
+    priced ? null : el("p", {}, "No cost without a price: ", el("code", {}, "blitzscale up --gpu-hour-cost PRICE")),
+  );
 }

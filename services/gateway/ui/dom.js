@@ -47,6 +47,18 @@ export function show(place, ...children) {
   alike(place, el("div", {}, ...children));
 }
 
+/** Where tables and pictures go on beyond an edge, that edge says so. */
+export function markEdges() {
+  const found = [...document.querySelectorAll(".scrolls")].map((box) => {
+    const rest = box.scrollWidth - box.clientWidth - box.scrollLeft;
+    return [box, `${box.scrollLeft > 1 ? "left " : ""}${rest > 1 ? "right" : ""}`.trim()];
+  });
+  for (const [box, more] of found) if ((box.dataset.more || "") !== more) box.dataset.more = more;
+}
+
+/** What is not said by the state: these attributes stay. */
+const KEPT = ["open", "data-more"];
+
 function alike(now, next) {
   const fresh = [...next.childNodes];
   while (now.childNodes.length > fresh.length) now.lastChild.remove();
@@ -57,16 +69,17 @@ function alike(now, next) {
     else if (old.nodeType === Node.TEXT_NODE) {
       if (old.data !== child.data) old.data = child.data;
     } else {
-      for (const { name } of [...old.attributes]) if (name !== "open" && !child.hasAttribute(name)) old.removeAttribute(name);
+      for (const { name } of [...old.attributes]) if (!KEPT.includes(name) && !child.hasAttribute(name)) old.removeAttribute(name);
       for (const { name, value } of child.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
       alike(old, child);
     }
   });
 }
 
+/** A figure and its unit stay on a line. */
 export function bytes(number) {
-  if (number >= 1e9) return `${(number / 1e9).toFixed(2)} GB`;
-  return `${(number / 1e6).toFixed(1)} MB`;
+  if (number >= 1e9) return `${(number / 1e9).toFixed(2)}\u00a0GB`;
+  return `${(number / 1e6).toFixed(1)}\u00a0MB`;
 }
 
 export const rate = (value) => (value === null || value === undefined ? "–" : value >= 0.1 ? `${value.toFixed(2)} Gbit/s` : `${(value * 1000).toFixed(1)} Mbit/s`);
