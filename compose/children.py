@@ -28,6 +28,7 @@ from compose.preflight import Findings
 from compose.readiness import nats_probe, redis_probe
 from compose.server_conf import NATS_CONF, REDIS_CONF
 from compose.state_dir import StateDir
+from services.worker.engine.kinds import engine_kind
 from shared.ending import CLOSING_S
 from shared.permissions import User
 
@@ -239,8 +240,7 @@ def worker_forks(config: StackConfig, state: StateDir) -> ForkServer:
 
 def worker_modules(engine: str) -> tuple[str, ...]:
     """What a worker imports, the longest first."""
-    own = ("torch", "services.worker.engine.warm_up") if engine == "torch" else ()
-    return (*own, "services.worker.service", "services.worker.node.facts", *_SHARED_MODULES)
+    return (*engine_kind(engine).modules, "services.worker.service", "services.worker.node.facts", *_SHARED_MODULES)
 
 
 def service_forks(config: StackConfig, state: StateDir) -> ForkServer:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from compose.errors import StackRefused
+from services.worker.engine.kinds import DEFAULT_ENGINE
 from shared.cgroup import num_cores
 from shared.messages.admin import MAX_KEEP_ALIVE_S
 from shared.messages.common import Serving
@@ -64,7 +65,7 @@ class StackConfig:
     """The first gateway's port; 0 takes a free one. The others take the next free ones."""
     nats_port: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
-    engine: Literal["torch", "mock"] = "torch"
+    engine: str = DEFAULT_ENGINE
     log_level: str = "info"
     slo_ttft_s: float | None = None
     """Objective of all models for the time to the first token. None: the services' own."""

@@ -11,8 +11,9 @@ import psutil
 from compose.config import HEALTH_PORT_VARIABLE, StackConfig
 from compose.errors import StackRefused
 from compose.ports import require_free
+from services.worker.engine.kinds import check_device
 from shared.checkpoint import inspect_checkpoint, is_directory
-from shared.errors import BadCheckpoint, BadProfile
+from shared.errors import BadCheckpoint, BadProfile, BadRequest
 from shared.messages.common import SERVED_BY
 from shared.profile import read_profile
 
@@ -77,10 +78,16 @@ def check_profiles(config: StackConfig) -> None:
         raise BadProfile(f"{path} is of {profile.model}, of another layout than {', '.join(layouts)}")
 
 
+def _check_engine(config: StackConfig) -> None:
+    try:
+        check_device(config.engine, config.device, f"--device {config.device}")
+    except BadRequest as error:
+        raise StackRefused(error.message) from error
+
+
 def check(config: StackConfig) -> Findings:
     """Everything that can be refused early. Raises ``StackRefused``, ``BadProfile``."""
-    if config.device == "cuda" and config.engine == "torch":
-        raise StackRefused("--device cuda: this version has no GPU engine; use --device cpu")
+    _check_engine(config)
     largest = largest_checkpoint_bytes(config.models)
     check_profiles(config)
     if config.port:

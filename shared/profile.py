@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.errors import BadProfile
-from shared.messages.common import Device
+from shared.messages.common import KindName
 from shared.model_spec import MAX_LAYERS
 from shared.step_fit import StepFit
 
@@ -139,8 +139,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """A name for people."""
     model_hash: Name
     layout_hash: Name
-    engine: Literal["torch", "mock"]
-    device: Device
+    engine: KindName
+    device: KindName
     num_threads: Number
     num_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     weights_bytes: Number

@@ -33,6 +33,8 @@ StateDirectory = Annotated[
         show_default=False,
     ),
 ]
+EngineName = Literal["torch", "mock"]
+"""``services.worker.engine.kinds``, for a parser that wants to see them here."""
 URL_DEFAULT = DEFAULT_URL
 MIN_SLO_MS = 1.0
 MAX_SLO_MS = 3_600_000.0

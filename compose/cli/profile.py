@@ -18,10 +18,11 @@ from rich.table import Table
 
 from compose.admin import AdminClient, GatewayUnreachable
 from compose.cli.exit_status import INTERRUPTED
-from compose.cli.options import URL_DEFAULT, Json, Url, ask, print_json
+from compose.cli.options import URL_DEFAULT, EngineName, Json, Url, ask, print_json
 from compose.errors import StackError
+from services.worker.engine.kinds import check_device, engine_kind
 from shared.cgroup import num_cores
-from shared.errors import BadProfile, ModelNotFound
+from shared.errors import BadProfile, BadRequest, ModelNotFound
 from shared.messages.admin import ModelStatus, Status
 from shared.profile import Profile, write_profile
 
@@ -47,7 +48,7 @@ def profile(
         bool, typer.Option("--quick", help="Shorter prompts, smaller batches, fewer repetitions.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
-    engine: Annotated[Literal["torch", "mock"], typer.Option(help="mock takes the times that it is told.")] = "torch",
+    engine: Annotated[EngineName, typer.Option(help="mock takes the times that it is told.")] = "torch",
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What to compute on.")] = "cpu",
     threads: Annotated[
         int | None,
@@ -147,7 +148,7 @@ def _measure(
     name: str,
     registered: ModelStatus | None,
     threads: int | None,
-    engine: Literal["torch", "mock"],
+    engine: str,
     device: Literal["cpu", "cuda"],
     quick: bool,
     say: Callable[[str], None],
@@ -162,12 +163,11 @@ def _measure(
 
     config = WorkerConfig.from_env(os.environ | own)
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
-    if config.device == "cuda":
-        raise NotProfiled("--device cuda: this version has no GPU engine; use --device cpu")
-    if engine == "torch":
-        import torch
-
-        torch.set_num_threads(config.num_threads)
+    try:
+        check_device(engine, device, f"--device {device}")
+    except BadRequest as error:
+        raise NotProfiled(error.message) from error
+    engine_kind(engine).set_threads(config.num_threads)
     say("reading the checkpoint")
     checkpoint = inspect_checkpoint(path)
     if registered is not None and registered.model_hash not in ("", checkpoint.model_hash):

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from compose import preflight
-from compose.cli.options import KeepAlive, Served, SloTbt, SloTtft, seconds, state_directory
+from compose.cli.options import EngineName, KeepAlive, Served, SloTbt, SloTtft, seconds, state_directory
 from compose.config import API_KEY_VARIABLE, DEFAULT_PORT, StackConfig, default_state_dir, default_workers
 from compose.demo_model import ensure_demo_model
 from compose.detached import Launcher, launch
@@ -58,9 +58,7 @@ def up(
         ),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the workers compute on.")] = "cpu",
-    engine: Annotated[
-        Literal["torch", "mock"], typer.Option(help="mock invents answers, for tests and benchmarks.")
-    ] = "torch",
+    engine: Annotated[EngineName, typer.Option(help="mock invents answers, for tests and benchmarks.")] = "torch",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,

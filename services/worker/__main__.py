@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import sys
 
 from services.worker.config import WorkerConfig
+from services.worker.engine.kinds import check_device, engine_kind
 from services.worker.node.facts import discover
 from services.worker.service import WorkerService
 from shared.ending import end_process
-from shared.errors import BlitzError
 from shared.identity import new_incarnation
 from shared.process import ProcessState
 from shared.service import connected, run
@@ -31,14 +32,11 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
     # The engine's thread holds the interpreter between two kernels; the event loop and the transport
     # must not wait the default 5 ms for their turn.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if config.engine == "torch":
-        import torch
-
-        import services.worker.engine.warm_up  # noqa: F401 - not in the middle of the first load
-
-        torch.set_num_threads(config.num_threads)
-        if config.device == "cuda":
-            raise BlitzError("BLITZ_WORKER_DEVICE=cuda: this version has no GPU engine; use cpu")
+    kind = engine_kind(config.engine)
+    check_device(config.engine, config.device, f"BLITZ_WORKER_DEVICE={config.device}")
+    for module in kind.modules:
+        importlib.import_module(module)
+    kind.set_threads(config.num_threads)
     incarnation = new_incarnation()
     async with connected("worker", config, process, id=config.worker_id, incarnation=incarnation) as connection:
         transport = UcxTransport(name=config.worker_id, on_failure=lambda error: fatal(str(error)))

@@ -6,11 +6,11 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Self
 
+from services.worker.engine.kinds import DEFAULT_ENGINE, ENGINES
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.cgroup import num_cores
-from shared.messages.common import Device
 from shared.service import ServiceConfig, health_settings, process_settings, profiles_path
 from shared.settings import Settings, SettingsError
 
@@ -24,8 +24,8 @@ DEFAULT_LEAF = "leaf-0"
 class WorkerConfig(ServiceConfig):
     worker_id: str
     host: str
-    device: Device
-    engine: Literal["torch", "mock"]
+    device: str
+    engine: str
     num_threads: int
     arena_bytes: int
     prefault_bytes: int
@@ -90,23 +90,17 @@ class WorkerConfig(ServiceConfig):
                 default=socket.gethostname(),
                 shown="host name",
             ),
-            device=cast(
-                Device,
-                env.choice(
-                    "BLITZ_WORKER_DEVICE",
-                    "This version refuses `cuda` with the torch engine.",
-                    ("cpu", "cuda"),
-                    default="cpu",
-                ),
+            device=env.choice(
+                "BLITZ_WORKER_DEVICE",
+                "This version refuses `cuda` with the torch engine.",
+                ("cpu", "cuda"),
+                default="cpu",
             ),
-            engine=cast(
-                Literal["torch", "mock"],
-                env.choice(
-                    "BLITZ_WORKER_ENGINE",
-                    "`mock` invents tokens and takes the times of `BLITZ_MOCK_*`, for tests and benchmarks.",
-                    ("torch", "mock"),
-                    default="torch",
-                ),
+            engine=env.choice(
+                "BLITZ_WORKER_ENGINE",
+                "`mock` invents tokens and takes the times of `BLITZ_MOCK_*`, for tests and benchmarks.",
+                tuple(ENGINES),
+                default=DEFAULT_ENGINE,
             ),
             num_threads=env.integer(
                 "BLITZ_WORKER_THREADS",

@@ -11,10 +11,10 @@ from shared.messages.codec import Message
 from shared.messages.common import (
     AtWorker,
     Count,
-    Device,
     ErrorInfo,
     Figure,
     InstanceState,
+    KindName,
     Role,
     Serving,
     SignedFigure,
@@ -77,8 +77,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     """New at every process start."""
     host: str
-    device: Device
-    engine: Literal["torch", "mock"]
+    device: KindName
+    engine: KindName
     transport_address: bytes
     """UCX worker address; peers connect to it."""
     arena_bytes: Count

@@ -109,7 +109,7 @@ def test_a_port_out_of_range_is_refused(tmp_path: Path) -> None:
 
 
 def test_cuda_is_refused_for_what_this_version_lacks_whatever_the_machine_has(tmp_path: Path) -> None:
-    with pytest.raises(StackRefused, match="this version has no GPU engine"):
+    with pytest.raises(StackRefused, match="the torch engine runs on cpu only"):
         preflight.check(config(tmp_path, device="cuda"))
     preflight.check(config(tmp_path, device="cuda", engine="mock"))
 

@@ -10,9 +10,9 @@ from typing import TypeVar
 from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.engine.base import Engine
+from services.worker.engine.kinds import EngineParts, engine_kind
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.loop import EngineLoop, PrefillListener, StepListener, StepOutput
-from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
 from services.worker.memory.arena import HostArena
@@ -21,14 +21,11 @@ from shared.aio import in_thread
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.plans import ChainMember, ScalePlan
-from shared.model_spec import DTYPE_BYTES
 from shared.profile import Profile
 from shared.profile_directory import ProfileDirectory
 
 M = TypeVar("M")
 
-MOCK_KV_BYTES = 24
-"""Least that the mock's KV takes per token and layer, however small the model is."""
 PREFAULT_STEP_BYTES = 1 << 30
 """About a second's worth: how late a stop may be noticed."""
 
@@ -59,6 +56,7 @@ class InstanceFactory:
         self._prefill_listener = prefill_listener
         self._step_listener = step_listener
         self._config = config
+        self._kind = engine_kind(config.engine)
         self._on_output = on_output
         self._on_failure = on_failure
         self._arena = _reserved(HostArena, config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
@@ -76,10 +74,10 @@ class InstanceFactory:
 
     async def warm_up(self) -> None:
         """What this process does once, before the first request could wait for it."""
-        if self._config.engine == "torch":
-            from services.worker.engine.warm_up import warm_up
-
-            await asyncio.gather(in_thread(warm_up), in_thread(self._kv.rest))
+        if self._kind.uses_kv_memory:
+            await asyncio.gather(in_thread(self._kind.warm_up), in_thread(self._kv.rest))
+        else:
+            await in_thread(self._kind.warm_up)
 
     async def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
         """An instance in state ``loading``, its engine bound to the places where the weights will be.
@@ -121,7 +119,7 @@ class InstanceFactory:
         The arena keeps its own: it may be registered with a NIC, and the next model arrives
         faster in pages that exist.
         """
-        await in_thread(self._kv.rest if self._config.engine == "torch" else self._kv.release)
+        await in_thread(self._kv.rest if self._kind.uses_kv_memory else self._kv.release)
 
 
 def make_engine(
@@ -135,19 +133,14 @@ def make_engine(
     # More blocks than every running request at full context could use would only cost lookups.
     most = config.max_running_requests * -(-layout.spec.max_position // config.block_size)
     num_blocks = min(num_blocks, most)
-    if config.engine == "mock":
-        return MockEngine(
-            num_layers=layout.num_layers,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            vocab_size=layout.spec.vocab_size,
-            timing=config.mock,
-            profile=profile,
-            faults=config.mock_faults,
-            hidden_bytes_per_token=layout.spec.hidden_size * DTYPE_BYTES[layout.spec.dtype],
-            kv_bytes_per_token_layer=max(MOCK_KV_BYTES, layout.spec.kv_bytes_per_token // layout.num_layers),
-        )
-    # Imported here, and by the process that has this engine at its start: PyTorch takes seconds.
-    from services.worker.engine.torch_engine import TorchEngine
-
-    return TorchEngine(layout, arena, kv, num_blocks=num_blocks, block_size=config.block_size)
+    parts = EngineParts(
+        layout=layout,
+        arena=arena,
+        kv=kv,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        profile=profile,
+        timing=config.mock,
+        faults=config.mock_faults,
+    )
+    return engine_kind(config.engine).make(parts)

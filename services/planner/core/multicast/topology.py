@@ -79,6 +79,11 @@ def build_topology(gpus: Iterable[Gpu], hosts: Iterable[Host] = (), *, multi_hos
     return draft.topology()
 
 
+def _typical(gbps: dict[str, float], device: str) -> float:
+    """Of a device that is not known here, the least."""
+    return gbps.get(device, min(gbps.values()))
+
+
 def topology_of(workers: Iterable[WorkerInfo]) -> Topology:
     """The topology of registered workers.
 
@@ -97,8 +102,8 @@ def topology_of(workers: Iterable[WorkerInfo]) -> Topology:
             host=w.host,
             domain=w.scale_up_domain or f"worker {w.worker_id}",
             nic=Nic(f"{w.nic or 'nic'} of {w.host}", w.leaf, w.nic_gbps),
-            scale_up_gbps=SCALE_UP_GBPS[w.device] if w.scale_up_gbps is None else w.scale_up_gbps,
-            host_link_gbps=HOST_LINK_GBPS[w.device] if w.host_link_gbps is None else w.host_link_gbps,
+            scale_up_gbps=_typical(SCALE_UP_GBPS, w.device) if w.scale_up_gbps is None else w.scale_up_gbps,
+            host_link_gbps=_typical(HOST_LINK_GBPS, w.device) if w.host_link_gbps is None else w.host_link_gbps,
         )
         disk = SSD_GBPS if w.ssd_gbps is None else w.ssd_gbps
         try:

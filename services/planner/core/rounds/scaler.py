@@ -250,7 +250,7 @@ class Scaler:
         """Instances of workers that are to be free."""
         workers = [w for w in view.workers if w.instance is not None and w.instance.model == going.model.name]
         names = ", ".join(record.worker.worker_id for record in going.leave)
-        why = f"{names} drained by hand; {instances_of(going.stay, going.role)} of {going.model.name} serve on"
+        why = f"{names} drained by hand; {instances_of(going.stay, going.role)} of {going.model.name} left"
         request = ScaleRequest(going.model.name, going.stay, moment.monotonic_s, why, role=going.role)
         decision = Decision(going.stay, going.stay, 0, (), going.leave)
         return Step(request, self._new_id("plan"), going.model, decision, workers)

@@ -1,0 +1,124 @@
+"""The engines that there are, by the name that a worker's configuration, its registration and profiles give.
+
+What an engine is made of is imported when it is made, or by a process that has it at its start: PyTorch takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from services.worker.engine.mock.settings import MockFaults, MockTiming
+from shared.errors import BadRequest
+from shared.model_spec import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from services.worker.engine.base import Engine
+    from services.worker.engine.kv_pool import KvPool
+    from services.worker.memory.arena import HostArena
+    from shared.layout import ArenaLayout
+    from shared.profile import Profile
+
+DEFAULT_ENGINE = "torch"
+MOCK_KV_BYTES = 24
+"""Least that the mock's KV takes per token and layer, however small the model is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine is made of."""
+
+    layout: ArenaLayout
+    arena: HostArena
+    kv: KvPool
+    num_blocks: int
+    block_size: int
+    profile: Profile | None = None
+    """What the mock plays, where ``timing`` says nothing."""
+    timing: MockTiming = field(default_factory=MockTiming)
+    faults: MockFaults = field(default_factory=MockFaults)
+
+
+def _nothing(_num_threads: int = 0) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """One of them."""
+
+    make: Callable[[EngineParts], Engine]
+    """Bound to the places where the weights are or will be."""
+    devices: tuple[str, ...]
+    """That it runs on in this version."""
+    modules: tuple[str, ...] = ()
+    """Modules that take long to import: a process does it at its start, not in the middle of the first load."""
+    set_threads: Callable[[int], None] = _nothing
+    """Of this process."""
+    warm_up: Callable[[], object] = _nothing
+    """What a process computes once, before the first request could wait for it."""
+    uses_kv_memory: bool = True
+    """Whether its KV is in the worker's pool. Else that is only counted."""
+
+
+def engine_kind(name: str) -> EngineKind:
+    """Raises ``BadRequest`` for one that there is not."""
+    kind = ENGINES.get(name)
+    if kind is None:
+        raise BadRequest(f"there is no engine {name!r}, but {', '.join(ENGINES)}")
+    return kind
+
+
+def check_device(engine: str, device: str, option: str) -> None:
+    """Raises ``BadRequest`` where this engine does not run. ``option``: that which says where."""
+    devices = engine_kind(engine).devices
+    if device not in devices:
+        raise BadRequest(f"{option}: in this version the {engine} engine runs on {' and '.join(devices)} only")
+
+
+def _make_torch(parts: EngineParts) -> Engine:
+    from services.worker.engine.torch_engine import TorchEngine
+
+    return TorchEngine(parts.layout, parts.arena, parts.kv, num_blocks=parts.num_blocks, block_size=parts.block_size)
+
+
+def _set_torch_threads(num_threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(num_threads)
+
+
+def _warm_up_torch() -> None:
+    from services.worker.engine import warm_up
+
+    warm_up.warm_up()
+
+
+def _make_mock(parts: EngineParts) -> Engine:
+    from services.worker.engine.mock.mock_engine import MockEngine
+
+    spec, num_layers = parts.layout.spec, parts.layout.num_layers
+    return MockEngine(
+        num_layers=num_layers,
+        num_blocks=parts.num_blocks,
+        block_size=parts.block_size,
+        vocab_size=spec.vocab_size,
+        timing=parts.timing,
+        profile=parts.profile,
+        faults=parts.faults,
+        hidden_bytes_per_token=spec.hidden_size * DTYPE_BYTES[spec.dtype],
+        kv_bytes_per_token_layer=max(MOCK_KV_BYTES, spec.kv_bytes_per_token // num_layers),
+    )
+
+
+ENGINES = {
+    "torch": EngineKind(
+        make=_make_torch,
+        devices=("cpu",),
+        modules=("torch", "services.worker.engine.warm_up"),
+        set_threads=_set_torch_threads,
+        warm_up=_warm_up_torch,
+    ),
+    "mock": EngineKind(make=_make_mock, devices=("cpu", "cuda"), uses_kv_memory=False),
+}

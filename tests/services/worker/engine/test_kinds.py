@@ -1,0 +1,60 @@
+"""The engines that there are, and who knows them by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import msgspec
+import pytest
+
+from compose.cli.options import EngineName
+from services.planner.core.multicast.topology import HOST_LINK_GBPS, SCALE_UP_GBPS, topology_of
+from services.worker.engine.kinds import DEFAULT_ENGINE, ENGINES, check_device, engine_kind
+from shared.errors import BadRequest
+from shared.messages.registry import WorkerInfo
+from tests.records import profile, worker
+
+
+def test_the_command_line_has_them_all() -> None:
+    assert set(get_args(EngineName)) == set(ENGINES)
+    assert DEFAULT_ENGINE in ENGINES
+
+
+def test_an_unknown_one_and_a_device_that_it_lacks_are_refused() -> None:
+    with pytest.raises(BadRequest, match="no engine 'vllm', but torch, mock"):
+        engine_kind("vllm")
+    with pytest.raises(BadRequest, match="--device cuda: in this version the torch engine runs on cpu only"):
+        check_device("torch", "cuda", "--device cuda")
+    check_device("mock", "cuda", "--device cuda")
+
+
+def test_knowing_their_names_takes_no_torch() -> None:
+    found = "import sys, services.worker.engine.kinds; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", found], check=True)
+
+
+@pytest.mark.parametrize("changes", [{"engine": "of-a-later-version"}, {"device": "tpu-v9"}])
+def test_what_is_registered_may_be_of_a_later_version(changes: dict[str, str]) -> None:
+    info = msgspec.structs.replace(worker("w"), **changes)
+    assert msgspec.json.decode(msgspec.json.encode(info), type=WorkerInfo) == info
+    known = msgspec.structs.replace(profile(), **changes)
+    assert msgspec.json.decode(msgspec.json.encode(known), type=type(known)) == known
+
+
+def test_links_of_a_device_that_is_not_known_are_taken_for_slow() -> None:
+    unknown = msgspec.structs.replace(
+        worker("w"), device="tpu-v9", scale_up_gbps=None, host_link_gbps=None, scale_up_domain="domain"
+    )
+    topology = topology_of([unknown])
+    assert not topology.refused
+    assert topology.gpus["w"].host_link_gbps == min(HOST_LINK_GBPS.values())
+    assert topology.gpus["w"].scale_up_gbps == min(SCALE_UP_GBPS.values())
+
+
+@pytest.mark.parametrize("name", ["", "a" * 65, "Torch", "mo ck", "mock\n", "\x1b[31m"])
+def test_a_name_that_is_none_is_no_registration(name: str) -> None:
+    info = msgspec.structs.replace(worker("w"), engine=name)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(msgspec.json.encode(info), type=WorkerInfo)
