@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.layout import layout_of
-from shared.model_spec import parse_config
+from shared.models.families import parse_config
 
 NAME = "demo"
 _SEED = 20250707

@@ -20,7 +20,8 @@ from typing import Any
 from shared.errors import BadCheckpoint, CheckpointChanged
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.registry import FileDigest
-from shared.model_spec import ModelSpec, parse_config
+from shared.model_spec import ModelSpec
+from shared.models.families import parse_config
 from shared.safetensors_header import WEIGHT_DTYPES, TensorEntry, read_header
 
 __all__ = [

@@ -1,13 +1,7 @@
 """Where each weight lies in a model's arena: the manifest without its checksums.
 
-The arena holds one *unit* after another: the decoder layers in order, then the embedding,
-then the final norm with the head (which load last: they are bytes without much compute).
-Fused projections are laid out fused, so that tensors are plain views:
-
-    layer    input_norm [H], qkv [(Hq+2·Hkv)·D, H], (qkv_bias [(Hq+2·Hkv)·D]), o [H, Hq·D],
-             post_norm [H], gate_up [2·I, H], down [H, I]
-    embed    embed [V, H]
-    final    norm [H], (head [V, H] unless tied)
+The arena holds one *unit* after another: the decoder layers in order, then the embedding, then what comes behind the
+last layer. Which tensors a unit has is said by the model's family (``shared.models``).
 
 The layout follows from the spec alone, the dtype that is served included: two workers with equal
 ``ArenaLayout.hash`` can exchange bytes. No setting of a worker enters.
@@ -23,6 +17,8 @@ from typing import Literal
 import msgspec
 
 from shared.model_spec import DTYPE_BYTES, ModelSpec
+from shared.models.families import family_of
+from shared.models.family import Row
 
 ALIGN_BYTES = 4096
 """Units start at multiples of this (a page; UCX and direct I/O like it)."""
@@ -91,6 +87,21 @@ class ArenaLayout:
         return self.spec.num_layers
 
     @property
+    def num_heads(self) -> int:
+        """Query heads that a holder of this layout computes."""
+        return self.spec.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads of which it has KV."""
+        return self.spec.num_kv_heads
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return self.spec.kv_bytes_per_token
+
+    @property
     def embed(self) -> Unit:
         return self.units[self.spec.num_layers]
 
@@ -103,36 +114,7 @@ def _align(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
-_Row = tuple[str, tuple[int, ...], tuple[tuple[str, int], ...]]
-"""Slot name, shape, and (checkpoint tensor, rows) in order."""
-
-
-def _layer_rows(spec: ModelSpec, index: int) -> list[_Row]:
-    prefix = f"model.layers.{index}."
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv_rows = q_rows + 2 * kv_rows
-    projections = (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
-    rows: list[_Row] = [
-        ("input_norm", (hidden,), ((f"{prefix}input_layernorm.weight", hidden),)),
-        ("qkv", (qkv_rows, hidden), tuple((f"{prefix}self_attn.{p}.weight", n) for p, n in projections)),
-    ]
-    if spec.qkv_bias:
-        rows.append(("qkv_bias", (qkv_rows,), tuple((f"{prefix}self_attn.{p}.bias", n) for p, n in projections)))
-    rows += [
-        ("o", (hidden, q_rows), ((f"{prefix}self_attn.o_proj.weight", hidden),)),
-        ("post_norm", (hidden,), ((f"{prefix}post_attention_layernorm.weight", hidden),)),
-        (
-            "gate_up",
-            (2 * inner, hidden),
-            ((f"{prefix}mlp.gate_proj.weight", inner), (f"{prefix}mlp.up_proj.weight", inner)),
-        ),
-        ("down", (hidden, inner), ((f"{prefix}mlp.down_proj.weight", hidden),)),
-    ]
-    return rows
-
-
-def _unit(kind: UnitKind, index: int, offset: int, rows: list[_Row], item_bytes: int) -> Unit:
+def _unit(kind: UnitKind, index: int, offset: int, rows: list[Row], item_bytes: int) -> Unit:
     slots, cursor = [], offset
     for name, shape, pieces in rows:
         cursor = _align(cursor, TENSOR_ALIGN_BYTES)
@@ -147,21 +129,17 @@ def _unit(kind: UnitKind, index: int, offset: int, rows: list[_Row], item_bytes:
 
 
 def layout_of(spec: ModelSpec) -> ArenaLayout:
-    """The arena layout of a model (tensor-parallel degree 1)."""
+    """The arena layout of a model (tensor-parallel degree 1). Raises ``BadCheckpoint`` for an unknown family."""
+    family = family_of(spec.architecture)
     item_bytes = DTYPE_BYTES[spec.dtype]
     units: list[Unit] = []
     offset = 0
     for index in range(spec.num_layers):
-        units.append(_unit("layer", index, offset, _layer_rows(spec, index), item_bytes))
+        units.append(_unit("layer", index, offset, family.layer(spec, index), item_bytes))
         offset += units[-1].num_bytes
-    table = (spec.vocab_size, spec.hidden_size)
-    embed: list[_Row] = [("embed", table, (("model.embed_tokens.weight", spec.vocab_size),))]
-    units.append(_unit("embed", 0, offset, embed, item_bytes))
+    units.append(_unit("embed", 0, offset, family.embed(spec), item_bytes))
     offset += units[-1].num_bytes
-    final: list[_Row] = [("norm", (spec.hidden_size,), (("model.norm.weight", spec.hidden_size),))]
-    if not spec.tied_embeddings:
-        final.append(("head", table, (("lm_head.weight", spec.vocab_size),)))
-    units.append(_unit("final", 0, offset, final, item_bytes))
+    units.append(_unit("final", 0, offset, family.final(spec), item_bytes))
     offset += units[-1].num_bytes
     described = [
         (unit.kind, unit.index, unit.offset, unit.num_bytes, [(s.name, s.shape, s.offset) for s in unit.slots])

@@ -62,7 +62,7 @@ def load_engine(checkpoint: Checkpoint, num_blocks: int) -> TorchEngine:
     """The engine with all of the checkpoint's weights."""
     layout = checkpoint.layout
     arena = HostArena(layout.num_bytes)
-    pool = KvPool(kv_pool_bytes(layout.spec, BLOCK_SIZE, num_blocks))
+    pool = KvPool(kv_pool_bytes(layout, BLOCK_SIZE, num_blocks))
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)
     return TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)

@@ -97,7 +97,7 @@ def _random_engine(settings: EngineBenchSettings, logits: Logits) -> _TimedEngin
             else:
                 weights.normal_(0.0, HEAD_STD[logits] if slot.name == "head" else WEIGHT_STD)
     num_blocks = settings.sampling_batch_size * settings.blocks_per_request
-    pool = KvPool(kv_pool_bytes(spec, BLOCK_SIZE, num_blocks))
+    pool = KvPool(kv_pool_bytes(layout, BLOCK_SIZE, num_blocks))
     return _TimedEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 

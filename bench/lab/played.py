@@ -17,7 +17,8 @@ import msgspec
 from bench.lab.checkpoint import EMBEDDED_TOKENS, write_checkpoint
 from compose.demo_model import demo_config
 from shared.checkpoint import inspect_checkpoint
-from shared.model_spec import ModelSpec, parse_config
+from shared.model_spec import ModelSpec
+from shared.models.families import parse_config
 from shared.profile import Profile, program_version, write_profile
 
 PAPER_NIC_GBPS = 100.0

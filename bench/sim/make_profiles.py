@@ -24,7 +24,7 @@ import msgspec
 import typer
 
 from bench.sim.architectures import CONFIGS, weights_bytes
-from shared.model_spec import parse_config
+from shared.models.families import parse_config
 from shared.profile import (
     DecodeFit,
     DecodePoint,

@@ -20,7 +20,8 @@ from bench.sim.loading import Weights
 from shared.errors import BadProfile, BadRequest
 from shared.layout import layout_of
 from shared.messages.registry import ModelRecord
-from shared.model_spec import DTYPE_BYTES, ModelSpec, parse_config
+from shared.model_spec import DTYPE_BYTES, ModelSpec
+from shared.models.families import parse_config
 from shared.profile import Profile, read_profile
 
 

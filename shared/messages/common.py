@@ -51,7 +51,7 @@ def is_scaled_by_load(serving: Serving, role: Role) -> bool:
 
 
 InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]
-KindName = Annotated[str, Meta(pattern=r"\A[a-z0-9_.-]{1,64}\Z")]
+KindName = Annotated[str, Meta(min_length=1, max_length=64)]
 """Of an engine or a device. Text, for others may know more of them than a reader does; who needs to know one checks."""
 LivePolicy = Literal["zigzag", "best_effort", "overlap", "stop_the_world"]
 """``shared.zigzag.queue.Policy``, by value."""

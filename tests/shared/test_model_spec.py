@@ -10,7 +10,8 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from shared.errors import BadCheckpoint
-from shared.model_spec import ARCHITECTURES, Llama3Rope, ModelSpec, parse_config
+from shared.model_spec import Llama3Rope, ModelSpec
+from shared.models.families import BY_ARCHITECTURE, parse_config
 from tests.checkpoints import KINDS, tiny_checkpoint
 
 LLAMA: dict[str, Any] = {
@@ -77,7 +78,7 @@ def _keys(architecture: str) -> set[str]:
     return noted.read - {"architectures"}
 
 
-CASES = [(architecture, key) for architecture in ARCHITECTURES for key in sorted(_keys(architecture))]
+CASES = [(architecture, key) for architecture in BY_ARCHITECTURE for key in sorted(_keys(architecture))]
 NO_DEFAULT = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 """Whatever lacks one of these is no config that anybody wrote: it is refused."""
 NUMERIC = [

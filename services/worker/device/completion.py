@@ -60,7 +60,7 @@ class Stream(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class DeviceStreams:
     """Of a worker. Order holds within each; between two it is whoever waits for a completion that makes it."""
 
     compute: Stream
@@ -114,4 +114,4 @@ def combined(*parts: Completion[Any]) -> Completion[tuple[Any, ...]]:
     return Combined(parts)
 
 
-HOST_STREAMS = Streams(HostStream(), HostStream(), HostStream())
+HOST_STREAMS = DeviceStreams(HostStream(), HostStream(), HostStream())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from services.worker.memory.arena import HUGE_PAGE_BYTES, HostMemory
 from shared.errors import BadRequest
-from shared.model_spec import ModelSpec
+from shared.layout import ArenaLayout
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +48,14 @@ class KvCache:
             self.v[layer].flatten(0, 1).index_copy_(0, slots, values)
 
 
-def kv_block_bytes(spec: ModelSpec, block_size: int) -> int:
+def kv_block_bytes(layout: ArenaLayout, block_size: int) -> int:
     """Bytes of one block over all layers, K and V."""
-    return spec.kv_bytes_per_token * block_size
+    return layout.kv_bytes_per_token * block_size
 
 
-def kv_pool_bytes(spec: ModelSpec, block_size: int, num_blocks: int) -> int:
+def kv_pool_bytes(layout: ArenaLayout, block_size: int, num_blocks: int) -> int:
     """Capacity of a pool that holds ``num_blocks`` blocks: them, and the alignment of K and V of each layer."""
-    return num_blocks * kv_block_bytes(spec, block_size) + 2 * spec.num_layers * _ALIGN_BYTES
+    return num_blocks * kv_block_bytes(layout, block_size) + 2 * layout.num_layers * _ALIGN_BYTES
 
 
 SPARE_BYTES = 64 << 20
@@ -72,17 +72,17 @@ class KvPool(HostMemory):
         self.release()
         self.populate(0, min(SPARE_BYTES, self.capacity_bytes))
 
-    def num_blocks(self, spec: ModelSpec, block_size: int) -> int:
+    def num_blocks(self, layout: ArenaLayout, block_size: int) -> int:
         """How many blocks of that size fit."""
-        usable_bytes = self.capacity_bytes - kv_pool_bytes(spec, block_size, 0)
-        return max(0, usable_bytes) // kv_block_bytes(spec, block_size)
+        usable_bytes = self.capacity_bytes - kv_pool_bytes(layout, block_size, 0)
+        return max(0, usable_bytes) // kv_block_bytes(layout, block_size)
 
-    def view(self, spec: ModelSpec, block_size: int, num_blocks: int | None = None) -> KvCache:
+    def view(self, layout: ArenaLayout, block_size: int, num_blocks: int | None = None) -> KvCache:
         """The pool as pages of a model, zeroed: what another model left could read as NaN.
 
         ``num_blocks`` limits them. Raises ``BadRequest`` if they do not fit.
         """
-        fitting = self.num_blocks(spec, block_size)
+        fitting = self.num_blocks(layout, block_size)
         if num_blocks is None:
             num_blocks = fitting
         if not 0 < num_blocks <= fitting:
@@ -92,11 +92,12 @@ class KvPool(HostMemory):
         from services.worker.memory.dtypes import TORCH_DTYPES
 
         self.release()
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        spec = layout.spec
+        shape = (num_blocks, block_size, layout.num_kv_heads, spec.head_dim)
         dtype = TORCH_DTYPES[spec.dtype]
-        region_bytes = kv_block_bytes(spec, block_size) // (2 * spec.num_layers) * num_blocks
+        region_bytes = kv_block_bytes(layout, block_size) // (2 * layout.num_layers) * num_blocks
         region_bytes = -(-region_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        pages = [self.tensor_at(i * region_bytes, shape, dtype) for i in range(2 * spec.num_layers)]
+        pages = [self.tensor_at(i * region_bytes, shape, dtype) for i in range(2 * layout.num_layers)]
         return KvCache(tuple(pages[0::2]), tuple(pages[1::2]), num_blocks, block_size)
 
     def blocks_in_pages_of(self, cache: KvCache, num_blocks: int) -> int:

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.device.completion import HOST_STREAMS, Completion, Streams
-from services.worker.engine.attention.backend import AttentionBackend
-from services.worker.engine.attention.torch_cpu import TorchAttention
+from services.worker.device.completion import HOST_STREAMS, Completion, DeviceStreams
+from services.worker.engine.attention.kinds import attention_backend
 from services.worker.engine.forward_batch import ForwardBatch, RowOf, SampledSteps
 from services.worker.engine.handoff import (
     Bytes,
@@ -25,7 +24,7 @@ from services.worker.engine.handoff import (
     slots_of,
 )
 from services.worker.engine.kv_pool import KvPool
-from services.worker.engine.model import DecoderModel, Placement
+from services.worker.engine.models.forward import Placement, forward_of
 from services.worker.engine.rope import inverse_frequencies, rotation
 from services.worker.engine.sampler import sample_rows
 from services.worker.engine.token_counts import TokenCounts
@@ -77,18 +76,19 @@ class TorchEngine:
         *,
         num_blocks: int | None = None,
         block_size: int = 16,
-        attention: AttentionBackend | None = None,
-        streams: Streams = HOST_STREAMS,
+        attention: str = "torch-cpu",
+        streams: DeviceStreams = HOST_STREAMS,
     ) -> None:
         spec = layout.spec
         if layout.num_bytes > arena.capacity_bytes:
             raise BadRequest(f"model of {layout.num_bytes} bytes does not fit an arena of {arena.capacity_bytes}")
         self._streams = streams
         self._kv_pool = kv_pool
-        self.cache = kv_pool.view(spec, block_size, num_blocks)
+        self.cache = kv_pool.view(layout, block_size, num_blocks)
         """The pages that it writes KV into."""
-        self._attention = attention or TorchAttention(spec, block_size)
-        self._model = DecoderModel(layout, arena, self.cache, self._attention)
+        self._attention = attention_backend(attention)(layout, block_size)
+        self._model = forward_of(layout, arena, self.cache, self._attention)
+        self._spec = spec
         self._steps = SampledSteps()
         self._inv_freq = inverse_frequencies(spec)
         self._dtype = TORCH_DTYPES[spec.dtype]
@@ -97,7 +97,7 @@ class TorchEngine:
         self.block_size = block_size
         self.prepared_blocks = kv_pool.blocks_in_pages_of(self.cache, -(-PREPARED_TOKENS // block_size))
         self.hidden_bytes_per_token = spec.hidden_size * self._dtype.itemsize
-        self.kv_bytes_per_token_layer = spec.kv_bytes_per_token // spec.num_layers
+        self.kv_bytes_per_token_layer = layout.kv_bytes_per_token // layout.num_layers
 
     def prepare(self, first: int, last: int) -> None:
         """See ``Engine``. Commits their memory."""
@@ -118,7 +118,7 @@ class TorchEngine:
 
     def _ids(self, token_ids: Sequence[int]) -> torch.Tensor:
         ids = np.asarray(token_ids, dtype=np.int64)
-        check_tokens(ids, self._model.spec.vocab_size)
+        check_tokens(ids, self._spec.vocab_size)
         return torch.from_numpy(ids)
 
     @torch.inference_mode()
@@ -130,7 +130,7 @@ class TorchEngine:
         check_next_layer(next_layer, self.num_layers)
         check_batch(batch, self.block_size)
         flat = host_bytes(hidden, batch.num_tokens * self.hidden_bytes_per_token, "hidden states")
-        hidden_size = self._model.spec.hidden_size
+        hidden_size = self._spec.hidden_size
         return self._streams.compute.run(
             lambda: self._begin(batch, self._tensor(flat).view(-1, hidden_size), next_layer)
         )

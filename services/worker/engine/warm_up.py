@@ -57,7 +57,7 @@ def _run(dtype: Dtype) -> int:
     )
     layout = layout_of(spec)
     arena = HostArena(layout.num_bytes)  # zeros: so are the logits, and no number on the way is odd
-    pool = KvPool(kv_pool_bytes(spec, BLOCK_SIZE, NUM_BLOCKS))
+    pool = KvPool(kv_pool_bytes(layout, BLOCK_SIZE, NUM_BLOCKS))
     engine = TorchEngine(layout, arena, pool, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     # Prompts in chunks: with and without a prefix; then decodes, alone and together.
     config = SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, prefill_chunk_tokens=24)

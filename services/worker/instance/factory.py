@@ -127,7 +127,7 @@ def make_engine(
 ) -> Engine:
     """The engine that is configured, over the weights that are or will be in the arena. ``profile``: what the mock
     plays. Raises ``BadCheckpoint`` where not even one KV block fits."""
-    num_blocks = kv.num_blocks(layout.spec, config.block_size)
+    num_blocks = kv.num_blocks(layout, config.block_size)
     if num_blocks < 1:
         raise BadCheckpoint(f"a KV block of this model does not fit {config.kv_bytes} bytes: raise BLITZ_WORKER_KV_MIB")
     # More blocks than every running request at full context could use would only cost lookups.

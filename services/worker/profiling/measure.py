@@ -74,7 +74,7 @@ def measure(
     loads += _from_host(copy, effort, say, clock)
 
     say("preparing the engine")
-    wanted_bytes = kv_pool_bytes(spec, config.block_size, -(-_most_tokens(effort) // config.block_size))
+    wanted_bytes = kv_pool_bytes(layout, config.block_size, -(-_most_tokens(effort) // config.block_size))
     engine = make_engine(config, layout, arena, KvPool(min(config.kv_bytes, wanted_bytes)))
     engine.prepare(0, engine.num_blocks)
     rig = Rig(engine, spec.vocab_size, clock)

@@ -8,7 +8,7 @@ import pytest
 
 from bench.sim.architectures import CONFIGS, num_parameters, weights_bytes
 from bench.sim.make_profiles import CASES, KV_SHARE, MEMORY_BYTES, PROFILES, Case
-from shared.model_spec import parse_config
+from shared.models.families import parse_config
 from shared.profile import Profile, read_profile
 
 PARAMETERS = {"llama-3-8b": 8_030_261_248, "mistral-24b": 23_572_403_200, "qwen2.5-72b": 72_706_203_648}

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from services.planner.core.multicast.explain import MAX_EDGES, MAX_NAMES, shortened
+from shared.errors import BadCheckpoint
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import LiveChoice, LivePolicy
 from shared.messages.live import ZigzagAssignment
 from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.registry import WorkerRecord
+from shared.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,10 @@ def zigzag_assignments(
     pairs = tuple(pairs)
     if not pairs:
         return ()
-    layout = layout_of(plan.model.spec)
+    layout = _known_layout(plan.model.spec)
+
+    def ready_s(first_s: float, finish_s: float) -> tuple[float, ...]:
+        return layers_ready_s(layout, first_s, finish_s - first_s) if finish_s and layout is not None else ()
 
     def assignment(pair: Pair) -> ZigzagAssignment:
         finish_s = predicted_s.get(pair.target, 0.0)
@@ -196,7 +201,9 @@ def zigzag_assignments(
             target=plan.member(pair.target),
             policy=policy,
             why=pair.why,
-            layers_ready_s=layers_ready_s(layout, first_s, finish_s - first_s) if finish_s else (),
+            layers_ready_s=layers_ready_s(layout, first_s, finish_s - first_s)
+            if finish_s and layout is not None
+            else (),
             loaded_s=finish_s,
             slo_tbt_s=plan.model.slo_tbt_s or slo_tbt_s,
             valid_s=plan.give_up_s,
@@ -204,6 +211,14 @@ def zigzag_assignments(
         )
 
     return tuple([assignment(pair) for pair in pairs])
+
+
+def _known_layout(spec: ModelSpec) -> ArenaLayout | None:
+    """None for a model of a later version's family: then no times are told."""
+    try:
+        return layout_of(spec)
+    except BadCheckpoint:
+        return None
 
 
 def layers_ready_s(layout: ArenaLayout, start_s: float, finish_s: float) -> tuple[float, ...]:

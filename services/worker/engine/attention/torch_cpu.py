@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.worker.engine.kernels import CAST_DTYPES
 from services.worker.memory.dtypes import TORCH_DTYPES
-from shared.model_spec import ModelSpec
+from shared.layout import ArenaLayout
 
 QUERY_TILE_TOKENS = 256
 """Prefill queries behind a prefix are taken in tiles: a mask is [tile, keys], not [queries, keys]."""
@@ -108,9 +108,10 @@ def _by_length(decodes: Sequence[_Decode]) -> list[list[_Decode]]:
 class TorchAttention:
     """``AttentionBackend`` for the CPU, in any of the model's dtypes."""
 
-    def __init__(self, spec: ModelSpec, block_size: int) -> None:
-        self._num_kv_heads = spec.num_kv_heads
-        self._group = spec.num_heads // spec.num_kv_heads
+    def __init__(self, layout: ArenaLayout, block_size: int) -> None:
+        spec = layout.spec
+        self._num_kv_heads = layout.num_kv_heads
+        self._group = layout.num_heads // layout.num_kv_heads
         self._head_dim = spec.head_dim
         self._window = spec.sliding_window
         self._block_size = block_size

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.device.completion import HOST_STREAMS, Completion, Streams
+from services.worker.device.completion import HOST_STREAMS, Completion, DeviceStreams
 from services.worker.engine.forward_batch import ForwardBatch, RowOf, SampledSteps
 from services.worker.engine.handoff import (
     check_batch,
@@ -98,7 +98,7 @@ class MockEngine:
         hidden_bytes_per_token: int = 64,
         kv_bytes_per_token_layer: int = 64,
         sleep: Callable[[float], None] | None = None,
-        streams: Streams = HOST_STREAMS,
+        streams: DeviceStreams = HOST_STREAMS,
     ) -> None:
         if hidden_bytes_per_token < HIDDEN_MIN_BYTES:
             raise ValueError(

@@ -63,7 +63,7 @@ def loaded_engine(
     checkpoint = inspect_checkpoint(tiny_checkpoint(kind, dtype=dtype, sharded=sharded), with_hash=False)
     layout = checkpoint.layout
     arena = HostArena(layout.num_bytes)
-    pool = KvPool(kv_pool_bytes(layout.spec, block_size, num_blocks))
+    pool = KvPool(kv_pool_bytes(layout, block_size, num_blocks))
     engine = TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=block_size)
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)

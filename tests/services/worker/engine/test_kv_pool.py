@@ -16,22 +16,21 @@ from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HUGE_PAGE_BYTES, HostArena
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest
-from shared.layout import layout_of
+from shared.layout import ArenaLayout
 from shared.messages.generation import SamplingParams
-from shared.model_spec import ModelSpec
 from tests.checkpoints import tiny_checkpoint
 
 
-def _spec(kind: str = "mistral") -> ModelSpec:
-    return inspect_checkpoint(tiny_checkpoint(kind), with_hash=False).spec
+def _layout(kind: str = "mistral") -> ArenaLayout:
+    return inspect_checkpoint(tiny_checkpoint(kind), with_hash=False).layout
 
 
 def test_pages_of_all_layers_lie_apart_inside_of_the_buffer() -> None:
-    spec, pool = _spec(), KvPool(1 << 20)
-    cache = pool.view(spec, 8)
-    assert cache.num_blocks == pool.num_blocks(spec, 8) > 0
+    layout, pool = _layout(), KvPool(1 << 20)
+    cache = pool.view(layout, 8)
+    assert cache.num_blocks == pool.num_blocks(layout, 8) > 0
     for number, pages in enumerate((*cache.k, *cache.v), start=1):
-        assert pages.shape == (cache.num_blocks, 8, spec.num_kv_heads, spec.head_dim)
+        assert pages.shape == (cache.num_blocks, 8, layout.num_kv_heads, layout.spec.head_dim)
         assert pool.address <= pages.data_ptr() <= pool.address + pool.capacity_bytes - pages.nbytes
         pages.fill_(number)
     for number, pages in enumerate((*cache.k, *cache.v), start=1):
@@ -39,31 +38,31 @@ def test_pages_of_all_layers_lie_apart_inside_of_the_buffer() -> None:
 
 
 def test_nearly_all_of_the_buffer_is_blocks() -> None:
-    spec, pool = _spec(), KvPool(8 << 20)
-    assert pool.num_blocks(spec, 16) * kv_block_bytes(spec, 16) > 0.99 * pool.capacity_bytes
+    layout, pool = _layout(), KvPool(8 << 20)
+    assert pool.num_blocks(layout, 16) * kv_block_bytes(layout, 16) > 0.99 * pool.capacity_bytes
 
 
 def test_a_new_view_starts_from_zeros_at_the_same_address() -> None:
     pool = KvPool(1 << 20)
     address = pool.address
-    pool.view(_spec(), 16).k[0].fill_(float("nan"))
-    assert not pool.view(_spec("llama"), 16).k[0].any()
+    pool.view(_layout(), 16).k[0].fill_(float("nan"))
+    assert not pool.view(_layout("llama"), 16).k[0].any()
     assert pool.address == address
 
 
 @pytest.mark.parametrize("kind", ["mistral", "llama"])
 @pytest.mark.parametrize("num_blocks", [1, 7, 200])
 def test_a_pool_made_for_so_many_blocks_holds_them(kind: str, num_blocks: int) -> None:
-    spec = _spec(kind)
-    pool = KvPool(kv_pool_bytes(spec, 16, num_blocks))
-    assert pool.num_blocks(spec, 16) == num_blocks
-    assert pool.view(spec, 16, num_blocks).v[-1].shape[0] == num_blocks
+    layout = _layout(kind)
+    pool = KvPool(kv_pool_bytes(layout, 16, num_blocks))
+    assert pool.num_blocks(layout, 16) == num_blocks
+    assert pool.view(layout, 16, num_blocks).v[-1].shape[0] == num_blocks
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 10_000])
 def test_blocks_that_do_not_fit_are_refused(num_blocks: int) -> None:
     with pytest.raises(BadRequest, match="blocks"):
-        KvPool(1 << 20).view(_spec(), 16, num_blocks)
+        KvPool(1 << 20).view(_layout(), 16, num_blocks)
 
 
 def _committed(tensor: torch.Tensor) -> bool:
@@ -76,9 +75,9 @@ def _committed(tensor: torch.Tensor) -> bool:
 
 
 def test_the_first_blocks_of_every_layer_can_be_committed_without_a_change_to_what_is_there() -> None:
-    spec = _spec()
-    pool = KvPool(kv_pool_bytes(spec, 16, 40_000))
-    cache = pool.view(spec, 16)
+    layout = _layout()
+    pool = KvPool(kv_pool_bytes(layout, 16, 40_000))
+    cache = pool.view(layout, 16)
     for pages in (*cache.k, *cache.v):
         assert not _committed(pages[:30])
         pages[0, 0] = 7
@@ -92,9 +91,9 @@ def test_the_first_blocks_of_every_layer_can_be_committed_without_a_change_to_wh
 
 @pytest.mark.parametrize("num_blocks", [1, 100, 10_000])
 def test_the_blocks_in_the_pages_of_the_first_ones_are_whole_pages_of_the_fullest_layer(num_blocks: int) -> None:
-    spec = _spec()
-    pool = KvPool(kv_pool_bytes(spec, 16, 40_000))
-    cache = pool.view(spec, 16)
+    layout = _layout()
+    pool = KvPool(kv_pool_bytes(layout, 16, 40_000))
+    cache = pool.view(layout, 16)
     found = pool.blocks_in_pages_of(cache, num_blocks)
     assert found >= num_blocks
     ends = [pages[found - 1].data_ptr() + pages[0].nbytes for pages in (*cache.k, *cache.v)]
@@ -107,17 +106,17 @@ def test_the_blocks_in_the_pages_of_the_first_ones_are_whole_pages_of_the_fulles
 
 def test_a_pool_that_rests_keeps_some_memory_and_the_next_view_starts_from_zeros() -> None:
     pool = KvPool(2 * SPARE_BYTES)
-    pool.view(_spec(), 16).v[-1].fill_(7)
+    pool.view(_layout(), 16).v[-1].fill_(7)
     pool.rest()
     kept = torch.from_numpy(pool.bytes)
     assert _committed(kept[:SPARE_BYTES])
     assert not _committed(kept[SPARE_BYTES : 2 * SPARE_BYTES])
     kept[0] = 7
-    assert not pool.view(_spec(), 16).k[0].any()
+    assert not pool.view(_layout(), 16).k[0].any()
 
 
 def test_sixteen_prompts_touch_no_memory_but_what_was_prepared() -> None:
-    layout, pool = layout_of(_spec("llama")), KvPool(256 << 20)
+    layout, pool = _layout("llama"), KvPool(256 << 20)
     engine = TorchEngine(layout, HostArena(layout.num_bytes), pool)
     config = SchedulerConfig(
         num_blocks=engine.num_blocks, block_size=engine.block_size, prepared_blocks=engine.prepared_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from services.planner.core.live.pairs import Pair, layers_ready_s, zigzag_assignments
@@ -61,6 +62,12 @@ def test_an_assignment_names_both_members_and_their_plan() -> None:
     assert made.valid_s == 60.0
     assert made.loaded_s == 10.0
     assert len(made.layers_ready_s) == MODEL.spec.num_layers
+
+
+def test_of_a_model_of_a_later_versions_family_no_times_are_told() -> None:
+    unknown = msgspec.structs.replace(MODEL.spec, architecture="MambaForCausalLM")
+    (made,) = assignments(msgspec.structs.replace(MODEL, spec=unknown), w2=10.0)
+    assert (made.loaded_s, made.layers_ready_s) == (10.0, ())
 
 
 def test_a_models_own_objective_counts() -> None:
