@@ -289,8 +289,9 @@ def test_redis_without_its_volume_and_with_a_backup(kubernetes: KubernetesDeploy
     eventually_sync(lambda: "aof_rewrite_in_progress:0" in kubernetes.redis("INFO", "persistence"))
     backup = CACHE / "registry.tar"
     with backup.open("wb") as file:
-        tar = ["docker", "exec", redis.container, "tar", "-C", "/data", "-cf", "-", "appendonlydir"]
-        subprocess.run(tar, stdout=file, check=True)
+        copy = "cd /data && rm -rf backup && mkdir backup && cp -R appendonlydir backup && "
+        tar = "tar -C backup -cf - appendonlydir"
+        subprocess.run(["docker", "exec", redis.container, "sh", "-c", copy + tar], stdout=file, check=True)
     kubernetes.redis("CONFIG", "SET", "auto-aof-rewrite-percentage", "100")
     with undisturbed_streams(kubernetes):
         cluster.scale("redis", 0)

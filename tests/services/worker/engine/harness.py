@@ -107,6 +107,6 @@ def greedy(engine: TorchEngine, sequences: Sequence[DrivenSequence], num_tokens:
     while running := [s for s in sequences if len(s.tokens) < goals[s.sequence_id]]:
         slices = [s.next_slice(chunk) for s in running]
         logits = compute(engine, slices)
-        sampling = [s for s, piece in zip(running, slices, strict=True) if piece.sample]
+        sampling = [s for s, piece in zip(running, slices, strict=True) if piece.row is not None]
         for sequence, token in zip(sampling, logits.argmax(-1).tolist(), strict=True):
             sequence.tokens.append(token)

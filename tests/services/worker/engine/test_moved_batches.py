@@ -317,7 +317,7 @@ def test_hidden_states_of_another_size_and_batches_without_room_are_refused(kind
     with pytest.raises(BadRequest, match="without slices"):
         engine.resume(forward(), hidden[:0], next_layer=0).result()
     first, second = batch.slices
-    short = slice_of(9, prompt_of(1), 0, first.block_table[:1])
+    short = slice_of(9, prompt_of(20), 0, first.block_table[:1])
     with pytest.raises(BadRequest, match="sequence 9: 20 tokens up to position 20 in 1 blocks"):
         engine.resume(forward(short, second), hidden, next_layer=0).result()
 
