@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
@@ -22,7 +23,10 @@ _CLOSE_S = 2.0
 class MemoryFabric:
     """What joins memory transports: addresses, the rate of the wire, and the power to kill a peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, mailbox: Callable[[], Mailbox] | None = None) -> None:
+        """``mailbox``: whoever runs the commands of one that it makes does a transport's work; by default each has a
+        thread for that."""
+        self._mailbox = mailbox
         self._transports: dict[bytes, MemoryTransport] = {}
         self._next_id = 1
         self.bytes_per_s: float | None = None
@@ -31,7 +35,8 @@ class MemoryFabric:
         """A new transport on this fabric. ``max_unclaimed``: messages kept for a receive not posted yet."""
         address = f"memory:{name}:{self._next_id}".encode()
         self._next_id += 1
-        transport = self._transports[address] = MemoryTransport(self, address, name, max_unclaimed)
+        mailbox = None if self._mailbox is None else self._mailbox()
+        transport = self._transports[address] = MemoryTransport(self, address, name, max_unclaimed, mailbox)
         return transport
 
     def find(self, address: bytes) -> MemoryTransport | None:
@@ -93,7 +98,9 @@ class MemoryChannel:
 class MemoryTransport:
     """A ``TensorTransport``; make it with ``MemoryFabric.start``."""
 
-    def __init__(self, fabric: MemoryFabric, address: bytes, name: str, max_unclaimed: int) -> None:
+    def __init__(
+        self, fabric: MemoryFabric, address: bytes, name: str, max_unclaimed: int, mailbox: Mailbox | None = None
+    ) -> None:
         self._fabric = fabric
         self._address = address
         self._name = name
@@ -107,10 +114,12 @@ class MemoryTransport:
         self._overflowed = RecentTags()
         self.num_overflowed = 0
         self.traffic = TrafficCounters()
-        self._mailbox = Mailbox()
+        self._mailbox = mailbox or Mailbox()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=f"memory-{name}", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if mailbox is None:
+            self._thread = threading.Thread(target=self._run, name=f"memory-{name}", daemon=True)
+            self._thread.start()
 
     @property
     def address(self) -> bytes:
@@ -160,6 +169,10 @@ class MemoryTransport:
 
     async def close(self) -> None:
         """Abort what is posted, disconnect, stop the thread."""
+        if self._thread is None:
+            self._stop()
+            self._end()
+            return
         self.post(self._stop)
         await asyncio.to_thread(self._thread.join, _CLOSE_S)
 
@@ -239,6 +252,9 @@ class MemoryTransport:
         while not self._stopping:
             if not self._mailbox.run_posted():
                 self._mailbox.sleep(_SLEEP_S)
+        self._end()
+
+    def _end(self) -> None:
         closed = TransferAborted(f"transport {self._name} was closed")
         for transfer, _, _ in list(self._expected.values()):
             transfer.finish(closed)
