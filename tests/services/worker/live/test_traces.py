@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.services.worker.live.traces import CASES, FOLDER, SEEDS, trace, written
+from tests.services.worker.live.traces import CASES, FOLDER, trace, written
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_pair_says_is_what_it_always_said(name: str) -> None:
-    traces = {seed: trace(CASES[name], seed) for seed in SEEDS}
-    assert trace(CASES[name], SEEDS[0]) == traces[SEEDS[0]], "it differs from run to run"
+    case = CASES[name]
+    traces = {seed: trace(case, seed) for seed in case.seeds}
+    first = case.seeds[0]
+    assert trace(case, first) == traces[first], "it differs from run to run"
     assert written(traces).splitlines() == (FOLDER / f"{name}.json").read_text().splitlines()
 
 

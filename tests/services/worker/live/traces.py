@@ -32,7 +32,6 @@ from tests.services.worker.live.twin import Twins, outcome_of
 from tests.services.worker.live.wire import Line
 
 FOLDER = Path(__file__).parent / "golden"
-SEEDS = (1, 2, 3)
 PROMPT_TOKENS = 10, 24
 CHUNK_TOKENS = 24
 KV_LAYER_BYTES = CHUNK_TOKENS * 64
@@ -40,7 +39,7 @@ SPLIT_S = 0.003
 """What the planner takes to compute gates."""
 ACT_S = 0.004
 """At most so long after what it is to follow, something happens to a pair."""
-SOURCE, TARGET = 0, 1
+SOURCE, TARGET, DECODER = 0, 1, 2
 
 When = Callable[[Line], bool]
 Act = Callable[[Twins, Line], None]
@@ -50,6 +49,7 @@ Act = Callable[[Twins, Line], None]
 class Case:
     """What is particular in some runs."""
 
+    seeds: tuple[int, ...] = (1, 2, 3)
     policy: LivePolicy = "zigzag"
     role: Role = "colocated"
     num_prompts: int = 8
@@ -58,6 +58,8 @@ class Case:
     max_tokens: tuple[int, int] = (2, 5)
     layer_s: tuple[float, float] = (0.004, 0.024)
     """Until another one is loaded."""
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS
+    source_blocks: int = 256
     target_blocks: int = 256
     piece_layers: int = 0
     """KV comes in pieces of so many layers of a whole batch, two at a time; 0: whole."""
@@ -176,9 +178,10 @@ STATES: dict[str, When] = {
 }
 """Of a pair: what is said as it gets there, or is there."""
 
-LONG = Case(num_prompts=5, num_late=1, max_tokens=(9, 14))
+LONG = Case(num_prompts=4, num_late=1, max_tokens=(9, 14))
 """Requests last longer than what happens to them."""
-SHORT = Case(num_prompts=5, num_late=1)
+SHORT = Case(num_prompts=4, num_late=1)
+FEW = replace(SHORT, seeds=(1, 2))
 
 CASES: dict[str, Case] = {
     "zigzag": Case(),
@@ -191,16 +194,22 @@ CASES: dict[str, Case] = {
     "kv_direct": Case(role="prefill"),
     "gates": Case(gates=(0, 1, 2, NUM_LAYERS), planned=1.0),
     "gates_lapse": Case(gates=(0, 1, 2, NUM_LAYERS), planned=0.3),
+    "declined": replace(FEW, layer_s=(0.0001, 0.0002)),
+    "target_too_small": replace(FEW, num_prompts=5, layer_s=(0.1, 0.3), target_blocks=5),
+    "source_full": replace(FEW, max_tokens=(9, 14), source_blocks=16),
+    "long_prompts": replace(FEW, prompt_tokens=(30, 70)),
+    "long_prompt_cancelled": replace(FEW, prompt_tokens=(50, 70), when=said("w1>w0", "hand_over"), act=cancel_handed),
+    "decoder_lost": replace(FEW, role="prefill", when=said("w1>w0", "pull", "kv_direct"), act=kill(DECODER)),
     "answers_lost": replace(SHORT, layer_s=(0.2, 0.8), silence_s=5.0, lost_answers=0.15),
-    "tensors_lost": Case(lost_tensors=0.3),
+    "tensors_lost": Case(lost_tensors=0.4),
     "target_engine_fails": replace(SHORT, when=STATES["cooperating"], act=fail(TARGET)),
-    "target_engine_fails_dissolved": replace(SHORT, when=STATES["dissolved"], act=fail(TARGET)),
+    "target_engine_fails_dissolved": Case(layer_s=(0.004, 0.01), when=STATES["dissolved"], act=fail(TARGET)),
     "source_engine_fails": replace(SHORT, when=STATES["cooperating"], act=fail(SOURCE)),
     "source_drains_split": Case(
         num_late=0, layer_s=(0.15, 0.25), gates=(2, 3), when=said("planner>w1", "gates"), act=drain
     ),
     "source_drains": Case(num_late=0, when=STATES["cooperating"], act=drain),
-    "cancelled_waiting": replace(LONG, when=STATES["redirecting"], act=cancel_last),
+    "cancelled_waiting": replace(LONG, num_prompts=5, when=STATES["offered"], act=cancel_last),
     "cancelled_handed_over": replace(LONG, when=said("w1>w0", "hand_over"), act=cancel_handed),
     "cancelled_pulled": replace(LONG, when=STATES["cooperating"], act=cancel),
     "cancelled_settled": replace(LONG, when=said("w0>w1", "settle", "claim_ids"), act=cancel),
@@ -227,6 +236,7 @@ class Run:
         self.twins = Twins(
             seed,
             role=case.role,
+            source_blocks=case.source_blocks,
             target_blocks=case.target_blocks,
             chunk_tokens=CHUNK_TOKENS,
             silence_s=case.silence_s,
@@ -259,8 +269,10 @@ class Run:
     async def _go(self) -> None:
         case, twins, drawn = self.case, self.twins, self._drawn
         pauses_s = [drawn.uniform(*case.layer_s) for _ in range(NUM_LAYERS + 1)]
-        prompts = [(drawn.randint(*PROMPT_TOKENS), drawn.randint(*case.max_tokens)) for _ in range(case.num_prompts)]
-        late = [(drawn.uniform(0.01, 0.05), drawn.randint(*PROMPT_TOKENS)) for _ in range(case.num_late)]
+        prompts = [
+            (drawn.randint(*case.prompt_tokens), drawn.randint(*case.max_tokens)) for _ in range(case.num_prompts)
+        ]
+        late = [(drawn.uniform(0.01, 0.05), drawn.randint(*case.prompt_tokens)) for _ in range(case.num_late)]
         await twins.gateway.bus.respond(subjects.planner("split"), PlanSplit, self._on_split)
         # The first one is not of the pair: the source learns from it how long a prompt takes.
         await twins.submit(_name(0), prompt_tokens=PROMPT_TOKENS[1], max_tokens=1)
@@ -339,7 +351,7 @@ def _lines(part: object) -> str:
 def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     for name, case in CASES.items():
-        (FOLDER / f"{name}.json").write_text(written({seed: trace(case, seed) for seed in SEEDS}))
+        (FOLDER / f"{name}.json").write_text(written({seed: trace(case, seed) for seed in case.seeds}))
     return 0
 
 

@@ -213,6 +213,7 @@ class Twins:
         seed: int,
         *,
         role: Role = "colocated",
+        source_blocks: int,
         target_blocks: int,
         chunk_tokens: int,
         silence_s: float,
@@ -222,7 +223,7 @@ class Twins:
         self.random = random.Random(seed)
         self.wire = Wire(seed, ("w0", "w1", "w9"), **lost)
         made: dict[str, Any] = {"chunk_tokens": chunk_tokens, "silence_s": silence_s}
-        self.source = TwinWorker(self.wire, "w0", role=role, epoch=1, num_blocks=256, **made)
+        self.source = TwinWorker(self.wire, "w0", role=role, epoch=1, num_blocks=source_blocks, **made)
         self.target = TwinWorker(self.wire, "w1", role=role, epoch=2, num_blocks=target_blocks, **made)
         self.workers = [self.source, self.target]
         self.place: DecodePlace | None = None
@@ -355,13 +356,13 @@ class Twins:
         assert not self.gateway.late or self.report is None or self.report.outcome == "failed"
 
     def said_by(self) -> dict[str, dict[str, str]]:
-        """What each worker said of each attempt at a request, and why it ended."""
+        """What each worker said of each attempt at a request, and why it ended, if not for its length."""
         found: dict[str, dict[str, str]] = {}
         for batch in self.gateway.batches:
             for part in batch.parts:
                 of = found.setdefault(f"{part.request_id}.{part.attempt}", {})
                 of[batch.worker_id] = of.get(batch.worker_id, "") + bytes(part.token_ids).decode()
-                if part.finish_reason is not None:
+                if part.finish_reason not in (None, "length"):
                     of["end"] = part.finish_reason if part.error is None else part.error.code
         for part in self.gateway.late:
             found[f"{part.request_id}.{part.attempt}"]["late"] = str(part.error and part.error.code)
