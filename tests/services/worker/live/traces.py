@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
     **{f"source_lost_{state}": replace(SHORT, when=when, act=kill(SOURCE)) for state, when in STATES.items()},
     "target_leaves": replace(SHORT, when=STATES["cooperating"], act=leave(TARGET)),
     "target_leaves_loaded": replace(SHORT, when=STATES["loaded"], act=leave(TARGET)),
-    "source_leaves": replace(SHORT, when=STATES["cooperating"], act=leave(SOURCE)),
+    "source_leaves": replace(SHORT, when=said("w0>w1", "settle", "claim_ids"), act=leave(SOURCE)),
     "source_leaves_loaded": replace(SHORT, when=STATES["loaded"], act=leave(SOURCE)),
 }
 
@@ -264,7 +264,7 @@ class Run:
         finally:
             await twins.close()
         assert self._waits_for is None, "it never came to that"
-        return {"report": outcome_of(twins.report), "requests": twins.said_by(), "said": twins.wire.lines}
+        return {"report": outcome_of(twins.report), "requests": twins.said_by(), "said": twins.wire.in_order}
 
     async def _go(self) -> None:
         case, twins, drawn = self.case, self.twins, self._drawn

@@ -155,6 +155,16 @@ class TurnEngine(EngineThread):
         super().start()
         self._turns.until_it_waits()
 
+    def _drain(self) -> None:
+        # What a step's end leads to comes before what is done after the step.
+        self._turns.sleep(WAKE_S)
+        super()._drain()
+
+    def _drain_soon(self) -> None:
+        if not self._soon.empty():
+            self._turns.sleep(WAKE_S)
+            super()._drain_soon()
+
     def _run(self) -> None:
         try:
             super()._run()

@@ -1,5 +1,6 @@
 """What workers say to each other, written down: messages over the bus, and tensors. Each is on its way for a time that
-a seed decides, by who says it, what it is, and how often it was said before; none overtakes another of its sender."""
+a seed decides, by who says it, what it is, and how often it was said before; none overtakes an earlier one of its
+sender."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Wire:
         self._lost_answers, self._lost_tensors = lost_answers, lost_tensors
         self._loop = asyncio.get_running_loop()
         self._said: Counter[tuple[str, str]] = Counter()
-        self._arrives_s: dict[str, float] = {}
+        self._arrivals: dict[str, tuple[float, float, float]] = {}
+        """Of each sender: when it said the last thing, and when what it said before that time, and all, is there."""
         self._named: dict[str, tuple[str, str]] = {subjects.planner("split"): ("planner", "split")}
         self.names: dict[bytes, str] = {}
         """Of transports, by address."""
@@ -90,11 +92,19 @@ class Wire:
         for watcher in tuple(self.watchers):
             watcher(line)
 
+    @property
+    def in_order(self) -> list[Line]:
+        """What was said. What was said at the same time has no order."""
+        return sorted(self.lines, key=lambda line: line[:3])
+
     def takes_s(self, who: str, what: str, between_s: tuple[float, float]) -> float:
-        """How long something that is said now is on its way."""
-        now_s = self._loop.time()
-        arrives_s = max(now_s + self._drawn(who, what).uniform(*between_s), self._arrives_s.get(who, 0.0) + AFTER_S)
-        self._arrives_s[who] = arrives_s
+        """How long something that is said now is on its way. It overtakes what was said at the same time, perhaps."""
+        now_s, drawn = self._loop.time(), self._drawn(who, what)
+        said_s, before_s, latest_s = self._arrivals.get(who, (0.0, 0.0, 0.0))
+        if now_s > said_s:
+            before_s = latest_s
+        arrives_s = max(now_s + drawn.uniform(*between_s), before_s + AFTER_S * (1 + drawn.random()))
+        self._arrivals[who] = now_s, before_s, max(latest_s, arrives_s)
         return arrives_s - now_s
 
     def loses_answer(self, who: str, what: str) -> bool:
