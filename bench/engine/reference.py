@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from bench.engine.run import BLOCK_SIZE, EngineBenchSettings, prompts_of, run_engine
+from services.worker.device.host import HOST
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.memory.arena import HostArena
+from services.worker.memory.arena import Arena
 from services.worker.memory.loader import load_unit
 from shared.checkpoint import Checkpoint
 
@@ -61,8 +62,8 @@ def write_checkpoint(path: Path, settings: EngineBenchSettings) -> int:
 def load_engine(checkpoint: Checkpoint, num_blocks: int) -> TorchEngine:
     """The engine with all of the checkpoint's weights."""
     layout = checkpoint.layout
-    arena = HostArena(layout.num_bytes)
-    pool = KvPool(kv_pool_bytes(layout, BLOCK_SIZE, num_blocks))
+    arena = Arena(HOST.allocate(layout.num_bytes))
+    pool = KvPool(HOST.allocate(kv_pool_bytes(layout, BLOCK_SIZE, num_blocks)))
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)
     return TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)

@@ -19,9 +19,10 @@ import torch
 from bench.engine.run import BLOCK_SIZE, GREEDY, EngineBenchSettings, prompts_of, run_engine
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.device.completion import Completion
+from services.worker.device.host import HOST
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import Activation, TorchEngine
-from services.worker.memory.arena import HostArena
+from services.worker.memory.arena import Arena
 from shared.layout import layout_of
 from shared.messages.generation import SamplingParams
 from shared.model_spec import ModelSpec
@@ -87,7 +88,7 @@ def _random_engine(settings: EngineBenchSettings, logits: Logits) -> _TimedEngin
         rope_theta=1e4,
     )
     layout = layout_of(spec)
-    arena = HostArena(layout.num_bytes)
+    arena = Arena(HOST.allocate(layout.num_bytes))
     torch.manual_seed(settings.seed)
     for unit in layout.units:
         for slot in unit.slots:
@@ -97,7 +98,7 @@ def _random_engine(settings: EngineBenchSettings, logits: Logits) -> _TimedEngin
             else:
                 weights.normal_(0.0, HEAD_STD[logits] if slot.name == "head" else WEIGHT_STD)
     num_blocks = settings.sampling_batch_size * settings.blocks_per_request
-    pool = KvPool(kv_pool_bytes(layout, BLOCK_SIZE, num_blocks))
+    pool = KvPool(HOST.allocate(kv_pool_bytes(layout, BLOCK_SIZE, num_blocks)))
     return _TimedEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 

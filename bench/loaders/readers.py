@@ -17,7 +17,8 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from services.worker.memory.arena import HostArena
+from services.worker.device.host import HOST
+from services.worker.memory.arena import Arena
 from services.worker.memory.dtypes import TORCH_DTYPES
 from services.worker.memory.loader import load_unit
 from shared.checkpoint import WEIGHT_DTYPES, Checkpoint
@@ -124,7 +125,7 @@ class ArenaReader(Reader):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self.layout = checkpoint.layout
-        self.arena = HostArena(self.layout.num_bytes)
+        self.arena = Arena(HOST.allocate(self.layout.num_bytes))
         self.arena.prefault(self.layout.num_bytes)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:

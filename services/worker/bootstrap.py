@@ -8,6 +8,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from services.worker.config import WorkerConfig
+from services.worker.engine.kinds import device_of
 from services.worker.instance.factory import InstanceFactory
 from services.worker.instance.host_group import HostGroup, group_name
 from services.worker.instance.instance import InstanceSlot
@@ -102,10 +103,16 @@ class Parts:
         self.departures = Departures(bus, info, peers, inbox, silence_s=silence_s, metrics=metrics)
         self.kv_sender = KvSender(self.departures, slot.current, metrics=metrics)
         step_listener = StepAnnouncer(bus, inbox)
+        device = device_of(config.engine, config.device)
         self.factory = InstanceFactory(
-            config, inbox.on_output, on_engine_failure, prefill_listener=self.kv_sender, step_listener=step_listener
+            config,
+            device,
+            inbox.on_output,
+            on_engine_failure,
+            prefill_listener=self.kv_sender,
+            step_listener=step_listener,
         )
-        self.kv_receiver = KvReceiver(bus, transport, info, peers, inbox, slot.current)
+        self.kv_receiver = KvReceiver(bus, transport, info, peers, inbox, slot.current, device)
         self.migrator = Migrator(bus, worker_id, self.departures, slot.current, self.kv_receiver.begun_at_s)
         self.scaling = Scaling(
             worker_id,
@@ -119,7 +126,7 @@ class Parts:
             fatal=fatal,
         )
         self.pair_roles = PairRoles(
-            bus, transport, info.process, peers, inbox, self.kv_sender, progress, slot, silence_s=silence_s
+            bus, transport, info.process, peers, inbox, self.kv_sender, progress, slot, device, silence_s=silence_s
         )
         slot.when_loaded(self.pair_roles.loaded)
         for part in (self.pair_roles, self.departures, self.kv_receiver):

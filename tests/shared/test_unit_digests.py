@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.memory.arena import HostArena
+from services.worker.device.host import HOST
+from services.worker.memory.arena import Arena
 from services.worker.memory.loader import load_unit
 from shared.checkpoint import inspect_checkpoint
 from shared.unit_digests import DIGEST_DIGITS, block_checksums, hash_units, unit_digest
@@ -16,7 +17,7 @@ from tests.services.worker.weights.changed_checkpoint import write_wide
 
 def check(path: Path) -> None:
     checkpoint = inspect_checkpoint(path, with_hash=False)
-    arena = HostArena(checkpoint.num_bytes)
+    arena = Arena(HOST.allocate(checkpoint.num_bytes))
     arena.memory(0, checkpoint.num_bytes)[:] = 0xA5
     loaded = []
     for unit in checkpoint.layout.units:

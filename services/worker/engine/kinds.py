@@ -5,7 +5,7 @@ What an engine is made of is imported when it is made, or by a process that has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,9 +14,10 @@ from shared.errors import BadRequest
 from shared.model_spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
+    from services.worker.device.device import Device
     from services.worker.engine.base import Engine
     from services.worker.engine.kv_pool import KvPool
-    from services.worker.memory.arena import HostArena
+    from services.worker.memory.arena import Arena
     from shared.layout import ArenaLayout
     from shared.profile import Profile
 
@@ -30,8 +31,9 @@ class EngineParts:
     """What an engine is made of."""
 
     layout: ArenaLayout
-    arena: HostArena
+    arena: Arena
     kv: KvPool
+    device: Device
     num_blocks: int
     block_size: int
     profile: Profile | None = None
@@ -50,8 +52,8 @@ class EngineKind:
 
     make: Callable[[EngineParts], Engine]
     """Bound to the places where the weights are or will be."""
-    devices: tuple[str, ...]
-    """That it runs on in this version."""
+    devices: Mapping[str, Callable[[], Device]]
+    """Those that it runs on in this version. One that computes nothing has the host's memory everywhere."""
     modules: tuple[str, ...] = ()
     """Modules that take long to import: a process does it at its start, not in the middle of the first load."""
     set_threads: Callable[[int], None] = _nothing
@@ -77,10 +79,29 @@ def check_device(engine: str, device: str, option: str) -> None:
         raise BadRequest(f"{option}: in this version the {engine} engine runs on {' and '.join(devices)} only")
 
 
+def device_of(engine: str, device: str) -> Device:
+    """That device, for this engine. One is made for a worker's life. Raises as ``check_device`` does."""
+    check_device(engine, device, f"device {device}")
+    return engine_kind(engine).devices[device]()
+
+
+def _host() -> Device:
+    from services.worker.device.host import HOST
+
+    return HOST
+
+
 def _make_torch(parts: EngineParts) -> Engine:
     from services.worker.engine.torch_engine import TorchEngine
 
-    return TorchEngine(parts.layout, parts.arena, parts.kv, num_blocks=parts.num_blocks, block_size=parts.block_size)
+    return TorchEngine(
+        parts.layout,
+        parts.arena,
+        parts.kv,
+        num_blocks=parts.num_blocks,
+        block_size=parts.block_size,
+        device=parts.device,
+    )
 
 
 def _set_torch_threads(num_threads: int) -> None:
@@ -106,6 +127,7 @@ def _make_mock(parts: EngineParts) -> Engine:
         vocab_size=spec.vocab_size,
         timing=parts.timing,
         profile=parts.profile,
+        device=parts.device,
         faults=parts.faults,
         hidden_bytes_per_token=spec.hidden_size * DTYPE_BYTES[spec.dtype],
         kv_bytes_per_token_layer=max(MOCK_KV_BYTES, spec.kv_bytes_per_token // num_layers),
@@ -115,10 +137,10 @@ def _make_mock(parts: EngineParts) -> Engine:
 ENGINES = {
     "torch": EngineKind(
         make=_make_torch,
-        devices=("cpu",),
+        devices={"cpu": _host},
         modules=("torch", "services.worker.engine.warm_up"),
         set_threads=_set_torch_threads,
         warm_up=_warm_up_torch,
     ),
-    "mock": EngineKind(make=_make_mock, devices=("cpu", "cuda"), uses_kv_memory=False),
+    "mock": EngineKind(make=_make_mock, devices={"cpu": _host, "cuda": _host}, uses_kv_memory=False),
 }

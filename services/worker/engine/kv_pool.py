@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.worker.memory.arena import HUGE_PAGE_BYTES, HostMemory
+from services.worker.device.memory import HUGE_PAGE_BYTES, DeviceMemory
 from shared.errors import BadRequest
 from shared.layout import ArenaLayout
 
@@ -64,13 +64,21 @@ memory that was just given back is committed again in 0.2 ms per huge page, and 
 in 7 ms (measured on a small virtual machine)."""
 
 
-class KvPool(HostMemory):
+class KvPool:
     """The buffer. One model uses it at a time."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self.capacity_bytes = memory.capacity_bytes
 
     def rest(self) -> None:
         """No model uses the pool: give back its memory but for ``SPARE_BYTES``, which the next view will free."""
-        self.release()
-        self.populate(0, min(SPARE_BYTES, self.capacity_bytes))
+        self._memory.release()
+        self._memory.populate(0, min(SPARE_BYTES, self.capacity_bytes))
+
+    def release(self) -> None:
+        """Give all of its memory back."""
+        self._memory.release()
 
     def num_blocks(self, layout: ArenaLayout, block_size: int) -> int:
         """How many blocks of that size fit."""
@@ -91,13 +99,13 @@ class KvPool(HostMemory):
             )
         from services.worker.memory.dtypes import TORCH_DTYPES
 
-        self.release()
+        self._memory.release()
         spec = layout.spec
         shape = (num_blocks, block_size, layout.num_kv_heads, spec.head_dim)
         dtype = TORCH_DTYPES[spec.dtype]
         region_bytes = kv_block_bytes(layout, block_size) // (2 * layout.num_layers) * num_blocks
         region_bytes = -(-region_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        pages = [self.tensor_at(i * region_bytes, shape, dtype) for i in range(2 * layout.num_layers)]
+        pages = [self._memory.tensor_at(i * region_bytes, shape, dtype) for i in range(2 * layout.num_layers)]
         return KvCache(tuple(pages[0::2]), tuple(pages[1::2]), num_blocks, block_size)
 
     def blocks_in_pages_of(self, cache: KvCache, num_blocks: int) -> int:
@@ -114,4 +122,4 @@ class KvPool(HostMemory):
         From any thread, also while the blocks are used."""
         for pages in (*cache.k, *cache.v):
             blocks = pages[first:last]
-            self.populate(blocks.data_ptr() - self.address, blocks.nbytes)
+            self._memory.populate(blocks.data_ptr() - self._memory.address, blocks.nbytes)

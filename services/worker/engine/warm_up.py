@@ -12,10 +12,11 @@ import time
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.host import HOST
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.memory.arena import HostArena
+from services.worker.memory.arena import Arena
 from shared.layout import layout_of
 from shared.messages.generation import SamplingParams
 from shared.model_spec import Dtype, ModelSpec
@@ -56,8 +57,8 @@ def _run(dtype: Dtype) -> int:
         rope_theta=1e4,
     )
     layout = layout_of(spec)
-    arena = HostArena(layout.num_bytes)  # zeros: so are the logits, and no number on the way is odd
-    pool = KvPool(kv_pool_bytes(layout, BLOCK_SIZE, NUM_BLOCKS))
+    arena = Arena(HOST.allocate(layout.num_bytes))  # zeros: so are the logits, and no number on the way is odd
+    pool = KvPool(HOST.allocate(kv_pool_bytes(layout, BLOCK_SIZE, NUM_BLOCKS)))
     engine = TorchEngine(layout, arena, pool, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     # Prompts in chunks: with and without a prefix; then decodes, alone and together.
     config = SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, prefill_chunk_tokens=24)

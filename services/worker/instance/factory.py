@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.device.device import Device
 from services.worker.engine.base import Engine
 from services.worker.engine.kinds import EngineParts, engine_kind
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.loop import EngineLoop, PrefillListener, StepListener, StepOutput
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
-from services.worker.memory.arena import HostArena
+from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
 from shared.aio import in_thread
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
@@ -46,21 +47,23 @@ class InstanceFactory:
     def __init__(
         self,
         config: WorkerConfig,
+        device: Device,
         on_output: Callable[[StepOutput], None],
         on_failure: Callable[[BlitzError], None],
         *,
         prefill_listener: PrefillListener | None = None,
         step_listener: StepListener | None = None,
     ) -> None:
-        """All of these are called on the engine's thread."""
+        """All behind ``device`` are called on the engine's thread."""
         self._prefill_listener = prefill_listener
         self._step_listener = step_listener
         self._config = config
         self._kind = engine_kind(config.engine)
+        self._device = device
         self._on_output = on_output
         self._on_failure = on_failure
-        self._arena = _reserved(HostArena, config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
-        self._kv = _reserved(KvPool, config.kv_bytes, "BLITZ_WORKER_KV_MIB")
+        self._arena = _reserved(lambda n: Arena(device.allocate(n)), config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
+        self._kv = _reserved(lambda n: KvPool(device.allocate(n)), config.kv_bytes, "BLITZ_WORKER_KV_MIB")
         self._profiles = ProfileDirectory(config.profiles)
 
     async def prefault(self, stopping: asyncio.Event) -> None:
@@ -94,7 +97,7 @@ class InstanceFactory:
         profile = self._profiles.find(
             model_hash=record.model_hash, layout_hash=layout.hash, engine=config.engine, device=config.device
         )
-        engine = await in_thread(make_engine, config, layout, self._arena, self._kv, profile)
+        engine = await in_thread(make_engine, config, layout, self._arena, self._kv, self._device, profile)
         limits = SchedulerConfig(
             num_blocks=engine.num_blocks,
             block_size=engine.block_size,
@@ -123,7 +126,12 @@ class InstanceFactory:
 
 
 def make_engine(
-    config: WorkerConfig, layout: ArenaLayout, arena: HostArena, kv: KvPool, profile: Profile | None = None
+    config: WorkerConfig,
+    layout: ArenaLayout,
+    arena: Arena,
+    kv: KvPool,
+    device: Device,
+    profile: Profile | None = None,
 ) -> Engine:
     """The engine that is configured, over the weights that are or will be in the arena. ``profile``: what the mock
     plays. Raises ``BadCheckpoint`` where not even one KV block fits."""
@@ -137,6 +145,7 @@ def make_engine(
         layout=layout,
         arena=arena,
         kv=kv,
+        device=device,
         num_blocks=num_blocks,
         block_size=config.block_size,
         profile=profile,

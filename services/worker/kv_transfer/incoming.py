@@ -9,10 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from services.worker.core.kv_admission.staging import Window
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.device import Device
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.transfer import Chunk
 from services.worker.weights.peers import TENSOR_LANE, PeerChannels
@@ -42,6 +41,7 @@ class IncomingKv:
         instance: Instance,
         ticket: int,
         window: Window,
+        device: Device,
         *,
         behind: IncomingKv | None = None,
     ) -> None:
@@ -60,6 +60,7 @@ class IncomingKv:
         self._chunks = [] if message.chunk_tokens else [Chunk(0, self.num_tokens)]
         """Those that are known, in order."""
         self._window = window
+        self._device = device
         self._transport: TensorTransport
         self._channel: Channel
         self._posted: deque[tuple[Buffer, Transfer]] = deque()
@@ -157,7 +158,7 @@ class IncomingKv:
         """Receives for the whole window, as far as chunks are known."""
         while self._num_posted < min(self._known_layers, self.layers_here + self.window_layers):
             chunk, tag = self._chunks[self._num_posted // self._layers_each], kv_tag(self.ticket, self._num_posted)
-            buffer = np.empty((chunk.end - chunk.start) * self._engine.kv_bytes_per_token_layer, dtype=np.uint8)
+            buffer = self._device.staging((chunk.end - chunk.start) * self._engine.kv_bytes_per_token_layer)
             self._posted.append((buffer, self._transport.recv(buffer, tag, source=self._channel)))
             self._num_posted += 1
 

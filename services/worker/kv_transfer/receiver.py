@@ -15,6 +15,7 @@ from services.worker.core.kv_admission import room
 from services.worker.core.kv_admission.staging import Staging, Window
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.schedule import Sampled
+from services.worker.device.device import Device
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.incoming import IncomingKv
@@ -70,6 +71,7 @@ class KvReceiver(Cooperation):
         peers: PeerChannels,
         inbox: Inbox,
         instance: Callable[[], Instance | None],
+        device: Device,
     ) -> None:
         self._bus = bus
         self._transport = transport
@@ -77,6 +79,7 @@ class KvReceiver(Cooperation):
         self._peers = peers
         self._inbox = inbox
         self._instance = instance
+        self._device = device
         self.reservations: dict[Key, DecodeReservation] = {}
         """Changed here alone."""
         self._begun: OrderedDict[Key, _Begun] = OrderedDict()
@@ -133,7 +136,9 @@ class KvReceiver(Cooperation):
             raise refusal
         instance = reservation.instance
         window = self._window(before.num_tokens, instance, before.last_layer - layer)
-        kv = IncomingKv(message, reservation.sequence, instance, next(self._tickets), window, behind=before)
+        kv = IncomingKv(
+            message, reservation.sequence, instance, next(self._tickets), window, self._device, behind=before
+        )
         try:
             await kv.connect(self._transport, self._peers)
         except BlitzError as error:
@@ -191,7 +196,7 @@ class KvReceiver(Cooperation):
                 window.close()
         if not reserved:
             raise Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now")
-        kv = IncomingKv(message, sequence, instance, next(self._tickets), window)
+        kv = IncomingKv(message, sequence, instance, next(self._tickets), window, self._device)
         reservation = DecodeReservation(sequence, instance, kv)
         self._inbox.host((request,))
         try:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from services.worker.core.pairing.pair import check_target, why_no_source
 from services.worker.core.scheduling.gateways import Gone
+from services.worker.device.device import Device
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
 from services.worker.kv_transfer.sender import KvSender
@@ -71,6 +72,7 @@ class PairRoles:
         kv_sender: KvSender,
         progress: ProgressReporter,
         slot: InstanceSlot,
+        device: Device,
         *,
         silence_s: float,
     ) -> None:
@@ -84,6 +86,7 @@ class PairRoles:
         self._progress = progress
         self._instance = slot.current
         self._changed = slot.changed
+        self._device = device
         self._silence_s = silence_s
         self.source: LiveSource | None = None
         """The pair whose source this worker is."""
@@ -342,4 +345,4 @@ class PairRoles:
     async def _connect(self, other: ChainMember, epoch: int) -> Tensors:
         """For tensors to and from the other member, under the target's epoch."""
         channel = await self._peers.channel(other.transport_address, other.host, lane=TENSOR_LANE)
-        return Tensors(self._transport, channel, epoch, timeout_s=self._silence_s)
+        return Tensors(self._transport, channel, epoch, self._device, timeout_s=self._silence_s)

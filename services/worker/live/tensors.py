@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from enum import IntEnum
 
-import numpy as np
-
+from services.worker.device.device import Device
 from shared.errors import BlitzError, DeadlineExceeded, TransportError
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
 from shared.transport.tags import MAX_NUMBER, Carries, tag_of
@@ -50,11 +49,14 @@ def kv_tag(epoch: int, serial: int, layer: int) -> int:
 class Tensors:
     """One member's end. Owns the transfers that it posted until they are done."""
 
-    def __init__(self, transport: TensorTransport, channel: Channel, epoch: int, *, timeout_s: float) -> None:
-        """``timeout_s``: a receive that takes longer has failed."""
+    def __init__(
+        self, transport: TensorTransport, channel: Channel, epoch: int, device: Device, *, timeout_s: float
+    ) -> None:
+        """``device``: receives land in its staging. ``timeout_s``: one that takes longer has failed."""
         self._transport = transport
         self._channel = channel
         self._epoch = epoch
+        self._device = device
         self._timeout_s = timeout_s
         self.posted: set[Transfer] = set()
         """Transfers that are not done; changed here alone."""
@@ -81,7 +83,7 @@ class Tensors:
         return await self._receive(num_bytes, kv_tag(self._epoch, serial, layer))
 
     async def _receive(self, num_bytes: int, tag: int) -> Buffer:
-        buffer = np.empty(num_bytes, dtype=np.uint8)
+        buffer = self._device.staging(num_bytes)
         transfer = self._keep(self._transport.recv(buffer, tag, source=self._channel))
         try:
             await transfer.wait(self._timeout_s)

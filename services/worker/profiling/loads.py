@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from services.worker.memory.arena import HostArena
+from services.worker.device.host import HOST
+from services.worker.memory.arena import Arena
 from services.worker.memory.pieces import cut
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.checkpoint_reader import CheckpointReader
@@ -19,7 +20,7 @@ from shared.errors import Internal
 CHUNK_BYTES = 8 << 20
 
 
-def load_from_disk(checkpoint: Checkpoint, arena: HostArena, clock: Callable[[], float]) -> tuple[WeightCopy, float]:
+def load_from_disk(checkpoint: Checkpoint, arena: Arena, clock: Callable[[], float]) -> tuple[WeightCopy, float]:
     """The copy, and the seconds that it took. ``checkpoint``: with its digests. The files are taken out of the page
     cache before, as far as the kernel lets them. Raises ``BadCheckpoint``."""
     _out_of_page_cache(checkpoint.weight_files)
@@ -32,7 +33,7 @@ def load_from_disk(checkpoint: Checkpoint, arena: HostArena, clock: Callable[[],
 
 def load_from_host(source: WeightCopy, clock: Callable[[], float]) -> float:
     """Seconds until a copy in this machine's memory is there a second time. Raises ``Internal`` if it differs."""
-    copy = WeightCopy(source.layout, HostArena(source.layout.num_bytes), source.digests)
+    copy = WeightCopy(source.layout, Arena(HOST.allocate(source.layout.num_bytes)), source.digests)
     started_s = clock()
     with ThreadPoolExecutor(NUM_COPYING) as threads:
         verified = list(threads.map(lambda unit: copy.copy_unit(unit, source), range(len(source.layout.units))))

@@ -15,9 +15,10 @@ import psutil
 
 from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.prompt_cost import num_pairs
+from services.worker.engine.kinds import device_of
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.instance.factory import make_engine
-from services.worker.memory.arena import HostArena
+from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.profiling.fit import fit, largest_error
 from services.worker.profiling.loads import load_from_disk, load_from_host
@@ -63,7 +64,8 @@ def measure(
 ) -> Profile:
     """``checkpoint``: with its hash. ``say`` is told what is being measured. Raises ``BlitzError``."""
     layout, spec = checkpoint.layout, checkpoint.spec
-    arena = HostArena(layout.num_bytes)
+    device = device_of(config.engine, config.device)
+    arena = Arena(device.allocate(layout.num_bytes))
     loads: list[LoadPoint] = []
     say("loading from disk")
     copy, first_s = load_from_disk(checkpoint, arena, clock)
@@ -75,7 +77,8 @@ def measure(
 
     say("preparing the engine")
     wanted_bytes = kv_pool_bytes(layout, config.block_size, -(-_most_tokens(effort) // config.block_size))
-    engine = make_engine(config, layout, arena, KvPool(min(config.kv_bytes, wanted_bytes)))
+    kv = KvPool(device.allocate(min(config.kv_bytes, wanted_bytes)))
+    engine = make_engine(config, layout, arena, kv, device)
     engine.prepare(0, engine.num_blocks)
     rig = Rig(engine, spec.vocab_size, clock)
     measured = _Steps(rig, config, effort, spec.max_position, say)

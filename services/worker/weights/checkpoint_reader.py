@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.worker.memory.arena import Arena, HostArena
+from services.worker.device.host import HOST
+from services.worker.memory.arena import Arena
 from services.worker.memory.loader import load_unit
 from services.worker.memory.pieces import Pieces
 from services.worker.memory.weight_copy import WeightCopy
@@ -94,7 +95,7 @@ class CheckpointReader:
 
     async def _read_pieces(self, checkpoint: Checkpoint, missing: Pieces) -> None:
         """Others still receive into the same units: only the missing pieces may be touched."""
-        aside = HostArena(self._copy.layout.num_bytes)  # a unit at a time takes real memory
+        aside = Arena(HOST.allocate(self._copy.layout.num_bytes))  # a unit at a time takes real memory
         for unit, pieces, _ in missing.by_unit():
             try:
                 await self._load(checkpoint, unit, aside)
@@ -112,7 +113,7 @@ class CheckpointReader:
         await self._pace.wait(layout.units[unit].num_bytes)
         await in_thread(load_unit, checkpoint, layout, layout.units[unit], arena)
 
-    def _take_over(self, checkpoint: Checkpoint, aside: HostArena, unit: int, pieces: Pieces) -> bool:
+    def _take_over(self, checkpoint: Checkpoint, aside: Arena, unit: int, pieces: Pieces) -> bool:
         """Whether the unit is whole now, and was not before."""
         checksums = aside.unit_checksums(self._copy.layout.units[unit])
         if not self._copy.is_registered(unit, checksums):

@@ -16,7 +16,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.worker.memory.arena import HostArena
+from services.worker.device.host import HOST
+from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
 from shared.aio import Wakeup, in_thread
 from shared.errors import Conflict, DeadlineExceeded, NoCapacity, NotFound
@@ -31,7 +32,7 @@ DROP_TIMEOUT_S = 60.0
 class _Held:
     record: ModelRecord
     copy: WeightCopy
-    arena: HostArena
+    arena: Arena
     serial: int
     cached: bool
     used_at_s: float
@@ -95,7 +96,7 @@ class HostStore:
                 f"{free_bytes} of {self.capacity_bytes} are free"
             )
         try:
-            arena = HostArena(layout.num_bytes)
+            arena = Arena(HOST.allocate(layout.num_bytes))
         except (OSError, MemoryError, OverflowError) as error:
             raise NoCapacity(
                 f"no {layout.num_bytes} bytes of memory for a host copy of {record.name}: {error}"

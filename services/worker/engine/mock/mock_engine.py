@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.device.completion import HOST_STREAMS, Completion, DeviceStreams
+from services.worker.device.completion import Completion
+from services.worker.device.device import Device
+from services.worker.device.host import HOST
 from services.worker.engine.forward_batch import ForwardBatch, RowOf, SampledSteps
 from services.worker.engine.handoff import (
     check_batch,
@@ -98,13 +100,13 @@ class MockEngine:
         hidden_bytes_per_token: int = 64,
         kv_bytes_per_token_layer: int = 64,
         sleep: Callable[[float], None] | None = None,
-        streams: DeviceStreams = HOST_STREAMS,
+        device: Device = HOST,
     ) -> None:
         if hidden_bytes_per_token < HIDDEN_MIN_BYTES:
             raise ValueError(
                 f"hidden states of {hidden_bytes_per_token} bytes per token: the mock needs {HIDDEN_MIN_BYTES}"
             )
-        self._streams = streams
+        self._streams = device.streams
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.block_size = block_size

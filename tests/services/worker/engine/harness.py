@@ -10,10 +10,11 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from services.worker.device.host import HOST
 from services.worker.engine.forward_batch import Slice
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.memory.arena import HostArena
+from services.worker.memory.arena import Arena
 from services.worker.memory.loader import load_unit
 from shared.checkpoint import inspect_checkpoint
 from tests.checkpoints import VOCAB_SIZE, tiny_checkpoint
@@ -62,8 +63,8 @@ def loaded_engine(
     """An engine with all of the checkpoint's weights."""
     checkpoint = inspect_checkpoint(tiny_checkpoint(kind, dtype=dtype, sharded=sharded), with_hash=False)
     layout = checkpoint.layout
-    arena = HostArena(layout.num_bytes)
-    pool = KvPool(kv_pool_bytes(layout, block_size, num_blocks))
+    arena = Arena(HOST.allocate(layout.num_bytes))
+    pool = KvPool(HOST.allocate(kv_pool_bytes(layout, block_size, num_blocks)))
     engine = TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=block_size)
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)

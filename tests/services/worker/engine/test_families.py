@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
+from services.worker.device.host import HOST
 from services.worker.engine.attention.backend import AttentionBackend
 from services.worker.engine.attention.kinds import ATTENTION, attention_backend
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.models.forward import Forward, forward_of
-from services.worker.memory.arena import HostArena
+from services.worker.memory.arena import Arena
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest
 from shared.models.families import FAMILIES
@@ -44,7 +45,7 @@ def test_what_a_model_is_takes_no_torch_to_know() -> None:
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
 def test_an_engine_computes_with_the_family_of_its_layout(kind: str) -> None:
     layout = inspect_checkpoint(tiny_checkpoint(kind), with_hash=False).layout
-    arena, pool = HostArena(layout.num_bytes), KvPool(1 << 20)
+    arena, pool = Arena(HOST.allocate(layout.num_bytes)), KvPool(HOST.allocate(1 << 20))
     attention = attention_backend("torch-cpu")(layout, 16)
     assert has(Forward, forward_of(layout, arena, pool.view(layout, 16), attention))
 

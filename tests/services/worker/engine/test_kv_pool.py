@@ -10,10 +10,12 @@ import torch
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.host import HOST
+from services.worker.device.memory import HUGE_PAGE_BYTES, HostMemory
 from services.worker.engine.kv_pool import SPARE_BYTES, KvCache, KvPool, kv_block_bytes, kv_pool_bytes
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.memory.arena import HUGE_PAGE_BYTES, HostArena
+from services.worker.memory.arena import Arena
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest
 from shared.layout import ArenaLayout
@@ -26,35 +28,37 @@ def _layout(kind: str = "mistral") -> ArenaLayout:
 
 
 def test_pages_of_all_layers_lie_apart_inside_of_the_buffer() -> None:
-    layout, pool = _layout(), KvPool(1 << 20)
+    layout, held = _layout(), HostMemory(1 << 20)
+    pool = KvPool(held)
     cache = pool.view(layout, 8)
     assert cache.num_blocks == pool.num_blocks(layout, 8) > 0
     for number, pages in enumerate((*cache.k, *cache.v), start=1):
         assert pages.shape == (cache.num_blocks, 8, layout.num_kv_heads, layout.spec.head_dim)
-        assert pool.address <= pages.data_ptr() <= pool.address + pool.capacity_bytes - pages.nbytes
+        assert held.address <= pages.data_ptr() <= held.address + pool.capacity_bytes - pages.nbytes
         pages.fill_(number)
     for number, pages in enumerate((*cache.k, *cache.v), start=1):
         assert (pages == number).all()
 
 
 def test_nearly_all_of_the_buffer_is_blocks() -> None:
-    layout, pool = _layout(), KvPool(8 << 20)
+    layout, pool = _layout(), KvPool(HOST.allocate(8 << 20))
     assert pool.num_blocks(layout, 16) * kv_block_bytes(layout, 16) > 0.99 * pool.capacity_bytes
 
 
 def test_a_new_view_starts_from_zeros_at_the_same_address() -> None:
-    pool = KvPool(1 << 20)
-    address = pool.address
+    held = HostMemory(1 << 20)
+    pool = KvPool(held)
+    address = held.address
     pool.view(_layout(), 16).k[0].fill_(float("nan"))
     assert not pool.view(_layout("llama"), 16).k[0].any()
-    assert pool.address == address
+    assert held.address == address
 
 
 @pytest.mark.parametrize("kind", ["mistral", "llama"])
 @pytest.mark.parametrize("num_blocks", [1, 7, 200])
 def test_a_pool_made_for_so_many_blocks_holds_them(kind: str, num_blocks: int) -> None:
     layout = _layout(kind)
-    pool = KvPool(kv_pool_bytes(layout, 16, num_blocks))
+    pool = KvPool(HOST.allocate(kv_pool_bytes(layout, 16, num_blocks)))
     assert pool.num_blocks(layout, 16) == num_blocks
     assert pool.view(layout, 16, num_blocks).v[-1].shape[0] == num_blocks
 
@@ -62,7 +66,7 @@ def test_a_pool_made_for_so_many_blocks_holds_them(kind: str, num_blocks: int) -
 @pytest.mark.parametrize("num_blocks", [0, -1, 10_000])
 def test_blocks_that_do_not_fit_are_refused(num_blocks: int) -> None:
     with pytest.raises(BadRequest, match="blocks"):
-        KvPool(1 << 20).view(_layout(), 16, num_blocks)
+        KvPool(HOST.allocate(1 << 20)).view(_layout(), 16, num_blocks)
 
 
 def _committed(tensor: torch.Tensor) -> bool:
@@ -76,7 +80,7 @@ def _committed(tensor: torch.Tensor) -> bool:
 
 def test_the_first_blocks_of_every_layer_can_be_committed_without_a_change_to_what_is_there() -> None:
     layout = _layout()
-    pool = KvPool(kv_pool_bytes(layout, 16, 40_000))
+    pool = KvPool(HOST.allocate(kv_pool_bytes(layout, 16, 40_000)))
     cache = pool.view(layout, 16)
     for pages in (*cache.k, *cache.v):
         assert not _committed(pages[:30])
@@ -92,7 +96,7 @@ def test_the_first_blocks_of_every_layer_can_be_committed_without_a_change_to_wh
 @pytest.mark.parametrize("num_blocks", [1, 100, 10_000])
 def test_the_blocks_in_the_pages_of_the_first_ones_are_whole_pages_of_the_fullest_layer(num_blocks: int) -> None:
     layout = _layout()
-    pool = KvPool(kv_pool_bytes(layout, 16, 40_000))
+    pool = KvPool(HOST.allocate(kv_pool_bytes(layout, 16, 40_000)))
     cache = pool.view(layout, 16)
     found = pool.blocks_in_pages_of(cache, num_blocks)
     assert found >= num_blocks
@@ -105,10 +109,11 @@ def test_the_blocks_in_the_pages_of_the_first_ones_are_whole_pages_of_the_fulles
 
 
 def test_a_pool_that_rests_keeps_some_memory_and_the_next_view_starts_from_zeros() -> None:
-    pool = KvPool(2 * SPARE_BYTES)
+    held = HostMemory(2 * SPARE_BYTES)
+    pool = KvPool(held)
     pool.view(_layout(), 16).v[-1].fill_(7)
     pool.rest()
-    kept = torch.from_numpy(pool.bytes)
+    kept = torch.from_numpy(held.bytes)
     assert _committed(kept[:SPARE_BYTES])
     assert not _committed(kept[SPARE_BYTES : 2 * SPARE_BYTES])
     kept[0] = 7
@@ -116,8 +121,9 @@ def test_a_pool_that_rests_keeps_some_memory_and_the_next_view_starts_from_zeros
 
 
 def test_sixteen_prompts_touch_no_memory_but_what_was_prepared() -> None:
-    layout, pool = _layout("llama"), KvPool(256 << 20)
-    engine = TorchEngine(layout, HostArena(layout.num_bytes), pool)
+    layout, held = _layout("llama"), HostMemory(256 << 20)
+    pool = KvPool(held)
+    engine = TorchEngine(layout, Arena(HOST.allocate(layout.num_bytes)), pool)
     config = SchedulerConfig(
         num_blocks=engine.num_blocks, block_size=engine.block_size, prepared_blocks=engine.prepared_blocks
     )
@@ -128,11 +134,11 @@ def test_sixteen_prompts_touch_no_memory_but_what_was_prepared() -> None:
         loop.add(ActiveSequence(request_id=str(number), attempt=1, gateway_id="g", prompt=prompt, params=params))
     while loop.has_work:
         loop.step()
-    memory, first = torch.from_numpy(pool.bytes), engine.prepared_blocks
+    memory, first = torch.from_numpy(held.bytes), engine.prepared_blocks
     for pages in (*engine.cache.k, *engine.cache.v):
-        end = pages[first - 1].data_ptr() + pages[0].nbytes - pool.address
+        end = pages[first - 1].data_ptr() + pages[0].nbytes - held.address
         begin = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        until = (pages.data_ptr() - pool.address + pages.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        until = (pages.data_ptr() - held.address + pages.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         assert until - begin > 8 * HUGE_PAGE_BYTES
         assert not any(_committed(memory[at : at + 1]) for at in range(begin, until, HUGE_PAGE_BYTES))
 

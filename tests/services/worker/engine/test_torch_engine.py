@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.worker.device.host import HOST
 from services.worker.engine.forward_batch import Slice
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.memory.arena import HostArena
+from services.worker.memory.arena import Arena
 from services.worker.memory.loader import load_unit
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest
@@ -150,8 +151,8 @@ def test_later_tokens_depend_on_the_imported_kv(kind: str) -> None:
 def test_an_engine_built_before_its_weights_computes_once_they_are_there() -> None:
     checkpoint = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False)
     layout = checkpoint.layout
-    arena = HostArena(layout.num_bytes)
-    engine = TorchEngine(layout, arena, KvPool(1 << 20))
+    arena = Arena(HOST.allocate(layout.num_bytes))
+    engine = TorchEngine(layout, arena, KvPool(HOST.allocate(1 << 20)))
     load_unit(checkpoint, layout, layout.embed, arena)
     load_unit(checkpoint, layout, layout.units[0], arena)
     tokens = prompt_of(20)
@@ -235,6 +236,6 @@ def test_layers_out_of_order_and_an_early_head_are_refused() -> None:
 def test_a_model_that_does_not_fit_the_arena_or_the_pool_is_refused() -> None:
     layout = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False).layout
     with pytest.raises(BadRequest, match="arena"):
-        TorchEngine(layout, HostArena(layout.num_bytes - 1), KvPool(1 << 20))
+        TorchEngine(layout, Arena(HOST.allocate(layout.num_bytes - 1)), KvPool(HOST.allocate(1 << 20)))
     with pytest.raises(BadRequest, match="KV pool"):
-        TorchEngine(layout, HostArena(layout.num_bytes), KvPool(1 << 16), num_blocks=1000)
+        TorchEngine(layout, Arena(HOST.allocate(layout.num_bytes)), KvPool(HOST.allocate(1 << 16)), num_blocks=1000)

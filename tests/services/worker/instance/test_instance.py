@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from services.worker.config import WorkerConfig
+from services.worker.device.host import HOST
+from services.worker.device.memory import HostMemory
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.mock import mock_engine
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.instance.factory import InstanceFactory
-from services.worker.memory.arena import HostMemory
 from shared.errors import Conflict, NoCapacity
 from shared.profile import Profile, write_profile
 from tests.records import profile
@@ -168,7 +169,7 @@ async def test_a_plan_that_comes_while_an_instance_is_built_finds_it_loading(
         assert go_on.wait(20.0)
         return MockEngine(**settings)
 
-    monkeypatch.setattr("services.worker.instance.factory.MockEngine", slowly)
+    monkeypatch.setattr("services.worker.engine.mock.mock_engine.MockEngine", slowly)
     first, second = alone.plan(epoch=10), alone.plan(epoch=11)
     scaling = alone.worker.service.parts.scaling
     accepting = [asyncio.create_task(scaling.on_scale_plan(first, time.monotonic()))]
@@ -185,7 +186,7 @@ async def test_a_plan_that_comes_while_an_instance_is_built_finds_it_loading(
 def test_more_memory_than_there_are_addresses_is_refused_with_its_setting(setting: str) -> None:
     config = WorkerConfig.from_env({setting: str(1 << 30)})
     with pytest.raises(NoCapacity, match=f"{setting}={1 << 30}: this machine does not give so much: Cannot allocate"):
-        InstanceFactory(config, lambda _: None, lambda _: None)
+        InstanceFactory(config, HOST, lambda _: None, lambda _: None)
 
 
 async def test_an_instance_with_a_profile_begins_with_it_and_the_mock_plays_it(

@@ -14,6 +14,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.device.host import HOST
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.mock_engine import BYTE_TOKENS, MockEngine
 from services.worker.engine.mock.settings import MockTiming
@@ -123,7 +124,7 @@ class TwinWorker:
         self.inbox = Inbox(bus, info.process, self.slot.current, looks_every_s=1.0)
         self.departures = Departures(bus, info, peers, self.inbox, silence_s=silence_s, metrics=metrics)
         self.kv_sender = KvSender(self.departures, self.slot.current, metrics=metrics)
-        self.kv_receiver = KvReceiver(bus, self.transport, info, peers, self.inbox, self.slot.current)
+        self.kv_receiver = KvReceiver(bus, self.transport, info, peers, self.inbox, self.slot.current, HOST)
         self.roles = PairRoles(
             bus,
             self.transport,
@@ -133,6 +134,7 @@ class TwinWorker:
             self.kv_sender,
             ProgressReporter(bus, self.worker_id),
             self.slot,
+            HOST,
             silence_s=silence_s,
         )
         self.slot.when_loaded(self.roles.loaded)

@@ -12,7 +12,8 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from services.worker.memory.arena import HostArena, weights_digest
+from services.worker.device.host import HOST
+from services.worker.memory.arena import Arena, weights_digest
 from services.worker.memory.dtypes import TORCH_DTYPES
 from services.worker.memory.loader import load_unit
 from shared.checkpoint import Checkpoint, inspect_checkpoint
@@ -21,7 +22,7 @@ from shared.layout import CHECK_BYTES, layout_of
 from tests.checkpoints import KINDS, tiny_checkpoint
 
 
-def _load_all(checkpoint: Checkpoint, arena: HostArena) -> list[tuple[int, ...]]:
+def _load_all(checkpoint: Checkpoint, arena: Arena) -> list[tuple[int, ...]]:
     for unit in checkpoint.layout.units:
         load_unit(checkpoint, checkpoint.layout, unit, arena)
     return [arena.unit_checksums(unit) for unit in checkpoint.layout.units]
@@ -31,7 +32,7 @@ def _load_all(checkpoint: Checkpoint, arena: HostArena) -> list[tuple[int, ...]]
 @pytest.mark.parametrize("sharded", [False, True])
 def test_fused_tensors_hold_the_rows_of_their_parts(kind: str, sharded: bool) -> None:
     checkpoint = inspect_checkpoint(tiny_checkpoint(kind, sharded=sharded), with_hash=False)
-    arena = HostArena(checkpoint.num_bytes)
+    arena = Arena(HOST.allocate(checkpoint.num_bytes))
     _load_all(checkpoint, arena)
     files = {file: load_file(file) for file in checkpoint.weight_files}
     for slot in (slot for unit in checkpoint.layout.units for slot in unit.slots):
@@ -45,7 +46,7 @@ def test_fused_tensors_hold_the_rows_of_their_parts(kind: str, sharded: bool) ->
 def test_weights_of_another_dtype_are_cast(dtype: str) -> None:
     checkpoint = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False)
     spec = replace_dtype(checkpoint, dtype)
-    arena = HostArena(spec.num_bytes)
+    arena = Arena(HOST.allocate(spec.num_bytes))
     _load_all(spec, arena)
     for unit in spec.layout.units:
         slot = unit.slots[0]
@@ -64,7 +65,7 @@ def replace_dtype(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 def test_checksums_depend_on_the_weights_alone_not_on_what_the_arena_held() -> None:
     checkpoint = inspect_checkpoint(tiny_checkpoint("qwen2"), with_hash=False)
-    clean, dirty = HostArena(checkpoint.num_bytes), HostArena(checkpoint.num_bytes)
+    clean, dirty = Arena(HOST.allocate(checkpoint.num_bytes)), Arena(HOST.allocate(checkpoint.num_bytes))
     dirty.memory(0, checkpoint.num_bytes)[:] = 0xAB
     first, second = _load_all(checkpoint, clean), _load_all(checkpoint, dirty)
     assert first == second
@@ -78,7 +79,7 @@ def test_checksums_depend_on_the_weights_alone_not_on_what_the_arena_held() -> N
 
 def test_there_is_one_checksum_for_each_piece_of_a_unit() -> None:
     layout = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False).layout
-    arena = HostArena(2 * CHECK_BYTES)
+    arena = Arena(HOST.allocate(2 * CHECK_BYTES))
     arena.memory(0, 2 * CHECK_BYTES)[:] = np.arange(2 * CHECK_BYTES) % 251
     unit = replace(layout.units[0], offset=4096, num_bytes=CHECK_BYTES + 4096)
     raw = bytes(arena.memory(4096, CHECK_BYTES + 4096))
@@ -87,7 +88,7 @@ def test_there_is_one_checksum_for_each_piece_of_a_unit() -> None:
 
 
 def test_released_pages_read_as_zeros_at_the_same_address() -> None:
-    arena = HostArena(1 << 20)
+    arena = Arena(HOST.allocate(1 << 20))
     layout = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False).layout
     view, address = arena.tensor(layout.units[0].slots[0], "float32"), arena.address
     arena.memory(0, 1 << 20)[:] = 7
@@ -102,13 +103,13 @@ def test_released_pages_read_as_zeros_at_the_same_address() -> None:
 @pytest.mark.parametrize(("offset", "num_bytes"), [(-1, 1), (0, 4097), (4096, 1), (0, -1)])
 def test_memory_outside_of_the_arena_is_refused(offset: int, num_bytes: int) -> None:
     with pytest.raises(BadRequest, match="outside"):
-        HostArena(4096).memory(offset, num_bytes)
+        Arena(HOST.allocate(4096)).memory(offset, num_bytes)
 
 
 def test_a_file_truncated_after_inspection_is_named(tmp_path: Path) -> None:
     path = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "copy"))
     checkpoint = inspect_checkpoint(path, with_hash=False)
-    arena = HostArena(checkpoint.num_bytes)
+    arena = Arena(HOST.allocate(checkpoint.num_bytes))
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors: tensor model\.norm\.weight: the file ends at byte"):
@@ -120,8 +121,8 @@ def test_a_file_truncated_after_inspection_is_named(tmp_path: Path) -> None:
 
 def test_a_foreign_layout_or_a_small_arena_is_refused() -> None:
     llama, qwen = (inspect_checkpoint(tiny_checkpoint(kind), with_hash=False) for kind in ("llama", "qwen2"))
-    arena = HostArena(llama.num_bytes)
+    arena = Arena(HOST.allocate(llama.num_bytes))
     with pytest.raises(BadRequest, match="layout"):
         load_unit(llama, qwen.layout, qwen.layout.units[0], arena)
     with pytest.raises(BadRequest, match="does not fit"):
-        load_unit(llama, llama.layout, llama.layout.units[0], HostArena(llama.num_bytes - 1))
+        load_unit(llama, llama.layout, llama.layout.units[0], Arena(HOST.allocate(llama.num_bytes - 1)))

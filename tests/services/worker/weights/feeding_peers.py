@@ -10,7 +10,8 @@ from functools import cache
 import numpy as np
 
 from services.worker.core.upstreams import DISK, StripeSources, Upstream
-from services.worker.memory.arena import HostArena
+from services.worker.device.host import HOST
+from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Copies, Offer
 from services.worker.weights.pace import Paces
@@ -47,8 +48,8 @@ def _random_digests() -> str:
 def empty_copy(checkpoint: Checkpoint | None = None) -> WeightCopy:
     """Of a model that is registered with the checkpoint's weights, or with those of ``random_copy``."""
     if checkpoint is not None:
-        return WeightCopy(checkpoint.layout, HostArena(checkpoint.num_bytes), checkpoint.unit_digests)
-    return WeightCopy(LAYOUT, HostArena(LAYOUT.num_bytes), _random_digests())
+        return WeightCopy(checkpoint.layout, Arena(HOST.allocate(checkpoint.num_bytes)), checkpoint.unit_digests)
+    return WeightCopy(LAYOUT, Arena(HOST.allocate(LAYOUT.num_bytes)), _random_digests())
 
 
 def random_copy() -> WeightCopy:

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from services.worker.core.upstreams import StripeSources, Upstream
-from services.worker.memory.arena import HostArena
+from services.worker.device.host import HOST
+from services.worker.memory.arena import Arena
 from services.worker.memory.pieces import cut
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights import checkpoint_reader, flow_completion
@@ -631,7 +632,7 @@ async def test_a_feed_that_runs_is_not_begun_twice() -> None:
 
 def test_a_model_larger_than_the_arena_is_refused() -> None:
     with pytest.raises(TransportError, match="ARENA"):
-        WeightCopy(LAYOUT, HostArena(4096), "")
+        WeightCopy(LAYOUT, Arena(HOST.allocate(4096)), "")
 
 
 def test_arrivals_are_seen_whoever_cut_the_chunks() -> None:

@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.worker.memory.arena import HostArena
+from services.worker.device.host import HOST
+from services.worker.memory.arena import Arena
 from services.worker.memory.pieces import cut
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.flow import Inflow
@@ -53,7 +54,7 @@ def _nothing(*_: object) -> None: ...
 
 
 def inflow(transport: Transport) -> Inflow:
-    copy = WeightCopy(LAYOUT, HostArena(LAYOUT.num_bytes), digests_of_zeros(LAYOUT))
+    copy = WeightCopy(LAYOUT, Arena(HOST.allocate(LAYOUT.num_bytes)), digests_of_zeros(LAYOUT))
     nothing: Any = lambda *_: None  # noqa: E731
     return Inflow(
         cast(Any, transport),

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from services.worker.memory.arena import HostArena
+from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights import host_store
 from services.worker.weights.host_store import HostStore
@@ -93,11 +93,11 @@ async def test_the_least_recently_used_cached_copy_is_to_make_way_and_none_goes_
 
 
 def test_memory_that_the_system_does_not_give_is_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: int) -> HostArena:
+    def refuse(_: int) -> Arena:
         raise OSError(12, "Cannot allocate memory")
 
     held = store(1)
-    monkeypatch.setattr(host_store, "HostArena", refuse)
+    monkeypatch.setattr(host_store, "Arena", refuse)
     with pytest.raises(NoCapacity, match="Cannot allocate"):
         held.reserve(model("a"), cached=False, now_s=0.0)
     assert held.used_bytes == 0
@@ -154,14 +154,14 @@ async def test_pages_are_given_back_beside_the_event_loop(monkeypatch: pytest.Mo
     held = store(1)
     record = ready(held, "a")
     releasing, go_on = asyncio.Event(), threading.Event()
-    loop, release = asyncio.get_running_loop(), HostArena.release
+    loop, release = asyncio.get_running_loop(), Arena.release
 
-    def slow(arena: HostArena) -> None:
+    def slow(arena: Arena) -> None:
         loop.call_soon_threadsafe(releasing.set)
         assert go_on.wait(30.0)
         release(arena)
 
-    monkeypatch.setattr(HostArena, "release", slow)
+    monkeypatch.setattr(Arena, "release", slow)
     dropping = asyncio.create_task(held.drop("hash-of-a"))
     await asyncio.wait_for(releasing.wait(), 30.0)
     held.keep("hash-of-a")

@@ -1,0 +1,24 @@
+"""What an instance runs on."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from services.worker.device.completion import DeviceStreams
+from services.worker.device.memory import DeviceMemory
+from shared.transport.base import Buffer
+
+
+class Device(Protocol):
+    """One, as its worker has it. The worker's instances come and go; streams and memory stay."""
+
+    @property
+    def streams(self) -> DeviceStreams: ...
+
+    def allocate(self, num_bytes: int) -> DeviceMemory:
+        """Memory that the network can reach and kernels compute on, for the worker's life. Raises ``OSError`` where
+        there is not so much."""
+
+    def staging(self, num_bytes: int) -> Buffer:
+        """Host memory for one transfer, ``[num_bytes]`` uint8: what the network sends or has sent, and the streams
+        ``out`` and ``into`` copy. Whatever is in it at first."""

