@@ -36,6 +36,8 @@ class SourceQueue:
         self.pulled: set[str] = set()
         """Ids of batches of those that were pulled: the target does nothing more with them."""
         self._num_batches = 0
+        self._unwanted: set[tuple[str, int]] = set()
+        """Cancelled while the pair lasts, by request id and attempt. Inside a step the scheduler does not know of it."""
 
     def lend(self, scheduler: Scheduler) -> None:
         """Take what waits in the scheduler and has not begun."""
@@ -66,10 +68,10 @@ class SourceQueue:
         return batch
 
     def took(self, batch: PromptBatch) -> list[ActiveSequence]:
-        """The target has it. Returns those of its requests that were cancelled before it counted as handed over."""
+        """The target has it. Returns those of its requests that were cancelled before: it may not have heard of it."""
         batch.serial = self.num_handed
         self.num_handed += 1
-        return [s for s in batch.sequences if s.finished]
+        return [s for s in batch.sequences if s.finished or s.key in self._unwanted]
 
     def refused(self, batch: PromptBatch) -> None:
         """The target does not take it now: it waits here, before what comes behind it."""
@@ -93,8 +95,12 @@ class SourceQueue:
         return expected is None or scheduler.reservations.fits(expected.lengths)
 
     def holds(self, request_id: str, attempt: int) -> bool:
-        """Whether a request is at the target."""
+        """Whether a request is at the target, or on its way there."""
         return any(s.key == (request_id, attempt) for batch in self.handed.values() for s in batch.sequences)
+
+    def unwanted(self, request_id: str, attempt: int) -> None:
+        """A request that was accepted here was cancelled: ``took`` tells of it, wherever it is now."""
+        self._unwanted.add((request_id, attempt))
 
     def begin(self, batch: PromptBatch, scheduler: Scheduler) -> bool:
         """It is to be run here: its requests get slots and blocks. False, and nothing changes, if there are none."""

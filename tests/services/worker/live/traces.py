@@ -209,6 +209,7 @@ CASES: dict[str, Case] = {
         num_late=0, layer_s=(0.15, 0.25), gates=(2, 3), when=said("planner>w1", "gates"), act=drain
     ),
     "source_drains": Case(num_late=0, when=STATES["cooperating"], act=drain),
+    "cancelled_inside_a_step": replace(LONG, num_prompts=8, when=STATES["redirecting"], act=cancel_last),
     "cancelled_waiting": replace(LONG, num_prompts=5, when=STATES["offered"], act=cancel_last),
     "cancelled_handed_over": replace(LONG, when=said("w1>w0", "hand_over"), act=cancel_handed),
     "cancelled_pulled": replace(LONG, when=STATES["cooperating"], act=cancel),

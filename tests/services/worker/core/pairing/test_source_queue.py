@@ -135,3 +135,12 @@ def test_a_split_is_asked_for_where_it_can_gain_something() -> None:
     assert [b.batch_id for b in source.queue.to_split("zigzag", 0.5)] == ["pair-0", "pair-1", "pair-2"]
     assert source.queue.to_split("zigzag", 0.0) == (), "nothing was measured"
     assert source.queue.to_split("overlap", 0.5) == ()
+
+
+def test_of_a_cancel_that_the_scheduler_has_not_heard_of_the_target_is_told() -> None:
+    source = Source("a", "b")
+    source.queue.unwanted("b", 1)  # inside a step
+    batch = source.queue.next_to_hand()
+    assert batch is not None
+    assert names(batch) == "ab"
+    assert [s.request_id for s in source.queue.took(batch)] == ["b"]
