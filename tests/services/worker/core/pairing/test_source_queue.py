@@ -139,8 +139,8 @@ def test_a_split_is_asked_for_where_it_can_gain_something() -> None:
 
 def test_of_a_cancel_that_the_scheduler_has_not_heard_of_the_target_is_told() -> None:
     source = Source("a", "b")
-    source.queue.unwanted("b", 1)  # inside a step
-    batch = source.queue.next_to_hand()
-    assert batch is not None
-    assert names(batch) == "ab"
-    assert [s.request_id for s in source.queue.took(batch)] == ["b"]
+    source.queue.unwanted("a", 1)  # inside a step
+    told = []
+    while (batch := source.queue.next_to_hand()) is not None:
+        told.append((names(batch), [s.request_id for s in source.queue.took(batch)]))
+    assert told == [("a", ["a"]), ("b", [])]
