@@ -288,10 +288,11 @@ def test_redis_without_its_volume_and_with_a_backup(kubernetes: KubernetesDeploy
     kubernetes.redis("CONFIG", "SET", "auto-aof-rewrite-percentage", "0")
     eventually_sync(lambda: "aof_rewrite_in_progress:0" in kubernetes.redis("INFO", "persistence"))
     backup = CACHE / "registry.tar"
+    inside = ["docker", "exec", redis.container]
+    subprocess.run([*inside, "cp", "-R", "/data/appendonlydir", "/data/backup"], check=True)
     with backup.open("wb") as file:
-        copy = "cd /data && rm -rf backup && mkdir backup && cp -R appendonlydir backup && "
-        tar = "tar -C backup -cf - appendonlydir"
-        subprocess.run(["docker", "exec", redis.container, "sh", "-c", copy + tar], stdout=file, check=True)
+        subprocess.run([*inside, "tar", "-C", "/data/backup", "-cf", "-", "."], stdout=file, check=True)
+    subprocess.run([*inside, "rm", "-r", "/data/backup"], check=True)
     kubernetes.redis("CONFIG", "SET", "auto-aof-rewrite-percentage", "100")
     with undisturbed_streams(kubernetes):
         cluster.scale("redis", 0)
@@ -302,7 +303,8 @@ def test_redis_without_its_volume_and_with_a_backup(kubernetes: KubernetesDeploy
         cluster.scale("pool", 0)
         cluster.scale("redis", 0)
         shutil.rmtree(data / "appendonlydir")
-        subprocess.run(["tar", "-C", data, "--same-owner", "-xf", backup], check=True)
+        (data / "appendonlydir").mkdir()
+        subprocess.run(["tar", "-C", data / "appendonlydir", "--same-owner", "-xf", backup], check=True)
         cluster.scale("redis", 1)
         cluster.scale("pool", 2)
         eventually_sync(lambda: state(kubernetes) == before)
