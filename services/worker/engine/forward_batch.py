@@ -49,17 +49,15 @@ class Slice(msgspec.Struct, frozen=True):
     """The tokens of one sequence that a batch computes: positions ``start .. start + num_tokens``."""
 
     sequence_id: int
-    token_ids: tuple[int, ...] | RowOf
+    token_ids: tuple[int, ...]
     start: int
     """Position of the first token; KV of all earlier positions is in the blocks."""
     block_table: Sequence[int]
     """KV blocks of positions 0.., enough for every position up to the slice's end. Nobody changes it."""
     row: SamplingRow | None = None
     """How the token behind the last one is sampled, where the slice ends the known tokens."""
-
-    @property
-    def num_tokens(self) -> int:
-        return 1 if isinstance(self.token_ids, RowOf) else len(self.token_ids)
+    token_from: RowOf | None = None
+    """The only token is the one of this row. ``token_ids`` has any id in its place."""
 
 
 class ForwardBatch(msgspec.Struct, frozen=True):
@@ -71,7 +69,7 @@ class ForwardBatch(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self.slices)
+        return sum([len(piece.token_ids) for piece in self.slices])
 
     @property
     def rows(self) -> tuple[SamplingRow, ...]:
@@ -83,12 +81,12 @@ class ForwardBatch(msgspec.Struct, frozen=True):
         nothing."""
         slices: list[Slice] = []
         for piece in self.slices:
-            count = piece.num_tokens
+            count = len(piece.token_ids)
             first, last = max(0, begin), min(count, end)
             if first < last:
-                token_ids = piece.token_ids if isinstance(piece.token_ids, RowOf) else piece.token_ids[first:last]
+                token_ids, start = piece.token_ids[first:last], piece.start + first
                 row = piece.row if last == count else None
-                slices.append(Slice(piece.sequence_id, token_ids, piece.start + first, piece.block_table, row))
+                slices.append(Slice(piece.sequence_id, token_ids, start, piece.block_table, row, piece.token_from))
             begin, end = begin - count, end - count
         return ForwardBatch(self.number, tuple(slices))
 
@@ -143,18 +141,15 @@ class SampledSteps:
     def known(self, batch: ForwardBatch) -> ForwardBatch:
         """With token ids everywhere. Raises ``BadRequest`` for a row that none of the newest steps has."""
         for piece in batch.slices:
-            if isinstance(piece.token_ids, RowOf):
-                break
-        else:
-            return batch
-        slices = [msgspec.structs.replace(s, token_ids=self._known(s.token_ids)) for s in batch.slices]
-        return ForwardBatch(batch.number, tuple(slices))
+            if piece.token_from is not None:
+                return ForwardBatch(batch.number, tuple([self._known(s) for s in batch.slices]))
+        return batch
 
-    def _known(self, token_ids: tuple[int, ...] | RowOf) -> tuple[int, ...]:
-        if not isinstance(token_ids, RowOf):
-            return token_ids
-        row = token_ids.row
-        sampled = self._token_ids.get(token_ids.step, [])
+    def _known(self, piece: Slice) -> Slice:
+        if piece.token_from is None:
+            return piece
+        step, row = piece.token_from.step, piece.token_from.row
+        sampled = self._token_ids.get(step, [])
         if not 0 <= row < len(sampled):
-            raise BadRequest(f"row {row} of step {token_ids.step}: not sampled, or too long ago")
-        return (sampled[row],)
+            raise BadRequest(f"row {row} of step {step}: not sampled, or too long ago")
+        return msgspec.structs.replace(piece, token_ids=(sampled[row],), token_from=None)

@@ -68,10 +68,10 @@ def check_batch(batch: ForwardBatch, block_size: int) -> None:
     if not batch.slices:
         raise BadRequest("a batch without slices")
     for piece in batch.slices:
-        end = piece.start + piece.num_tokens
-        if not piece.num_tokens or len(piece.block_table) * block_size < end:
+        end = piece.start + len(piece.token_ids)
+        if not len(piece.token_ids) or len(piece.block_table) * block_size < end:
             raise BadRequest(
-                f"sequence {piece.sequence_id}: {piece.num_tokens} tokens up to position {end} in "
+                f"sequence {piece.sequence_id}: {len(piece.token_ids)} tokens up to position {end} in "
                 f"{len(piece.block_table)} blocks of {block_size}"
             )
 

@@ -13,7 +13,7 @@ from services.worker.device.completion import Completion
 from services.worker.device.device import Device
 from services.worker.device.host import HOST
 from services.worker.engine.attention.kinds import attention_backend
-from services.worker.engine.forward_batch import ForwardBatch, RowOf, SampledSteps
+from services.worker.engine.forward_batch import ForwardBatch, SampledSteps
 from services.worker.engine.handoff import (
     Bytes,
     check_batch,
@@ -108,9 +108,8 @@ class TorchEngine:
     def embed(self, batch: ForwardBatch) -> Completion[Activation]:
         """Plan and embed. Raises ``BadRequest`` for an empty batch or slice, a short block table, an unknown token."""
         batch = self._steps.known(batch)
-        slices = [piece.token_ids for piece in batch.slices if not isinstance(piece.token_ids, RowOf)]
         check_batch(batch, self.block_size)
-        ids = self._ids([token for token_ids in slices for token in token_ids])
+        ids = self._ids([token for piece in batch.slices for token in piece.token_ids])
         return self._streams.compute.run(lambda: self._begin(batch, self._embed(ids), 0))
 
     def embed_tokens(self, token_ids: Sequence[int]) -> Completion[Buffer]:
@@ -140,7 +139,7 @@ class TorchEngine:
     @torch.inference_mode()
     def _begin(self, batch: ForwardBatch, hidden: torch.Tensor, next_layer: int) -> Activation:
         """Takes ``hidden [num_tokens, hidden_size]`` over."""
-        last_rows = np.cumsum([piece.num_tokens for piece in batch.slices]) - 1
+        last_rows = np.cumsum([len(piece.token_ids) for piece in batch.slices]) - 1
         sampled = [int(row) for row, piece in zip(last_rows, batch.slices, strict=True) if piece.row is not None]
         sampled_rows = torch.tensor(sampled, dtype=torch.int64)
         return Activation(batch, None, hidden, sampled_rows, next_layer)
@@ -216,12 +215,12 @@ class TorchEngine:
         positions, kv_slots = [], []
         qo_indptr, kv_indptr, kv_indices, last_page_len = [0], [0], list[int](), list[int]()
         for piece in batch.slices:
-            end = piece.start + piece.num_tokens
+            end = piece.start + len(piece.token_ids)
             num_pages = -(-end // size)
             table = piece.block_table[:num_pages]
             kv_indices.extend(table)
             kv_indptr.append(len(kv_indices))
-            qo_indptr.append(qo_indptr[-1] + piece.num_tokens)
+            qo_indptr.append(qo_indptr[-1] + len(piece.token_ids))
             last_page_len.append(end - (num_pages - 1) * size)
             at = np.arange(piece.start, end)
             positions.append(at)

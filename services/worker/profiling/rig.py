@@ -66,7 +66,7 @@ class Rig:
         engine = self._engine
         started_s = self._clock()
         activation = engine.embed(self._batches.of(slices)).result()
-        if slices[0].num_tokens == 1 and slices[0].row is not None:
+        if len(slices[0].token_ids) == 1 and slices[0].row is not None:
             engine.run_layers(activation, 0, engine.num_layers).result()
         else:
             for layer in range(engine.num_layers):

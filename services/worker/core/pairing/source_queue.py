@@ -37,7 +37,7 @@ class SourceQueue:
         """Ids of batches of those that were pulled: the target does nothing more with them."""
         self._num_batches = 0
         self._unwanted: set[tuple[str, int]] = set()
-        """Cancelled while the pair lasts, by request id and attempt. Inside a step the scheduler does not know of it."""
+        """Cancelled while the pair lasts, by request id and attempt: inside a step the scheduler does not know yet."""
 
     def lend(self, scheduler: Scheduler) -> None:
         """Take what waits in the scheduler and has not begun."""

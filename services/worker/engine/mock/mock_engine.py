@@ -19,7 +19,7 @@ from services.worker.core.scheduling.schedule import Sampled
 from services.worker.device.completion import Completion
 from services.worker.device.device import Device
 from services.worker.device.host import HOST
-from services.worker.engine.forward_batch import ForwardBatch, RowOf, SampledSteps
+from services.worker.engine.forward_batch import ForwardBatch, SampledSteps
 from services.worker.engine.handoff import (
     check_batch,
     check_layers,
@@ -66,11 +66,11 @@ class MockActivation:
 
 
 def _context_tokens(batch: ForwardBatch) -> int:
-    return sum(piece.start + piece.num_tokens for piece in batch.slices)
+    return sum([piece.start + len(piece.token_ids) for piece in batch.slices])
 
 
 def _tokens_of(batch: ForwardBatch) -> list[int]:
-    return [t for piece in batch.slices if not isinstance(piece.token_ids, RowOf) for t in piece.token_ids]
+    return [token_id for piece in batch.slices for token_id in piece.token_ids]
 
 
 class MockEngine:

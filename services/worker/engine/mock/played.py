@@ -11,7 +11,7 @@ def played_step_s(profile: Profile, batch: ForwardBatch) -> float:
     """Seconds through all layers, head and sampling included. A slice of one token that is sampled decodes."""
     prompt_tokens = pairs = num_decodes = context_tokens = 0
     for piece in batch.slices:
-        count = piece.num_tokens
+        count = len(piece.token_ids)
         if count == 1 and piece.row is not None:
             num_decodes += 1
             context_tokens += piece.start + 1

@@ -11,7 +11,7 @@ from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion, Landed, combined
 from services.worker.engine.base import Activation, Engine
-from services.worker.engine.forward_batch import ForwardBatch, RowOf
+from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.mock_engine import MockActivation, MockEngine
 from services.worker.engine.mock.settings import MockFaults
@@ -29,7 +29,7 @@ BAD = 250
 
 def has_token(batch: ForwardBatch, token_id: int) -> bool:
     """Whether it computes this token."""
-    return any(not isinstance(s.token_ids, RowOf) and token_id in s.token_ids for s in batch.slices)
+    return any(token_id in piece.token_ids for piece in batch.slices)
 
 
 class StagedEngine(MockEngine):

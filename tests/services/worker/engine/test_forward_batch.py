@@ -85,7 +85,10 @@ def written(kind: str, *, by_row: bool, num_steps: int = 6) -> list[list[int]]:
     for number in range(num_steps):
         slices = [s.next_slice() for s in sequences]
         if by_row and number:
-            slices = [msgspec.structs.replace(s, token_ids=RowOf(number - 1, row)) for row, s in enumerate(slices)]
+            slices = [
+                msgspec.structs.replace(s, token_ids=(0,), token_from=RowOf(number - 1, row))
+                for row, s in enumerate(slices)
+            ]
         activation = engine.embed(forward(*slices, number=number)).result()
         engine.run_layers(activation, 0, engine.num_layers).result()
         for sequence, token_ids, sampled in zip(sequences, found, engine.sample(activation).result(), strict=True):
@@ -109,14 +112,14 @@ def sampled_steps(rows: Sequence[Sequence[Sampled]]) -> SampledSteps:
 @pytest.mark.parametrize("row", [RowOf(0, 0), RowOf(SAMPLED_STEPS, 1), RowOf(SAMPLED_STEPS, -1), RowOf(9, 0)])
 def test_a_row_that_is_too_old_or_was_never_sampled_is_refused(row: RowOf) -> None:
     steps = sampled_steps([[Sampled(5)]] * (SAMPLED_STEPS + 1))
-    piece = msgspec.structs.replace(slice_of(1, (0,), 4, (0, 1)), token_ids=row)
+    piece = msgspec.structs.replace(slice_of(1, (0,), 4, (0, 1)), token_from=row)
     with pytest.raises(BadRequest, match=f"row {row.row} of step {row.step}"):
         steps.known(forward(piece))
 
 
 def test_a_row_that_failed_has_a_token_that_can_be_computed() -> None:
     failed = Sampled(-1, error=ErrorInfo.of(Internal("no")))
-    piece = msgspec.structs.replace(slice_of(1, (0,), 4, (0, 1)), token_ids=RowOf(0, 1))
+    piece = msgspec.structs.replace(slice_of(1, (0,), 4, (0, 1)), token_from=RowOf(0, 1))
     (known,) = sampled_steps([[Sampled(5), failed]]).known(forward(piece)).slices
     assert known.token_ids == (0,)
     assert sample_rows(torch.tensor([[math.nan, 0.0]]), [GREEDY])[0].error is not None

@@ -8,7 +8,6 @@ from services.worker.core.pairing.batch import PromptBatch
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion
-from services.worker.engine.forward_batch import RowOf
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.mock_engine import MockActivation, MockEngine
 from services.worker.engine.mock.tokens import next_token
@@ -56,14 +55,13 @@ class WatchedEngine(MockEngine):
         self.inside(first)
         if self.failure is not None and first <= self.fails_at < last:
             raise self.failure
-        pieces = [s.token_ids for s in activation.batch.slices if not isinstance(s.token_ids, RowOf)]
-        tokens = [token for token_ids in pieces for token in token_ids]
+        tokens = [token for piece in activation.batch.slices for token in piece.token_ids]
         if self.fails_on in tokens and first <= self.fails_at < last:
             raise RuntimeError(f"cannot compute token {self.fails_on}")
 
     def _ran(self, activation: MockActivation, first: int, last: int) -> None:
         piece = activation.batch.slices[0]
-        self.ran += [(piece.start + piece.num_tokens, layer) for layer in range(first, last)]
+        self.ran += [(piece.start + len(piece.token_ids), layer) for layer in range(first, last)]
 
 
 class Clock:
