@@ -14,8 +14,8 @@ from compose.cli.options import URL_DEFAULT, Json, Url, show
 from compose.cli.tables import fitting
 from shared.messages.registry import GpuTimeReport, GpuUse
 
-_COLUMNS = ("model", "GPU hours", "share", "cost", "of it")
-_SPARED = ("of it", "share")
+_COLUMNS = ("model", "GPU hours", "share", "cost", "by state")
+_SPARED = ("by state", "share")
 
 
 def cost(
@@ -40,7 +40,7 @@ def _shown(found: GpuTimeReport, console: Console) -> Iterator[RenderableType]:
         states = ", ".join(f"{use.state} {_share(use.seconds, total_s)}" for use in of if use.seconds)
         share, price = _share(total_s, found.total_s), _cost(total_s, found.hour_cost)
         rows.append((name or "(no model)", f"{total_s / 3600:.4f}", share, price, states))
-    yield fitting(console, "GPU time", _COLUMNS, rows, spared=_SPARED, wraps={"of it": 30})
+    yield fitting(console, "GPU time", _COLUMNS, rows, spared=_SPARED, wraps={"by state": 30})
     all_workers = f"all workers: {found.total_s / 3600:.4f} GPU hours, {_cost(found.total_s, found.hour_cost)}"
     yield f"{all_workers}; counted for {found.counted_s / 3600:.4f} h, since this pool leads"
     if not found.hour_cost:
