@@ -201,9 +201,7 @@ def zigzag_assignments(
             target=plan.member(pair.target),
             policy=policy,
             why=pair.why,
-            layers_ready_s=layers_ready_s(layout, first_s, finish_s - first_s)
-            if finish_s and layout is not None
-            else (),
+            layers_ready_s=ready_s(first_s, finish_s),
             loaded_s=finish_s,
             slo_tbt_s=plan.model.slo_tbt_s or slo_tbt_s,
             valid_s=plan.give_up_s,
