@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.errors import BadRequest
 from shared.model_spec import DTYPE_BYTES
+from shared.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from services.worker.device.device import Device
@@ -138,9 +139,19 @@ ENGINES = {
     "torch": EngineKind(
         make=_make_torch,
         devices={"cpu": _host},
-        modules=("torch", "services.worker.engine.warm_up"),
+        modules=(
+            "torch",
+            "services.worker.engine.warm_up",
+            "services.worker.engine.attention.torch_cpu",
+            *(f"services.worker.engine.models.{family.name}" for family in FAMILIES),
+        ),
         set_threads=_set_torch_threads,
         warm_up=_warm_up_torch,
     ),
-    "mock": EngineKind(make=_make_mock, devices={"cpu": _host, "cuda": _host}, uses_kv_memory=False),
+    "mock": EngineKind(
+        make=_make_mock,
+        devices={"cpu": _host, "cuda": _host},
+        modules=("services.worker.engine.mock.mock_engine",),
+        uses_kv_memory=False,
+    ),
 }

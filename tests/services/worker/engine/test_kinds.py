@@ -14,6 +14,7 @@ from services.planner.core.multicast.topology import HOST_LINK_GBPS, SCALE_UP_GB
 from services.worker.engine.kinds import DEFAULT_ENGINE, ENGINES, check_device, engine_kind
 from shared.errors import BadRequest
 from shared.messages.registry import WorkerInfo
+from tests.checkpoints import tiny_checkpoint
 from tests.records import profile, worker
 
 
@@ -33,6 +34,32 @@ def test_an_unknown_one_and_a_device_that_it_lacks_are_refused() -> None:
 def test_knowing_their_names_takes_no_torch() -> None:
     found = "import sys, services.worker.engine.kinds; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", found], check=True)
+
+
+MAKE = """
+import importlib, sys
+from pathlib import Path
+from services.worker.engine.kinds import EngineParts, device_of, engine_kind
+name, path = sys.argv[1:]
+for module in (*engine_kind(name).modules, "services.worker.service"):
+    importlib.import_module(module)
+from services.worker.engine.kv_pool import KvPool
+from services.worker.memory.arena import Arena
+from shared.checkpoint import inspect_checkpoint
+layout, device = inspect_checkpoint(Path(path), with_hash=False).layout, device_of(name, "cpu")
+arena, kv = Arena(device.allocate(layout.num_bytes)), KvPool(device.allocate(1 << 20))
+before = set(sys.modules)
+parts = EngineParts(layout=layout, arena=arena, kv=kv, device=device, num_blocks=4, block_size=4)
+engine_kind(name).make(parts)
+print(sorted(module for module in set(sys.modules) - before if module.startswith("services.")))
+"""
+
+
+@pytest.mark.parametrize("name", list(ENGINES))
+def test_what_an_engine_is_made_of_is_imported_at_a_process_start_not_in_its_first_load(name: str) -> None:
+    command = [sys.executable, "-c", MAKE, name, str(tiny_checkpoint("llama"))]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert made.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("changes", [{"engine": "of-a-later-version"}, {"device": "tpu-v9"}])
