@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from services.worker.core.pairing.batch import PromptBatch
 from services.worker.core.pairing.source_queue import SourceQueue
+from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.live.links import LinkToTarget
 from services.worker.live.tensors import Kind, Tensors
@@ -93,6 +94,21 @@ class HandedOver:
         back, doubtful = self.queue.close(in_doubt=doubt is not None)
         scheduler = self._instance.engine.loop.scheduler
         await self.call(lambda: self.queue.restore(scheduler, back, doubtful, doubt))
+
+    def cancelled(self, request_id: str, attempt: int) -> None:
+        """A request was cancelled, which the scheduler hears at the end of its step: the target is told before."""
+        queue, key, engine = self.queue, (request_id, attempt), self._instance.engine
+        if key in engine.loop.scheduler.table.accepted:
+            queue.unwanted(*key)
+        else:  # it may have been submitted inside this layer: then it is accepted before this is looked at
+
+            def look_again(loop: EngineLoop) -> None:
+                if key in loop.scheduler.table.accepted:
+                    queue.unwanted(*key)
+
+            engine.call(look_again, between_layers=True)
+        if queue.holds(*key):
+            self._link.cancel(*key)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the engine's thread, between two layers."""

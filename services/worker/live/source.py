@@ -160,11 +160,7 @@ class LiveSource:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """A request was cancelled: the target need not compute it."""
-        queue = self.handed_over.queue
-        if (request_id, attempt) in self.instance.engine.loop.scheduler.table.accepted:
-            queue.unwanted(request_id, attempt)
-        if queue.holds(request_id, attempt):
-            self._link.cancel(request_id, attempt)
+        self.handed_over.cancelled(request_id, attempt)
 
     def ended_by_target(self, reason: str, finished: Iterable[str]) -> None:
         """The target says that the pair is over, and which batches it owns."""

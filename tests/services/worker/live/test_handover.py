@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -14,7 +15,7 @@ from shared.messages.codec import Message
 from shared.messages.common import ErrorInfo
 from shared.messages.live import HandOver
 from tests.services.worker.live.ends import Ends, SourceEnd, running_ends
-from tests.services.worker.live.members import expected, request
+from tests.services.worker.live.members import NUM_LAYERS, expected, request
 from tests.wait_until import WAIT_S, eventually
 
 NAMES = "abcd"
@@ -156,6 +157,41 @@ async def test_cancelled_a_request_is_handed_over_no_more_or_the_target_is_told(
         assert {n: t for n, t in ends.source.tokens().items() if t} == {
             name: expected(request(name, 9)) for name in NAMES if name != "b"
         }
+
+
+async def test_of_a_request_that_came_and_was_cancelled_inside_one_layer_the_target_is_told() -> None:
+    async with running_ends(batch_tokens=9) as ends:
+        source = await _source(ends)
+        go_on = [threading.Event() for _ in range(NUM_LAYERS)]
+        entered = [threading.Event() for _ in range(NUM_LAYERS)]
+
+        def inside(layer: int) -> None:
+            entered[layer].set()
+            assert go_on[layer].wait(WAIT_S)
+
+        alone = request("z", 6, 1)
+        alone.alone_tokens = 1  # it is computed here
+        ends.source.watched.inside = inside
+        ends.source.engine.submit(alone)
+        await eventually(entered[0].is_set)
+        ends.source.engine.submit(request("e", 9))
+        ends.source.engine.cancel("e", 1)
+        source.handed.cancelled("e", 1)
+        lent = asyncio.create_task(source.handed.lend())
+        await asyncio.sleep(0)
+        go_on[0].set()
+        await lent
+        await source.hand_over()
+        assert [name for name, _ in _handed(ends)] == [*NAMES, "e"]
+        alive = asyncio.create_task(source.link.keep_alive())
+        for event in go_on:
+            event.set()
+        await eventually(lambda: [c.request_id for c in ends.cancelled] == ["e"])
+        alive.cancel()
+        await asyncio.wait({alive})
+        await source.end()
+        await ends.source.idle()
+        assert ends.source.finish_reasons()["e"] == "cancelled"
 
 
 async def test_at_the_end_requests_wait_at_their_old_places_before_what_came_later() -> None:
