@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from services.worker.engine.attention.kinds import ATTENTION
 from services.worker.engine.kinds import DEFAULT_ENGINE, ENGINES
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.cgroup import num_cores
@@ -26,6 +27,7 @@ class WorkerConfig(ServiceConfig):
     host: str
     device: str
     engine: str
+    attention: str
     num_threads: int
     arena_bytes: int
     prefault_bytes: int
@@ -101,6 +103,12 @@ class WorkerConfig(ServiceConfig):
                 "`mock` invents tokens and takes the times of `BLITZ_MOCK_*`, for tests and benchmarks.",
                 tuple(ENGINES),
                 default=DEFAULT_ENGINE,
+            ),
+            attention=env.choice(
+                "BLITZ_WORKER_ATTENTION",
+                "What computes the torch engine's attention.",
+                ATTENTION,
+                default=ATTENTION[0],
             ),
             num_threads=env.integer(
                 "BLITZ_WORKER_THREADS",

@@ -35,6 +35,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "host": f"host-of-{worker_id}",
         "device": "cpu",
         "engine": "mock",
+        "attention": "torch_cpu",
         "num_threads": 1,
         "arena_bytes": 4 * MIB,
         "prefault_bytes": 0,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from services.worker.engine.attention.kinds import ATTENTION
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.errors import BadRequest
 from shared.model_spec import DTYPE_BYTES
@@ -37,6 +38,7 @@ class EngineParts:
     device: Device
     num_blocks: int
     block_size: int
+    attention: str = ATTENTION[0]
     profile: Profile | None = None
     """What the mock plays, where ``timing`` says nothing."""
     timing: MockTiming = field(default_factory=MockTiming)
@@ -101,6 +103,7 @@ def _make_torch(parts: EngineParts) -> Engine:
         parts.kv,
         num_blocks=parts.num_blocks,
         block_size=parts.block_size,
+        attention=parts.attention,
         device=parts.device,
     )
 
@@ -142,7 +145,7 @@ ENGINES = {
         modules=(
             "torch",
             "services.worker.engine.warm_up",
-            "services.worker.engine.attention.torch_cpu",
+            *(f"services.worker.engine.attention.{name}" for name in ATTENTION),
             *(f"services.worker.engine.models.{family.name}" for family in FAMILIES),
         ),
         set_threads=_set_torch_threads,

@@ -12,7 +12,7 @@ from services.worker.core.scheduling.schedule import Sampled
 from services.worker.device.completion import Completion
 from services.worker.device.device import Device
 from services.worker.device.host import HOST
-from services.worker.engine.attention.kinds import attention_backend
+from services.worker.engine.attention.kinds import ATTENTION, attention_backend
 from services.worker.engine.forward_batch import ForwardBatch, SampledSteps
 from services.worker.engine.handoff import (
     Bytes,
@@ -78,7 +78,7 @@ class TorchEngine:
         *,
         num_blocks: int | None = None,
         block_size: int = 16,
-        attention: str = "torch-cpu",
+        attention: str = ATTENTION[0],
         device: Device = HOST,
     ) -> None:
         spec = layout.spec

@@ -148,6 +148,7 @@ def make_engine(
         device=device,
         num_blocks=num_blocks,
         block_size=config.block_size,
+        attention=config.attention,
         profile=profile,
         timing=config.mock,
         faults=config.mock_faults,

@@ -1,9 +1,13 @@
-"""The attention backends that there are. A backend's module is imported when one is made: PyTorch takes seconds."""
+"""The attention backends that there are: modules here, by name.
+
+A backend's module is imported when one is made, or by a process at its start: PyTorch takes seconds.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from shared.errors import BadRequest
 
@@ -11,22 +15,13 @@ if TYPE_CHECKING:
     from services.worker.engine.attention.backend import AttentionBackend
     from shared.layout import ArenaLayout
 
-MakeAttention = Callable[["ArenaLayout", int], "AttentionBackend"]
-"""For a layout, and KV blocks of so many tokens."""
+ATTENTION = ("torch_cpu",)
+"""The first is what a worker takes that is not told."""
 
 
-def attention_backend(name: str) -> MakeAttention:
-    """Raises ``BadRequest`` for one that there is not."""
-    make = ATTENTION.get(name)
-    if make is None:
+def attention_backend(name: str) -> Callable[[ArenaLayout, int], AttentionBackend]:
+    """Makes one for a layout, and KV blocks of so many tokens. Raises ``BadRequest`` for one that there is not."""
+    if name not in ATTENTION:
         raise BadRequest(f"there is no attention backend {name!r}, but {', '.join(ATTENTION)}")
-    return make
-
-
-def _make_torch_cpu(layout: ArenaLayout, block_size: int) -> AttentionBackend:
-    from services.worker.engine.attention.torch_cpu import TorchAttention
-
-    return TorchAttention(layout, block_size)
-
-
-ATTENTION: dict[str, MakeAttention] = {"torch-cpu": _make_torch_cpu}
+    module = importlib.import_module(f"{__package__}.{name}")
+    return cast("Callable[[ArenaLayout, int], AttentionBackend]", module.MAKE)

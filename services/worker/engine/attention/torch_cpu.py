@@ -265,3 +265,6 @@ class TorchAttention:
             pages.first_token : pages.first_token + pages.num_tokens
         ]
         return tokens.transpose(0, 1)[None]
+
+
+MAKE = TorchAttention
