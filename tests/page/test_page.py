@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page
+from playwright.async_api import Locator, Page
 
 from compose.config import StackConfig
 from compose.stack import Stack
@@ -219,8 +219,17 @@ async def test_every_view_fits_its_window_and_can_be_read_by_everybody(tmp_path:
         for width, scheme in SIZES:
             async with page_of(launched, stack.url, width, scheme) as page:
                 await page.wait_for_selector(f"#operation >> text=Targets of {asked.plan_id}")
-                await told.publish(subjects.latencies(), LatencyReport(gateway_id="another", models=(), moves=moves))
-                await page.wait_for_selector("#moves td:text-is('12')")
+                rows = page.locator("#moves tbody tr")
+
+                async def moved(rows: Locator = rows) -> bool:
+                    # Again: the gateway may hear of them a moment after the page has what is there.
+                    await told.publish(
+                        subjects.latencies(), LatencyReport(gateway_id="another", models=(), moves=moves)
+                    )
+                    await asyncio.sleep(0.2)
+                    return await rows.count() == len(moves)
+
+                await eventually(moved)
                 await page.wait_for_selector("#cost tbody tr")
                 await page.click(f"#past button[data-plan='{asked.plan_id}']")
                 await page.wait_for_selector("#moment")
