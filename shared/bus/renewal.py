@@ -124,6 +124,14 @@ class RenewingClient(Client):
         except BaseException:
             self._drop_unshaken()
             raise
+        self._know_tls()
+
+    def _know_tls(self) -> None:
+        """The library makes another reader for a connection over TLS, and does not tell it what it reads from: it could
+        not hold a server back, and warned of each end."""
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
+        if writer is not None and writer.get_extra_info("ssl_object") is not None:
+            writer.transport.get_protocol().connection_made(writer.transport)
 
     def _drop_unshaken(self) -> None:
         """Forget a connection whose TLS handshake was broken off. Nobody tells asyncio's writer of its end, for which

@@ -89,6 +89,21 @@ async def test_a_server_whose_certificate_is_signed_is_trusted(
     await asks(f"{scheme}://127.0.0.1:{start(first=first).port}", access(ca=certificates / "ca.crt"))
 
 
+@pytest.mark.parametrize(("scheme", "first"), [("tls", True), ("nats", False)])
+async def test_a_server_that_ends_the_connection_is_no_warning_of_the_event_loop(
+    start: Start, certificates: Path, scheme: str, first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reader of the connection knows that it is one over TLS: else it would not hold a server back, either."""
+    server, by = start(first=first), access(ca=certificates / "ca.crt")
+    bus = await NatsBus.connect(f"{scheme}://127.0.0.1:{server.port}", name="gateway", access=by)
+    try:
+        server.stop()
+        await eventually(lambda: bus.connected_since_s is None)
+    finally:
+        await bus.close()
+    assert [r.getMessage() for r in caplog.records if r.name == "asyncio"] == []
+
+
 @pytest.mark.parametrize("scheme", ["tls", "nats"])
 async def test_a_server_that_nobody_vouches_for_is_refused(start: Start, scheme: str) -> None:
     server = start(first=scheme == "tls")
