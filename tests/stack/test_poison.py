@@ -12,7 +12,7 @@ import pytest_asyncio
 from compose.stack import Stack
 from tests.stack.client import complete, openai_client, scale, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
-from tests.stack.readers import MORE_TOKENS, Reader, texts
+from tests.stack.readers import MORE_TOKENS, SLOWLY, TOKENS, Reader, texts
 from tests.wait_until import eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
@@ -20,14 +20,12 @@ pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope
 RAISES, KILLS = 200, 201
 """Tokens that the mock never says."""
 OTHERS = [[5, 17, 33, 2, 90, index] for index in range(15)]
-TOKENS = 300
-"""At 4 layers of 1 ms: more than a second."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     faults = {"BLITZ_MOCK_RAISE_TOKEN": str(RAISES), "BLITZ_MOCK_KILL_TOKEN": str(KILLS)}
-    async with Stack(mock_config(tmp_path_factory.mktemp("poison"), workers=4, **faults)) as running:
+    async with Stack(mock_config(tmp_path_factory.mktemp("poison"), workers=4, **SLOWLY, **faults)) as running:
         await running.wait_ready(READY_S)
         yield running
 
