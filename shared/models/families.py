@@ -14,12 +14,13 @@ FAMILIES = (llama.FAMILY,)
 BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 
 
-def family_of(architecture: str) -> ModelFamily:
-    """Raises ``BadCheckpoint`` for an architecture that none serves."""
-    family = BY_ARCHITECTURE.get(architecture)
-    if family is None:
-        raise BadCheckpoint(f"architecture {architecture!r} is not supported; supported: {', '.join(BY_ARCHITECTURE)}")
-    return family
+def family_of(architecture: object) -> ModelFamily:
+    """``architecture``: as a ``config.json`` names it. Raises ``BadCheckpoint`` for one that none serves."""
+    if not isinstance(architecture, str) or architecture not in BY_ARCHITECTURE:
+        raise BadCheckpoint(
+            f"config.json: architecture {architecture!r} is not supported; supported: {', '.join(BY_ARCHITECTURE)}"
+        )
+    return BY_ARCHITECTURE[architecture]
 
 
 def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -30,11 +31,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     """
     names = config.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else None
-    if not isinstance(architecture, str) or architecture not in BY_ARCHITECTURE:
-        raise BadCheckpoint(
-            f"config.json: architecture {architecture!r} is not supported; supported: {', '.join(BY_ARCHITECTURE)}"
-        )
     try:
-        return BY_ARCHITECTURE[architecture].read(architecture, config, generation_config or {})
+        return family_of(architecture).read(str(architecture), config, generation_config or {})
     except ValueError as error:
         raise BadCheckpoint(f"config.json: {error}") from error
