@@ -15,8 +15,8 @@
     streams.py    requests as gateways and instances know each other's; token_reporter.py: what an instance tells of
                   them; load_reports.py: when load is told
     kv.py         KV on its way from instances that compute prompts to those that decode them
-    pair.py       a live pair: an instance that loads (pair_target.py) and its source; pair_steps.py: the layers that
-                  both run; pair_tensors.py: what they send to each other
+    pair.py       a live pair: an instance that loads (pair_target.py) and its source (pair_source.py), which carry
+                  out what the worker's machines decide (pair_member.py)
     pairs.py      which workers are in which pair
     lambdascale.py    λScale: weights in blocks (blocks.py), from one to many (binomial.py), and receivers that run the
                   model together while it loads (pipelines.py)

@@ -1,224 +1,204 @@
-"""The target of a pair in virtual time: its batches, from the hand-over until they are dropped or its own. As
-``services.worker.live.target`` and ``target_batches``."""
+"""The target of a pair in virtual time: what ``services.worker.live.target`` does, without bus, tensors and threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from bench.sim.clock import Clock
 from bench.sim.instance import SimInstance
-from bench.sim.pair_steps import TargetSteps
-from bench.sim.pair_tensors import PairTensors, Sent, on_engine
-from bench.sim.processes import Signal, Steps
-from services.worker.core.pairing.batch import PromptBatch
-from services.worker.core.pairing.pair import PairLife
-from services.worker.core.pairing.source_work import PULL_WAIT_S
-from services.worker.core.pairing.target_work import TargetRun, TargetWork
+from bench.sim.pair_member import LATER, TOKEN, Carriers, OnTheirWay, PairMember, PairPaths, Reply, later, unseen
+from services.worker.core.live import target as core
+from services.worker.core.live.batch import Batch, Key
 from services.worker.core.scheduling.sequence import ActiveSequence
-from shared.messages.live import Gate, ZigzagAssignment
-from shared.zigzag.queue import Claim, Shares
+from shared.messages.common import ErrorInfo
+from shared.messages.live import Taken, ZigzagAssignment
 
 
-@dataclass(slots=True)
-class _Held:
-    run: TargetRun
-    hidden: Sent = field(default_factory=Sent)
-    """As pulled."""
-
-
-class PairTarget:
-    """Of one pair. Questions have taken their time when they get here."""
+class SimTarget(PairMember[core.TargetMachine]):
+    """Questions have taken their time when they get here."""
 
     def __init__(
         self,
         clock: Clock,
         assignment: ZigzagAssignment,
-        life: PairLife,
         instance: SimInstance,
         source: SimInstance,
-        tensors: PairTensors,
-        changed: Signal,
+        paths: PairPaths,
+        on_their_way: OnTheirWay,
         *,
-        on_finished: Callable[[PromptBatch], object],
+        tell_taken: Callable[[Taken, Reply], object],
+        ordered_s: float,
     ) -> None:
-        """``changed`` is fired, and looked at, when something may be other than before. ``on_finished``: a batch is the
-        target's, and has its first tokens."""
-        self.instance = instance
-        self._clock = clock
-        self._life = life
-        self._source = source
-        self._tensors = tensors
-        self._changed = changed
-        self._on_finished = on_finished
-        part_tokens = instance.scheduler.config.prefill_chunk_tokens
-        self.work: TargetWork[TargetRun] = TargetWork(instance.compute.num_layers, part_tokens, assignment)
-        self._not_taken: dict[str, _Held] = {}
-        """Those that are the source's."""
-        self._steps = TargetSteps(
+        """``tell_taken``: says so to the source, which replies."""
+        config = instance.scheduler.config
+        super().__init__(
+            clock,
             instance,
-            self.work,
-            lambda: clock.now_s,
+            core.TargetMachine(
+                assignment,
+                instance.compute.num_layers,
+                part_tokens=config.prefill_chunk_tokens,
+                limit_tokens=config.limit_tokens,
+                ordered_s=ordered_s,
+            ),
+            paths,
             decode_interval_s=assignment.slo_tbt_s / 2,
-            on_layer=self.changed,
-            on_finished=self._finished,
         )
+        self._pair_id = assignment.pair_id
+        self._source = source
+        self._on_their_way = on_their_way
+        self._tell_source = tell_taken
+        self._batches: dict[str, Batch] = {}
+        self._sequences: dict[str, list[ActiveSequence]] = {}
+        """Its own, of batches that are here."""
+        self._took: set[str] = set()
+        """Batches that are reported from here."""
+        self.hidden: dict[str, bool] = {}
+        """Of batches whose hidden states were sent back: whether they are there."""
+        self.on_hidden: Callable[[str], object] = lambda _batch_id: None
+        """Called when some have arrived at the source."""
 
-    def begin(self) -> None:
-        """It takes part: its instance is live."""
-        self.instance.partial = self._steps
+    def take_part(self) -> None:
+        """Its instance is live."""
+        self.instance.partial = self
+        self.handle(core.Begin())
 
     # --- from the source ---------------------------------------------------------------------
 
-    def take(self, batch: PromptBatch, *, behind_seal: bool) -> Steps:
-        """A hand-over: whether there is capacity. ``hidden_arrived`` must follow."""
-        scheduler = self.instance.scheduler
-        if any(length >= scheduler.config.limit_tokens for length in batch.lengths):
-            return False
-        theirs = PromptBatch(batch.batch_id, batch.serial, [_copy(s) for s in batch.sequences], batch.layer_s)
-        reserve = on_engine(self.instance, lambda: scheduler.reservations.reserve(theirs.sequences), self._changed)
-        if not (yield from reserve):
-            return False
-        run = TargetRun(theirs)
-        self.work.add(run, behind_seal=behind_seal)
-        self._not_taken[batch.batch_id] = _Held(run)
-        self._changed.fire()
-        return True
+    def hand_over(
+        self, batch: Batch, serial: int, sequences: list[ActiveSequence], reply: Reply, *, behind_seal: bool
+    ) -> None:
+        """``sequences``: the source's."""
+        self._batches[batch.batch_id] = batch
+        self._sequences[batch.batch_id] = [_copy(s) for s in sequences]
+        self.asked(lambda number: core.HandedOver(number, batch, serial, behind_seal), reply)
 
-    def hidden_arrived(self, batch_id: str) -> None:
-        """The target may begin it."""
-        self.work.queue.arrived(batch_id)
-        self.look()
+    def hidden_came(self, batch_id: str, serial: int) -> None:
+        """Of a batch that was handed over."""
+        self.landed(core.Host(batch_id, serial), True)
 
-    def pull(self, claim_id: str) -> Steps:
-        """The claim of the earliest batch, whose hidden states leave; waits for one that the source may have. None: and
-        whether cooperation has nothing left to gain."""
-        until_s = self._clock.now_s + PULL_WAIT_S
-        while True:
-            waits = self._clock.now_s < until_s
-            over = self.work.is_over
-            claim = self.work.pull(claim_id, waits=waits)
-            if claim is not None or over or not waits:
-                break
-            yield self._changed, until_s
-        if claim is None:
-            return None, self.work.can_dissolve
-        self._send_hidden(claim)
-        self.look()  # what was in the way of a later batch is gone
-        return claim, False
+    def cancel(self, keys: tuple[Key, ...]) -> None:
+        """Nobody wants these any more."""
+        self.handle(core.Cancelled(keys))
 
-    def given(self, claim: Claim) -> tuple[Sent, tuple[ActiveSequence, ...]] | None:
-        """Hidden states of a claimed batch, and its requests here; None if nothing of it was run, or is left."""
-        held = self._not_taken.get(claim.batch_id)
-        return None if held is None or not claim.first_layer else (held.hidden, held.run.batch.sequences)
+    def sequences(self, batch_id: str) -> list[ActiveSequence]:
+        """Of a batch that is here."""
+        return self._sequences.get(batch_id, [])
 
-    def settle(self, claim_id: str) -> None:
-        """The source has this batch."""
-        self._drop(self.work.settle({claim_id}))
+    # --- actions -----------------------------------------------------------------------------
 
-    def cancel(self, key: tuple[str, int]) -> None:
-        """A request is not wanted any more."""
-        free = []
-        for batch_id, held in self._not_taken.items():
-            for sequence in held.run.batch.sequences:
-                if sequence.key == key:
+    def _reserve(self, action: core.Reserve) -> bool:
+        return self.instance.scheduler.reservations.reserve(self._sequences[action.batch_id])
+
+    def _free(self, action: core.Free) -> None:
+        for batch_id in action.batch_ids:
+            self.instance.forget(self._sequences[batch_id])
+            self.instance.scheduler.reservations.release(self._sequences[batch_id])
+
+    def _end_requests(self, action: core.EndRequests) -> None:
+        for sequences in self._sequences.values():
+            for sequence in sequences:
+                if sequence.key in action.keys and (sequence.reserved or sequence.id < 0):
                     sequence.finished = True
-                    if held.run.batch.ended and self.work.cancel(batch_id):
-                        free.append(batch_id)
-        self._drop(free)
 
-    def share(self, claim_id: str, source_busy_s: float) -> Steps:
-        """End the cooperation: who has which batch. What is kept is the target's own, what is given and was not begun
-        is dropped."""
-        while (shares := self.work.share(claim_id, source_busy_s)) is None:
-            yield self._changed
-        self._keep(shares)
-        return shares
+    def _send_hidden(self, action: core.SendHidden) -> None:
+        batch_id = action.batch_id
+        self.hidden[batch_id] = False
 
-    def _keep(self, shares: Shares) -> None:
-        begun = [claim for claim in shares.given if claim.first_layer]
-        for batch_id in shares.kept:
-            self._take(batch_id)
-        for claim in begun:
-            self._send_hidden(claim)
-        self.drop_all_but([claim.batch_id for claim in begun])
-        self.look()
+        def arrived() -> None:
+            self.hidden[batch_id] = True
+            self.on_hidden(batch_id)
 
-    # --- layers ------------------------------------------------------------------------------
+        num_bytes = self._batches[batch_id].num_tokens * self._paths.hidden_bytes_per_token
+        self._on_their_way.send(self.instance, self._source, num_bytes, "activations", arrived)
 
-    def layers_ready(self, layers_ready: int, *, complete: bool) -> None:
-        """``complete``: all are, and the source knows."""
-        self.work.set_layers_ready(layers_ready, complete=complete)
-        self.look()
+    def _forget(self, action: core.Forget) -> None:
+        for batch_id in action.batch_ids:
+            self._sequences.pop(batch_id, None)
 
-    def set_gates(self, gates: tuple[Gate, ...]) -> None:
-        """A split is here."""
-        self.work.set_gates(gates)
-        self.look()
-
-    def look(self) -> None:
-        """There may be a layer to run, or a batch to pull."""
-        self.instance.call(lambda: None, between_layers=True)
-        self.changed()
-
-    def changed(self) -> None:
-        """Who waits for something looks again. With the last batch the target leaves the pair."""
-        self._changed.fire()
-        if self.is_over and self.instance.partial is self._steps:
-            self.instance.partial = None
-
-    @property
-    def is_over(self) -> bool:
-        """It has nothing of the pair's any more."""
-        return self._life.ended and not self.work.batches
-
-    # --- batches go --------------------------------------------------------------------------
-
-    def drop_all_but(self, batch_ids: Iterable[str]) -> None:
-        """Of those that are the source's."""
-        self._drop([batch_id for batch_id in self._not_taken if batch_id not in batch_ids])
-
-    def close(self) -> None:
-        """Run nothing more, and have nothing that is the source's."""
-        batches = self.work.close()
-        self._not_taken.clear()
-        scheduler = self.instance.scheduler
-        released = [sequence for batch in batches for sequence in batch.sequences]
-        self.instance.forget(released)
-        self.instance.call(lambda: scheduler.reservations.release(released), between_layers=True)
-        self.changed()
-
-    def died(self) -> None:
-        """With all that it had."""
-        self.work.close()
-        self._not_taken.clear()
-
-    def _drop(self, batch_ids: Sequence[str]) -> None:
-        def drop() -> None:
-            for batch in self.work.drop(tuple(batch_ids)):
-                self.instance.forget(batch.sequences)
-                self.instance.scheduler.reservations.release(batch.sequences)
-            self.changed()
-
-        if batch_ids:
-            self.instance.call(drop, between_layers=True)
-        for batch_id in batch_ids:
-            self._not_taken.pop(batch_id, None)
-
-    def _finished(self, batch: PromptBatch) -> None:
-        self._take(batch.batch_id)
-        self._on_finished(batch)
+    def _tell_taken(self, action: core.TellTaken) -> object:
+        taken = Taken(pair_id=self._pair_id, batch_ids=action.batch_ids, loaded=action.loaded)
+        self._tell_source(taken, lambda answer: self.landed(action, not isinstance(answer, ErrorInfo)))
+        return LATER
 
     def _take(self, batch_id: str) -> None:
-        """It is the target's for good."""
-        held = self._not_taken.pop(batch_id, None)
-        if held is not None:
-            self.instance.took([s for s in held.run.batch.sequences if not s.finished])
+        """It is this instance's for good."""
+        if batch_id not in self._took:
+            self._took.add(batch_id)
+            self.instance.took([s for s in self._sequences[batch_id] if not s.finished])
 
-    def _send_hidden(self, claim: Claim) -> None:
-        held = self._not_taken.get(claim.batch_id)
-        if claim.first_layer and held is not None:
-            held.hidden = self._tensors.send_hidden(self.instance, self._source, held.run.batch.num_tokens)
+    def _run_part(self, action: core.RunPart) -> object:
+        self._part = action
+        return LATER
+
+    def _finish(self, action: core.Finish) -> object:
+        self._take(action.batch_id)
+        reservations, now_s = self.instance.scheduler.reservations, self._clock.now_s
+        outputs = [reservations.adopt(s, TOKEN, now_s) for s in self._sequences[action.batch_id]]
+        self.landed(action)
+        self.instance.tell(output for output in outputs if output is not None)
+        return LATER
+
+    def _await_step_end(self, action: core.AwaitStepEnd) -> object:
+        self.instance.call(lambda: self.landed(action))
+        return LATER
+
+    def _carriers(self) -> Carriers:
+        def took(action: core.Announce) -> None:
+            for batch_id in action.batch_ids:
+                self._take(batch_id)
+
+        return {
+            core.Reserve: self._reserve,
+            core.Free: self._free,
+            core.EndRequests: self._end_requests,
+            core.Wake: unseen,
+            core.RunPart: self._run_part,
+            core.Finish: self._finish,
+            core.AwaitStepEnd: self._await_step_end,
+            core.Announce: took,
+            core.Host: later,
+            core.SendHidden: self._send_hidden,
+            core.SendKv: unseen,
+            core.Forget: self._forget,
+            core.TellTaken: self._tell_taken,
+            core.TellEnded: unseen,
+            core.Note: unseen,
+        }
+
+    # --- PartialSteps ------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.machine.may_run
+
+    @property
+    def num_requests(self) -> int:  # type: ignore[override]
+        return self.machine.num_requests
+
+    @property
+    def queued(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.machine.queued
+
+    def begin(self) -> float | None:
+        """See ``PartialSteps``."""
+        part = self._next_part()
+        if part is None:
+            return None
+        if not part.begin and not self._part.layer:
+            self._tell_layers(part.batch_id, 0)
+        return self._seconds(self._batches[part.batch_id], part)
+
+    def end(self) -> None:
+        """See ``PartialSteps``."""
+        part = self._part
+        if part.end == self._batches[part.batch_id].num_tokens:
+            self._tell_layers(part.batch_id, part.layer + 1)
+        self.landed(part)
+
+    def _tell_layers(self, batch_id: str, num_layers: int) -> None:
+        for sequence in self.sequences(batch_id):
+            self.instance.ran_layers(sequence, 0, num_layers)
 
 
 def _copy(sequence: ActiveSequence) -> ActiveSequence:

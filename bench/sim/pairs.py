@@ -9,13 +9,13 @@ from __future__ import annotations
 from bench.sim.clock import Clock
 from bench.sim.latencies import Latencies
 from bench.sim.pair import SimPair
-from bench.sim.pair_tensors import PairPaths
+from bench.sim.pair_member import PairPaths
 from bench.sim.planner import SimPlanner
 from bench.sim.workers import Held, SimWorkers
 from services.planner.core.live.request import SplitRequest
 from services.planner.core.live.split import assign
 from services.planner.core.operations.pair_record import LivePair
-from services.worker.core.pairing.pair import why_no_source
+from services.worker.core.live.life import why_no_source
 from shared.errors import BlitzError
 from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
 from shared.messages.plans import ChainMember
@@ -112,15 +112,15 @@ class SimPairs:
         """A target has everything."""
         pair = self._by_target.pop(instance_id, None)
         if pair is not None:
-            pair.layers_ready(pair.source.compute.num_layers, complete=True)
+            pair.layers_ready(pair.source.instance.compute.num_layers, complete=True)
 
     def worker_died(self, worker_id: str) -> None:
         """Its instance was in these pairs, and is gone; the other members do not know yet."""
         reason = f"worker {worker_id} died"
         for pair in self.under_way():
-            if pair.source.worker_id == worker_id:
+            if pair.source.instance.worker_id == worker_id:
                 pair.source_gone(reason, self._notice_s)
-                self._by_source.pop(pair.source.instance_id, None)
+                self._by_source.pop(pair.source.instance.instance_id, None)
                 self._newest.pop(pair.assignment.pair_id, None)
             elif pair.target.instance.worker_id == worker_id:
                 pair.target_gone(reason, self._notice_s)
@@ -133,9 +133,9 @@ class SimPairs:
         return list(dict.fromkeys([*self._by_source.values(), *self._by_target.values()]))
 
     def _ended(self, pair: SimPair) -> None:
-        self._by_source.pop(pair.source.instance_id, None)
+        self._by_source.pop(pair.source.instance.instance_id, None)
         self._newest.pop(pair.assignment.pair_id, None)
-        self._pull_s[pair.source.instance_id] = pair.time.pull_s
+        self._pull_s[pair.source.instance.instance_id] = pair.source.machine.time.pull_s
         if pair.report is not None:
             self._report(pair.report)
 

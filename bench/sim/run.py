@@ -25,7 +25,7 @@ from bench.sim.kv import KvPaths, Member
 from bench.sim.lambdascale import LambdaPipe
 from bench.sim.loading import Load, Loads, Transfers
 from bench.sim.monitor import SimMonitor
-from bench.sim.pair_tensors import PairPaths
+from bench.sim.pair_member import PairPaths
 from bench.sim.pairs import SimPairs
 from bench.sim.planner import SimPlanner
 from bench.sim.registry import SimRegistry

@@ -7,6 +7,7 @@ from pathlib import Path
 from compose.reference.answers import answers_page
 from compose.reference.commands import commands_page
 from compose.reference.metrics import metrics_page
+from compose.reference.pairs import pairs_page
 from compose.reference.settings import settings_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,5 +23,6 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics_page(ROOT),
         "commands.md": commands_page(),
         "answers.md": answers_page(),
+        "pairs.md": pairs_page(),
     }
     return {name: mark + text for name, text in made.items()}

@@ -9,7 +9,7 @@ import itertools
 import time
 from typing import TypeVar
 
-from services.worker.core.pairing.pair import PairLife, offer_pauses
+from services.worker.core.live.life import PairLife, offer_pauses
 from services.worker.link import LinkLost, WorkerLink
 from services.worker.live.tensors import Tensors
 from shared import subjects
@@ -96,11 +96,12 @@ class LinkToTarget(WorkerLink):
                 await self.tell(subjects.worker_cancel(self._target), self._to_cancel.pop(0))
             await self.settle_now()
 
-    async def settle_now(self) -> None:
+    async def settle_now(self) -> Ack:
         """Settle claims, or only give a sign of life. Raises ``LinkLost``."""
         claims = tuple(self._to_settle)
-        await self.ask_pair("settle", Settle(pair_id=self._pair_id, claim_ids=claims), Ack)
+        answer = await self.ask_pair("settle", Settle(pair_id=self._pair_id, claim_ids=claims), Ack)
         del self._to_settle[: len(claims)]
+        return answer
 
     async def tell_ended(self, reason: str) -> None:
         """The pair is over: the target need not find out by itself."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 from opentelemetry.trace import Span
 
-from services.worker.core.pairing.batch import PromptBatch
-from services.worker.core.pairing.pair import PairState
+from services.worker.core.live.life import PairState
+from services.worker.live.batches import PromptBatch
 from shared.messages.live import LayerRuns, LiveBatch, LiveReport, ZigzagAssignment
 
 Outcome = Literal["running", "dissolved", "failed"]
@@ -79,11 +79,6 @@ class PairRecord:
             first_token_ago_s=0.0,
         )
         self._batches.append((done, at_s))
-
-    @property
-    def is_full(self) -> bool:
-        """Whether as many batches are done as a report may have."""
-        return len(self._batches) >= MAX_BATCHES
 
     def news(self) -> LiveReport | None:
         """What is to be told while the pair runs; None: nothing was done since this was asked last."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from services.worker.core.pairing.pair import check_target, why_no_source
+from services.worker.core.live.life import check_target, why_no_source
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.device.device import Device
 from services.worker.instance.instance import Instance, InstanceSlot
@@ -111,10 +111,10 @@ class PairRoles:
         return [
             await bus.respond(live("offer"), LiveOffer, self.on_offer),
             await bus.respond(live("hand_over"), HandOver, of_target(LiveTarget.on_hand_over)),
-            await bus.respond(live("seal"), Seal, of_target(LiveTarget.on_seal)),
-            await bus.respond(live("pull"), Pull, of_target(LiveTarget.on_pull)),
-            await bus.respond(live("pull_kv"), PullKv, of_target(LiveTarget.on_pull_kv)),
-            await bus.respond(live("settle"), Settle, of_target(LiveTarget.on_settle)),
+            await bus.respond(live("seal"), Seal, of_target(LiveTarget.on_question)),
+            await bus.respond(live("pull"), Pull, of_target(LiveTarget.on_question)),
+            await bus.respond(live("pull_kv"), PullKv, of_target(LiveTarget.on_question)),
+            await bus.respond(live("settle"), Settle, of_target(LiveTarget.on_question)),
             await bus.respond(live("dissolve"), Dissolve, self._on_dissolve),
             await bus.respond(live("taken"), Taken, self._on_taken),
             await bus.subscribe(subjects.worker_pair_ended(me), PairEnded, self._on_pair_ended),
@@ -137,18 +137,18 @@ class PairRoles:
         source = self.source
         return source if source is not None and source.assignment.pair_id == pair_id else None
 
-    async def _on_dissolve(self, message: Dissolve) -> Dissolved:
+    async def _on_dissolve(self, message: Dissolve) -> Message:
         """Dissolve the pair, or say again what was agreed."""
         if (shares := self._dissolved.get(message.pair_id)) is not None:
             return shares
-        return await self._target(message.pair_id).on_dissolve(message)
+        return await self._target(message.pair_id).on_question(message)
 
-    async def _on_taken(self, message: Taken) -> Ack:
+    async def _on_taken(self, message: Taken) -> Message:
         """The target finished batches."""
         source = self._source(message.pair_id)
         if source is None:
             raise NotFound(f"{self._worker} is not the source of pair {message.pair_id}")
-        return source.on_taken(message)
+        return await source.on_taken(message)
 
     def _on_pair_ended(self, message: PairEnded) -> None:
         """The other member says that the pair is over."""
@@ -165,7 +165,7 @@ class PairRoles:
         if assignment.target.worker == self._worker:
             target = self.target
             if assignment.revision and target is not None and target.assignment.pair_id == assignment.pair_id:
-                target.batches.set_gates(assignment.gates)
+                target.set_gates(assignment.gates)
         elif assignment.source.worker == self._worker and not assignment.revision:
             await self._begin_as_source(assignment, stored_s + assignment.valid_s)
 
@@ -307,7 +307,7 @@ class PairRoles:
             await self.target.fail(reason)
         source = self.source
         if source is not None and source.instance is instance and self._run is not None:
-            source.lost(reason)
+            source.lose(reason)
             await source.until_kv_is_over()
             await asyncio.wait({self._run}, timeout=LEAVE_S)
 

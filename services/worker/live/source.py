@@ -1,39 +1,47 @@
-"""The source of a pair: it hands its queue over, pulls batches back, and keeps what clients were promised.
+"""The source of a pair: it carries out what its machine (``services.worker.core.live.source``) decides.
 
-Everything here runs on the event loop; the engine's part is in ``steppers``. Every request of the pair was accepted by
-the source's scheduler and stays accepted there, so that the source can compute it whether or not the target lives.
+Every request of the pair was accepted by the source's scheduler and stays accepted there, so that the source can
+compute it whether or not the target lives.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import contextvars
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from opentelemetry import trace
 
-from services.worker.core.pairing.pair import PairLife, PairState
-from services.worker.core.pairing.source_work import AfterPull, after_pull, parts
-from services.worker.engine.loop import StepOutput
+from services.worker.core.live import source as core
+from services.worker.core.live.batch import Key, Request
+from services.worker.core.live.machine import Abort, Over
+from services.worker.core.live.source import SourceMachine
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.link import LinkLost
-from services.worker.live.handover import HandedOver
+from services.worker.live.batches import PromptBatch
+from services.worker.live.kv_fetch import KvFetch
 from services.worker.live.links import LinkToTarget
-from services.worker.live.pulls import Puller
-from services.worker.live.report import PairRecord
-from services.worker.live.steppers import SourceBatch, SourceStepper
-from services.worker.live.tensors import Tensors
+from services.worker.live.member import Carriers, PairMember
+from services.worker.live.report import MAX_BATCHES, PairRecord, Timeline
+from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Inbox
-from shared.errors import BlitzError, Conflict, Unavailable
-from shared.messages.common import TAKES_PROMPTS, Ack, ErrorInfo
+from shared.errors import BadRequest, BlitzError, DeadlineExceeded, Overloaded, PayloadTooLarge, TransportError
+from shared.messages.codec import Message
+from shared.messages.common import TAKES_PROMPTS, Ack
 from shared.messages.live import (
     Dissolve,
     Dissolved,
+    HandOver,
     LiveReport,
     PlanSplit,
+    Pull,
+    Pulled,
     Seal,
     Taken,
     ZigzagAssignment,
@@ -42,7 +50,7 @@ from shared.messages.live import (
 log = logging.getLogger(__name__)
 
 
-class LiveSource:
+class LiveSource(PairMember[SourceMachine]):
     """From the offer to the end of the last batch that it pulled: ``run``."""
 
     def __init__(
@@ -61,289 +69,359 @@ class LiveSource:
     ) -> None:
         """``connect()``: to the target; ``ask_split``: tells the planner what waits, who may answer with gates;
         ``lending``: told when the queue begins and ends to be two instances'. ``until_s``: when the target must have
-        accepted (monotonic). ``pull_s``: what a pull took in the pair
-        before."""
+        accepted (monotonic). ``pull_s``: what a pull took in the pair before."""
+        config = instance.scheduler
+        super().__init__(
+            SourceMachine(
+                assignment,
+                instance.layout.num_layers,
+                chunk_tokens=config.prefill_chunk_tokens,
+                max_sequences=config.max_num_sequences,
+                max_batches=MAX_BATCHES,
+                pull_s=pull_s,
+            ),
+            instance.engine,
+            decode_interval_s=assignment.slo_tbt_s / 2,
+        )
         self.assignment = assignment
-        self._until_s = until_s
         self.instance = instance
-        self.life = PairLife()
+        self.record = PairRecord(assignment)
+        self.layers, self.tokens = Timeline(self.record.started_s), Timeline(self.record.started_s)
+        self._until_s = until_s
         self._link = link
         self._connect = connect
         self._inbox = inbox
         self._kv_sender = kv_sender
         self._ask_split = ask_split
         self._lending = lending
-        self._event_loop = asyncio.get_running_loop()
         self._num_layers = instance.layout.num_layers
-        self.record = PairRecord(assignment)
+        self._sequences: dict[Key, ActiveSequence] = {}
+        """Lent, and in no batch of ``_held``."""
+        self._held: dict[str, PromptBatch] = {}
         self._tensors: Tensors | None = None
-        self._puller: Puller | None = None
-        self.pull_s = pull_s
-        self.handed_over = HandedOver(assignment, instance, link)
-        self.target_loaded = False
-        """It finishes batches itself, and owns their requests then: not before it has heard that this is known here."""
-        self._has_last_word = False
-        """The target ended the pair, and said what it owns."""
-        self._failure = ""
-        self._arrivals = asyncio.Event()
-        self.is_ending = False
-        """Nothing more is handed over."""
-        self._done = asyncio.Event()
-        self._stepper = SourceStepper(
-            instance.engine.loop,
-            decode_interval_s=assignment.slo_tbt_s / 2,
-            start_s=self.record.started_s,
-            on_done=lambda pulled: self._from_engine(self._batch_done, pulled, time.monotonic()),
-            on_free=lambda: self._from_engine(self._look),
-            on_token=lambda sequence, token: self._from_engine(kv_sender.computed_rest, sequence, token),
-            has_room=self.handed_over.has_room,
-        )
+        self._living: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        self._span = trace.get_current_span()
 
-    # --- the whole of it ---------------------------------------------------------------------
+    @property
+    def pull_s(self) -> float:
+        """What a pull takes, as measured."""
+        return self.machine.time.pull_s
 
     async def run(self) -> LiveReport:
         """Cooperate until the pair ends, well or not, and everything that the source has is on its way."""
-        try:
-            tensors = await self._offer()
-            await self._redirect(tensors)
-            self._puller = puller = Puller(
-                self.assignment.pair_id,
-                self.instance,
-                self.handed_over,
-                self._link,
-                self._stepper,
-                tensors,
-                self._kv_sender,
-                pull_s=self.pull_s,
-            )
-            async with asyncio.TaskGroup() as group:
-                handed_over = group.create_task(self._hand_arrivals(tensors))
-                alive = group.create_task(self._link.keep_alive())
-                await self._pull_until_over(puller)
-                # A batch whose hand-over was answered has its hidden states sent: not cancelled in between.
-                self.is_ending = True
-                self._arrivals.set()
-                await handed_over
-                await puller.until_all_is_over()
-                alive.cancel()
-            await self._dissolve(puller)
-        except* (LinkLost, BlitzError) as errors:
-            await self.fail(str(errors.exceptions[0]))
-        except* Exception as errors:  # a bug of ours must not keep what clients wait for
-            log.error("pair %s broke", self.assignment.pair_id, exc_info=errors)
-            await self.fail(f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
-        await self.until_kv_is_over()
-        with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
-            await self.handed_over.end(self._doubt())
-            while self._stepper.ready:
-                self._done.clear()
-                await self._done.wait()
-            await self.handed_over.call(self._detach)
-        self._lending(False)
-        if self._puller is not None:
-            self.pull_s = self._puller.time.pull_s
-        return self.record.report(self.life.state, self._failure, self._stepper.layers, self._stepper.tokens)
+        self._context, self._span = contextvars.copy_context(), trace.get_current_span()
+        self.handle(core.Begin())
+        await self._over.wait()
+        await self.until_done(core.TellEnded)
+        return self.record.report(self.machine.life.state, self.machine.failure, self.layers, self.tokens)
 
     async def until_kv_is_over(self) -> None:
         """Until nothing is written into blocks any more but by the engine. Short once the pair is lost."""
-        if self._puller is not None:
-            await self._puller.until_kv_is_over()
+        await self.until_done(core.FetchKv)
 
-    async def close(self) -> None:
-        """After ``run``, which may have been cancelled: the process ends."""
-        if self._puller is not None:
-            await self._puller.stop()
+    # --- what it is told ---------------------------------------------------------------------
 
     def arrived(self) -> None:
         """A request was accepted: it goes the way of the others."""
-        self._arrivals.set()
+        self.handle(core.Arrived())
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """A request was cancelled: the target need not compute it."""
-        self.handed_over.cancelled(request_id, attempt)
-
-    def ended_by_target(self, reason: str, finished: Iterable[str]) -> None:
-        """The target says that the pair is over, and which batches it owns."""
-        if not self.life.ended:
-            self._has_last_word = True
-            self._taken_by_target(finished)
-        self._link.lose(reason)
-
-    def lost(self, reason: str) -> None:
-        """The pair cannot go on."""
-        self._link.lose(reason)
-
-    # --- offered, redirecting ------------------------------------------------------------------
-
-    async def _offer(self) -> Tensors:
-        await self._link.offer(self.assignment, self._until_s)
-        self._tensors = tensors = await self._connect()
-        self._link.watch(tensors)
-        self.life.move_to(PairState.REDIRECTING)
-        return tensors
-
-    async def _redirect(self, tensors: Tensors) -> None:
-        handed_over = self.handed_over
-        await handed_over.lend(self._begin_lending)
-        self._lending(True)
-        await handed_over.hand_over(tensors, behind_seal=False)
-        await self._link.ask_pair(
-            "seal", Seal(pair_id=self.assignment.pair_id, count=handed_over.queue.num_handed), Ack
-        )
-        self.life.move_to(PairState.COOPERATING)
-        trace.get_current_span().add_event("sealed", {"blitz.batches": handed_over.queue.num_handed})
-        await self._ask_for_split()
-
-    def _begin_lending(self) -> None:
-        loop = self.instance.engine.loop
-        if loop.partial is not None:
-            raise Conflict(f"{self.instance.instance_id} is in another pair")
-        loop.partial = self._stepper
-        loop.scheduler.table.lending = True
-
-    async def _hand_arrivals(self, tensors: Tensors) -> None:
-        while not self.is_ending:
-            await self._arrivals.wait()
-            self._arrivals.clear()
-            if not self.is_ending:
-                await self.handed_over.lend()
-                await self.handed_over.hand_over(tensors, behind_seal=True, until=lambda: self.is_ending)
-
-    async def _ask_for_split(self) -> None:
-        waiting = self.handed_over.queue.to_split(self.assignment.policy, self.instance.engine.loop.prefill_token_s)
-        if not waiting:
+        """A request was cancelled, which the scheduler hears at the end of its step: the target is told before."""
+        key = request_id, attempt
+        if key in self._engine.loop.scheduler.table.accepted:
+            self.handle(core.Cancelled(key))
             return
-        try:
-            await self._ask_split(
-                PlanSplit(
-                    pair_id=self.assignment.pair_id,
-                    batches=waiting,
-                    source_free_s=self._stepper.remaining_s,
-                    pull_s=self.pull_s,
-                )
-            )
-        except BlitzError as error:
-            log.info("pair %s goes without a split: %s", self.assignment.pair_id, error)
 
-    # --- cooperating, loaded -------------------------------------------------------------------
+        def look_again(loop: EngineLoop) -> None:
+            """It may have been submitted inside this layer: then it is accepted before this is looked at."""
+            if key in loop.scheduler.table.accepted:
+                self.handle(core.Cancelled(key))
 
-    async def _pull_until_over(self, puller: Puller) -> None:
-        await self.handed_over.call(lambda: self._stepper.stepped(StepOutput(())))  # is it free already?
-        while True:
-            await puller.until_free()
-            if self._is_over():
-                break
-            answer = await puller.pull()
-            self.target_loaded = self.target_loaded or answer.loaded
-            if self.target_loaded and self.life.state is PairState.COOPERATING:
-                self.life.move_to(PairState.LOADED)
-            then = after_pull(
-                pulled=bool(answer.batch_id),
-                can_dissolve=answer.can_dissolve,
-                gets_prompts=self._gets_prompts(),
-                has_backlog=bool(self.handed_over.queue.backlog),
-            )
-            if then is AfterPull.DISSOLVE:
-                break
-            if then is AfterPull.HAND_OVER:
-                self._arrivals.set()
-            elif then is AfterPull.RUN_BACKLOG:
-                await puller.run_from_backlog()
+        self._engine.call(look_again, between_layers=True)
 
-    def _gets_prompts(self) -> bool:
-        """Not once it drains, or decodes for others instead: then the pair shares what is there, and no more."""
-        return self.instance.state == "serving" and self.instance.role in TAKES_PROMPTS
-
-    def _look(self) -> None:
-        if self._puller is not None:
-            self._puller.free.set()
-
-    # --- the end -----------------------------------------------------------------------------
-
-    async def _dissolve(self, puller: Puller) -> None:
-        pair_id = self.assignment.pair_id
-        claim_id = f"{pair_id}-end"
-        async with self.handed_over.lock:  # nothing is on its way there
-            answer = await self._link.ask_pair(
-                "dissolve",
-                Dissolve(
-                    pair_id=pair_id,
-                    claim_id=claim_id,
-                    first_serial=puller.num_claims,
-                    source_busy_s=self._stepper.remaining_s,
-                ),
-                Dissolved,
-            )
-            self.life.move_to(PairState.DISSOLVED)
-            self.record.target_ran(answer.layer_runs)
-            self._taken_by_target((*answer.finished, *answer.kept))
-        for given in answer.given:
-            if given.first_layer and given.batch_id in self.handed_over.queue.handed:
-                claim = f"{claim_id}/{given.batch_id}"
-                await puller.receive(given.batch_id, given.first_layer, claim, given.serial)
-        await puller.until_kv_is_over()
-        if any(given.first_layer for given in answer.given):
-            await self._link.settle_now()
-        # Untouched ones are at the target still as far as we know: they come back with all that it does not own.
-
-    def _doubt(self) -> ErrorInfo | None:
-        """What requests end with that the target may own, or not. Two instances must not go on with one attempt, whose
-        tokens need not agree; another attempt goes on from the tokens that the gateway has."""
-        if self.life.state is not PairState.FAILED or not self.target_loaded or self._has_last_word:
-            return None
-        target = self.assignment.target.worker_id
-        return ErrorInfo.of(Unavailable(f"{target} may have finished the prompt, and does not answer: {self._failure}"))
-
-    def on_taken(self, message: Taken) -> Ack:
+    async def on_taken(self, message: Taken) -> Message:
         """The target finished batches: their requests are its own. Raises ``Conflict`` once the pair has failed: the
         target must finish nothing any more."""
-        if self.life.state is PairState.FAILED:
-            raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
-        self._taken_by_target(message.batch_ids)
-        if self.handed_over.queue.backlog:
-            self._arrivals.set()  # the target has capacity now
-        if message.loaded and not self.target_loaded:
-            self.target_loaded = True
-            if self._is_over():
-                self._look()  # busy or not. Others ask for a batch once they are free, as ever
-        return Ack()
+        return await self._asked(lambda number: core.TargetAsks(number, message))
 
-    def _is_over(self) -> bool:
-        parting = self.record.is_full or parts(self.assignment.policy, target_loaded=self.target_loaded)
-        return parting and not self.life.ended
-
-    def _taken_by_target(self, batch_ids: Iterable[str]) -> None:
-        batches = self.handed_over.queue.taken_by_target(batch_ids)
-        for batch in batches:
-            self.record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.monotonic())
-        sequences = [s for batch in batches for s in batch.sequences]
-        self._inbox.moved(sequences, self.assignment.target.worker)
-        self.instance.engine.call(lambda loop: loop.scheduler.release_to_target(sequences), between_layers=True)
-
-    def _batch_done(self, pulled: SourceBatch, at_s: float) -> None:
-        if pulled.has_failed and pulled.kv_direct:
-            self._kv_sender.forget(pulled.batch.sequences)  # it is computed from the beginning
-        self.record.done(pulled.batch, first_layer=pulled.first_layer, num_layers=self._num_layers, at_s=at_s)
-        self._done.set()
+    def ended_by_target(self, reason: str, finished: tuple[str, ...]) -> None:
+        """The target says that the pair is over, and which batches it owns."""
+        self.handle(core.TargetEnded(reason, finished))
 
     async def fail(self, reason: str) -> None:
         """The pair is over here, and the target is told."""
-        if not self.life.fail():
-            return
-        self._failure = reason
-        log.warning("pair %s failed: %s", self.assignment.pair_id, reason)
-        trace.get_current_span().add_event("failed", {"blitz.reason": reason})
-        self._link.lose(reason)
+        self.lose(reason)
+        await self.until_done(core.TellEnded)
+
+    # --- PartialWork -------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.machine.has_runs
+
+    def stepped(self, output: StepOutput) -> None:
+        """See ``PartialWork``."""
+        if output.outputs:
+            self.tokens.add(time.monotonic(), sum(len(o.token_ids) for o in output.outputs))
+        self._look()
+
+    # --- where the engine is -----------------------------------------------------------------
+
+    def _look(self, _: core.Look | None = None) -> None:
+        """Another batch may be asked for, if there is nothing else to run soon, and room for more."""
+        scheduler = self._engine.loop.scheduler
+        with self._lock:
+            lengths, is_idle = self.machine.expected_lengths, self.machine.is_idle
+        if is_idle and not scheduler.has_prefill and (not lengths or scheduler.reservations.fits(lengths)):
+            self.handle(core.EngineFree())
+
+    def _lend(self, action: core.Lend) -> core.Lent | None:
+        loop = self._engine.loop
+        if action.begins:
+            if loop.partial is not None:
+                return None
+            loop.partial = self
+            loop.scheduler.table.lending = True
+        lent = loop.scheduler.lend()
+        self._sequences.update((s.key, s) for s in lent)
+        return core.Lent(tuple(Request(s.key, s.num_tokens) for s in lent), loop.prefill_token_s)
+
+    def _batch(self, batch_id: str) -> PromptBatch:
+        """From either thread."""
+        with self._lock:
+            held = self._held.get(batch_id)
+            if held is None:
+                keys = self.machine.batches[batch_id].keys
+                held = self._held[batch_id] = PromptBatch(batch_id, tuple(self._sequences.pop(key) for key in keys))
+        return held
+
+    def _begin_batch(self, action: core.BeginBatch) -> bool:
+        """Its KV may be imported from now on, if it is run from another layer than the first."""
+        batch, loop = self._batch(action.batch_id), self._engine.loop
+        if not batch.ended and not loop.scheduler.reservations.reserve(batch.sequences):
+            return False
+        if action.first_layer and not batch.ended:
+            try:
+                steps = loop.batches.of_prompts(batch.sequences)
+                resumed = loop.engine.resume(steps, batch.hidden, next_layer=action.first_layer)
+                batch.activation = resumed.result()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the batch ends with it in its turn
+                batch.broken = error
+        now_s = time.monotonic()
+        for sequence in batch.sequences:
+            sequence.first_scheduled_s = sequence.first_scheduled_s or now_s
+        return True
+
+    def _run_part(self, action: core.RunPart) -> core.Ran:
+        batch, loop = self._batch(action.batch_id), self._engine.loop
+        self._output = StepOutput(())
+        if batch.ended:
+            batch.forget_tensors()
+            return core.Ran.NOT
+        started_s = time.monotonic()
+        try:
+            if batch.broken is not None:
+                raise batch.broken
+            if batch.activation is None:
+                batch.activation = loop.engine.embed(loop.batches.of_prompts(batch.sequences)).result()
+            loop.engine.run_part(batch.activation, action.layer, action.begin, action.end).result()
+        except Exception as error:  # noqa: BLE001 - an engine may raise anything
+            return self._failed(batch, error)
+        batch.busy_s += time.monotonic() - started_s
+        if action.end == batch.num_tokens:
+            self.ran_layer()
+            if action.kv_leaves:
+                batch.tell_layers(loop, action.layer + 1)
+        return core.Ran.WELL
+
+    def _failed(self, batch: PromptBatch, error: Exception) -> core.Ran:
+        """Ordinary steps find out which request the engine fails on."""
+        log.error("batch %s failed: its requests are computed in steps", batch.batch_id, exc_info=error)
+        batch.forget_tensors()
+        return core.Ran.FAILED
+
+    def _finish(self, action: core.Finish) -> core.Ran:
+        batch, loop = self._batch(action.batch_id), self._engine.loop
+        started_s = time.monotonic()
+        try:
+            self._output = batch.finish(loop, kv_here=action.kv_here)
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._failed(batch, error)
+        busy_s = batch.busy_s + time.monotonic() - started_s
+        if action.kv_direct:
+            for sequence in batch.sequences:
+                if (token := loop.scheduler.reservations.token_of(sequence)) is not None:
+                    self._soon(self._kv_sender.computed_rest, sequence, token)
+        loop.measured_prefill(batch.num_tokens, busy_s * self._num_layers / (self._num_layers - action.first_layer))
+        batch.forget_tensors()
+        return core.Ran.WELL
+
+    def _conclude(self, action: core.Conclude) -> None:
+        reservations = self._engine.loop.scheduler.reservations
+        action.how.apply(reservations, self._batch(action.batch_id).sequences)
+
+    def _release_to_target(self, action: core.ReleaseToTarget) -> None:
+        sequences = [s for i in action.batch_ids for s in self._batch(i).sequences]
+        self._engine.loop.scheduler.release_to_target(sequences)
+
+    def _restore(self, action: core.Restore) -> None:
+        scheduler = self._engine.loop.scheduler
+        scheduler.table.lending = False
+        scheduler.take_back([s for i in action.batch_ids for s in self._batch(i).sequences])
+        if action.doubt is not None:
+            scheduler.abort([s for i in action.in_doubt for s in self._batch(i).sequences], action.doubt)
+        scheduler.take_back([self._sequences[key] for key in action.keys])
+
+    # --- on the event loop: what the target is asked -----------------------------------------
+
+    async def _offer(self, _: core.AskOffer) -> None:
+        await self._link.offer(self.assignment, self._until_s)
+        self._tensors = tensors = await self._connect()
+        self._link.watch(tensors)
+
+    @property
+    def _connected(self) -> Tensors:
+        if self._tensors is None:
+            raise LinkLost("there is no connection to the target")
+        return self._tensors
+
+    async def _hand_over(self, action: core.AskHandOver) -> core.HandedOver:
+        batch, record = self._batch(action.batch.batch_id), self.instance.record
+        if batch.ended:
+            return core.HandedOver(taken=False, asked=False)
+        message = HandOver(
+            pair_id=self.assignment.pair_id,
+            batch_id=batch.batch_id,
+            serial=action.serial,
+            layer_s=action.batch.layer_s,
+            requests=batch.submits(self.assignment.target.instance_id, record.name, record.model_hash),
+            behind_seal=action.behind_seal,
+        )
+        try:
+            await self._link.ask_pair("hand_over", message, Ack)
+        except (Overloaded, BadRequest, PayloadTooLarge) as error:
+            log.debug("batch %s stays here: %s", batch.batch_id, error)
+            return core.HandedOver(taken=False)
+        return core.HandedOver(taken=True, ended=tuple(s.key for s in batch.sequences if s.finished))
+
+    async def _send_hidden(self, action: core.SendHidden) -> None:
+        """Embedded beside the engine's thread: of a long prompt this is much to copy, and decodes need not wait for it.
+        The transport cuts nothing off what it is given: the next hand-over need not wait for these to be there."""
+        tokens, engine = self._batch(action.batch_id).token_ids(), self._engine.loop.engine
+        hidden = (await asyncio.to_thread(engine.embed_tokens, tokens)).result()
+        self._connected.send(hidden, action.serial, Kind.HANDED_HIDDEN)
+
+    async def _ask(self, action: core.Ask) -> tuple[Message, bool]:
+        asked = action.message
+        answer: Message
+        match asked:
+            case Seal():
+                answer = await self._link.ask_pair("seal", asked, Ack)
+                self._span.add_event("sealed", {"blitz.batches": asked.count})
+            case Pull():
+                answer = await self._link.ask_pair("pull", asked, Pulled, wait_s=asked.wait_s)
+            case Dissolve():
+                answer = parted = await self._link.ask_pair("dissolve", asked, Dissolved)
+                self.record.target_ran(parted.layer_runs)
+            case _:
+                answer = await self._link.settle_now()
+        return answer, self.instance.state == "serving" and self.instance.role in TAKES_PROMPTS
+
+    async def _split(self, action: core.AskSplit) -> None:
+        pair_id = self.assignment.pair_id
+        try:
+            await self._ask_split(
+                PlanSplit(
+                    pair_id=pair_id,
+                    batches=action.batches,
+                    source_free_s=action.source_free_s,
+                    pull_s=action.pull_s,
+                )
+            )
+        except BlitzError as error:
+            log.info("pair %s goes without a split: %s", pair_id, error)
+
+    async def _receive_hidden(self, action: core.ReceiveHidden) -> bool:
+        batch = self._batch(action.batch_id)
+        num_bytes = batch.num_tokens * self._engine.loop.engine.hidden_bytes_per_token
+        try:
+            receiving = self._connected.receive(num_bytes, action.serial, Kind.PULLED_HIDDEN)
+            batch.hidden = await self._link.until(receiving)
+        except (TransportError, DeadlineExceeded) as error:
+            log.warning("batch %s is computed from the beginning: %s", action.batch_id, error)
+        return batch.hidden is not None
+
+    def _send_rest(self, action: core.SendRest) -> None:
+        async def over() -> None:
+            self.handle(core.RestOver(action.batch_id))
+
+        self._kv_sender.send_rest(self._batch(action.batch_id).sequences, action.first_layer, over)
+
+    async def _fetch_kv(self, action: core.FetchKv) -> bool:
+        kv = KvFetch(self.assignment.pair_id, self._engine.loop.engine, self._link, self._connected)
+        return await kv.fetch(self._batch(action.batch_id), action.serial, action.first_layer)
+
+    # --- on the event loop: the rest ---------------------------------------------------------
+
+    def _keep_alive(self, action: core.KeepAlive) -> None:
+        if self._living is not None:
+            self._living.cancel()
+        self._living = self._start(self._until_done(action, self._link.keep_alive())) if action.on else None
+
+    def _batch_done(self, action: core.Done) -> None:
+        batch = self._batch(action.batch_id)
+        if action.forget:
+            self._kv_sender.forget(batch.sequences)  # it is computed from the beginning
+        self.record.done(batch, first_layer=action.first_layer, num_layers=self._num_layers, at_s=action.at_s)
+
+    def _moved(self, action: core.Moved) -> None:
+        for batch_id in action.batch_ids:
+            batch = self._batch(batch_id)
+            self.record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=action.at_s)
+            self._inbox.moved(batch.sequences, self.assignment.target.worker)
+
+    def _abort(self, action: Abort) -> None:
+        self._link.lose(action.reason)
         if self._tensors is not None:
             self._tensors.abort()
-        await self._link.tell_ended(reason)
 
-    def _detach(self) -> None:
-        loop = self.instance.engine.loop
-        if loop.partial is self._stepper:
-            loop.partial = None
+    def _tell_ended(self, action: core.TellEnded) -> Coroutine[Any, Any, None]:
+        log.warning("pair %s failed: %s", self.assignment.pair_id, action.reason)
+        self._span.add_event("failed", {"blitz.reason": action.reason})
+        return self._link.tell_ended(action.reason)
 
-    # --- inside ------------------------------------------------------------------------------
+    def _tell_cancelled(self, action: core.TellCancelled) -> None:
+        for key in action.keys:
+            self._link.cancel(*key)
 
-    def _from_engine(self, function: Callable[..., None], *arguments: object) -> None:
-        self._event_loop.call_soon_threadsafe(function, *arguments)
+    def _carriers(self) -> Carriers:
+        return {
+            core.Lend: self._lend,
+            core.Look: self._look,
+            core.BeginBatch: self._begin_batch,
+            core.RunPart: self._run_part,
+            core.Finish: self._finish,
+            core.Conclude: self._conclude,
+            core.LookAtRest: lambda action: self._batch(action.batch_id).ended,
+            core.ReleaseToTarget: self._release_to_target,
+            core.Restore: self._restore,
+            core.AskOffer: self._offer,
+            core.AskHandOver: self._hand_over,
+            core.SendHidden: self._send_hidden,
+            core.Ask: self._ask,
+            core.AskSplit: self._split,
+            core.ReceiveHidden: self._receive_hidden,
+            core.SendRest: self._send_rest,
+            core.FetchKv: self._fetch_kv,
+            core.KeepAlive: self._keep_alive,
+            core.Lending: lambda action: self._lending(action.begun),
+            core.Done: self._batch_done,
+            core.Forget: lambda action: self._kv_sender.forget(self._batch(action.batch_id).sequences),
+            core.SettleSoon: lambda action: self._link.settle(action.claim_id),
+            core.TellCancelled: self._tell_cancelled,
+            core.Moved: self._moved,
+            Abort: self._abort,
+            core.TellEnded: self._tell_ended,
+            Over: lambda _: self._over.set(),
+        }

@@ -1,38 +1,37 @@
-"""The target of a pair: its conversation with the source, and its life up to the dissolution.
-
-Everything here runs on the event loop. The batches are in ``target_batches``; the engine's part is in
-``steppers``.
-"""
+"""The target of a pair: it carries out what its machine (``services.worker.core.live.target``) decides."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import logging
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
-from services.worker.core.pairing.batch import PromptBatch
-from services.worker.core.pairing.pair import PairLife, PairState
-from services.worker.core.pairing.target_work import TargetWork
+import msgspec
+
+from services.worker.core.live import target as core
+from services.worker.core.live.batch import Batch, Key, Request
+from services.worker.core.live.machine import Abort, Answer, Detach, Landed, Lost, Over
+from services.worker.core.live.target import TargetMachine
 from services.worker.core.scheduling.gateways import Gone
-from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
-from services.worker.link import ASK_TIMEOUT_S
+from services.worker.live.batches import PromptBatch
 from services.worker.live.links import LinkToSource
-from services.worker.live.steppers import TargetBatch, TargetStepper
-from services.worker.live.target_batches import TargetBatches
-from services.worker.live.tensors import Tensors
+from services.worker.live.member import LATER, Carriers, PairMember
+from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Inbox
-from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict, Unavailable
-from shared.messages.common import Ack, ErrorInfo
+from shared.errors import BadRequest, BlitzError
+from shared.messages.codec import Message
 from shared.messages.live import (
     Dissolve,
     Dissolved,
-    Given,
+    Gate,
     HandOver,
     Pull,
     Pulled,
@@ -44,11 +43,8 @@ from shared.messages.live import (
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.05
-LOOK_S = 0.05
 
-
-class LiveTarget:
+class LiveTarget(PairMember[TargetMachine]):
     """From the offer to the last of its batches. ``ended`` is set then."""
 
     def __init__(
@@ -63,283 +59,301 @@ class LiveTarget:
         silence_s: float,
     ) -> None:
         """``silence_s``: a source that says nothing for so long is gone."""
+        config = instance.scheduler
+        super().__init__(
+            TargetMachine(
+                assignment,
+                instance.layout.num_layers,
+                part_tokens=config.prefill_chunk_tokens,
+                limit_tokens=config.limit_tokens,
+                ordered_s=instance.ordered_s,
+            ),
+            instance.engine,
+            decode_interval_s=assignment.slo_tbt_s / 2,
+        )
         self.assignment = assignment
         self.instance = instance
-        self.life = PairLife()
         self.ended = asyncio.Event()
+        self.shares: Dissolved | None = None
+        """What was agreed in the end."""
         self._tensors = tensors
         self._inbox = inbox
-        self._link = LinkToSource(assignment, bus, tensors, self.life, silence_s=silence_s)
-        self._event_loop = asyncio.get_running_loop()
-        self._changed = Wakeup()
-        self.shares: Dissolved | None = None
-        """What was agreed at the dissolution."""
-        self._dissolving = asyncio.Lock()
-        self._source_knows = asyncio.Event()
-        """That this one is loaded, or the pair has ended."""
-        self._failure = ""
-        self._tasks = OwnedTasks(lambda error: self._fail_soon(f"{type(error).__name__}: {error}"))
-        num_layers, part_tokens = instance.layout.num_layers, instance.scheduler.prefill_chunk_tokens
-        self._work: TargetWork[TargetBatch] = TargetWork(num_layers, part_tokens, assignment)
-        self.stepper = TargetStepper(
-            instance.engine.loop,
-            self._work,
-            decode_interval_s=assignment.slo_tbt_s / 2,
-            start_s=time.monotonic(),
-            on_layer=self._from_engine(self._changed.fire),
-            on_finished=self._from_engine(self._finished),
-            on_broken=self._from_engine(self._engine_failed),
-        )
-        self.batches = TargetBatches(instance, self._work, self.stepper, tensors, inbox, kv_sender, self._changed)
+        self._kv_sender = kv_sender
+        self._link = LinkToSource(assignment, bus, tensors, self.machine.life, silence_s=silence_s)
+        self._offered: dict[str, PromptBatch] = {}
+        """Batches of hand-overs that are not answered."""
+        self._held: dict[str, PromptBatch] = {}
+        """Those that are here, and those of which blocks are about to be free."""
 
     def begin(self) -> None:
         """The offer is accepted: hand-overs may come."""
-        self.instance.engine.call(lambda loop: setattr(loop, "partial", self.stepper))
-        self.life.move_to(PairState.REDIRECTING)
+        self.instance.engine.call(lambda loop: setattr(loop, "partial", self))
+        self.handle(core.Begin())
         self.layers_ready()
-        self._tasks.start(self._watch())
+        self._start(self._watch())
 
     # --- from the source ---------------------------------------------------------------------
 
-    async def on_hand_over(self, message: HandOver) -> Ack:
-        """Take a batch. Raises what ``TargetBatches.hand_over`` raises."""
-        self._check_lives()
-        held = await self.batches.hand_over(message)
-        if held is not None:
-            self._tasks.start(self.batches.fetch(held))
-        return Ack()
-
-    async def on_seal(self, message: Seal) -> Ack:
-        """All that waited is here. Raises ``Conflict`` if a batch is missing."""
-        self._check_lives()
-        if self.batches.num_known < message.count:
-            raise Conflict(f"{self.batches.num_known} batches of {message.count} are here")
-        if self.life.state is PairState.REDIRECTING:
-            self.life.move_to(PairState.COOPERATING)
-            self._move_on()
-        return Ack()
-
-    async def on_pull(self, message: Pull) -> Pulled:
-        """The earliest batch for the source; waits up to ``wait_s`` for one that it may have."""
-        claim = await self.batches.pull(message, self._check_lives)
-        if claim is not None:
-            self._tasks.start(self.batches.send_pulled(claim, message.serial))
-            # What was in the way of a later batch is gone.
-            self.batches.look_again()
-        kv_direct = claim is not None and self.batches.goes_direct(claim)
-        return self.batches.answer(claim, kv_direct=kv_direct)
-
-    async def on_pull_kv(self, message: PullKv) -> Ack:
-        """The source has room for KV of a batch that it pulled. Raises what ``TargetBatches.kv_wanted`` raises."""
-        self._check_lives()
-        held = self.batches.kv_wanted(message)
-        if held is not None:
-            self._tasks.start(self.batches.send_kv(held, message))
-        return Ack()
-
-    async def on_settle(self, message: Settle) -> Ack:
-        """The source has these batches. Without claims it only says that it lives."""
-        self._check_lives()
-        await self.batches.settle(message.claim_ids)
-        return Ack()
-
-    # --- the dissolution ---------------------------------------------------------------------
-
-    async def on_dissolve(self, message: Dissolve) -> Dissolved:
-        """Begun batches stay, untouched ones are shared. Repeating gives the same shares."""
-        self._check_lives()
-        if self.batches.loaded:
-            # The source knows by now; its answer is about to be here.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ASK_TIMEOUT_S):
-                    await self._source_knows.wait()
-        async with self._dissolving:
-            if self.shares is None:
-                self.shares = await self._agreed(message)
-                self.batches.take(self.shares.kept)
-                self.batches.look_again()
-            if not self.life.ended:
-                self.life.move_to(PairState.DISSOLVED)
-                num_kept, num_given = len(self.shares.kept), len(self.shares.given)
-                log.info("pair %s is dissolved: %d kept, %d given", message.pair_id, num_kept, num_given)
-                self._tasks.start(self._hand_back(self.shares))
-            return self.shares
-
-    async def _agreed(self, message: Dissolve) -> Dissolved:
-        while True:
-            self._check_lives()
-            call = self.instance.engine.call(lambda _: self._share(message))
-            if (shares := await asyncio.wrap_future(call)) is not None:
-                return shares
-            await self._changed.wait(LOOK_S)
-
-    def _share(self, message: Dissolve) -> Dissolved | None:
-        """Between two steps; None while a batch is inside a layer that only the source could go on from."""
-        with self.stepper.lock:
-            shares = self._work.share(message.claim_id, message.source_busy_s)
-            finished = tuple(self._work.finished)
-            kept = [held for i, held in self._work.batches.items() if shares is not None and i in shares.kept]
-        if shares is None:
-            return None
-        # Said on this thread: with all layers here, the next steps finish them.
-        self._inbox.announce([s for held in kept for s in held.batch.sequences if not s.finished])
-        return Dissolved(
-            kept=shares.kept,
-            given=tuple(
-                Given(batch_id=claim.batch_id, first_layer=claim.first_layer, serial=message.first_serial + i)
-                for i, claim in enumerate(shares.given)
-            ),
-            finished=finished,
-            layer_runs=self.stepper.layers.runs(),
-        )
-
-    async def _hand_back(self, shares: Dissolved) -> None:
-        """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
+    async def on_hand_over(self, message: HandOver) -> Message:
+        """Take a batch. Raises ``Overloaded`` when there is no capacity now, ``BadRequest`` when there will never be,
+        ``Conflict`` when the pair is over."""
+        if not message.requests or not 0 < message.layer_s < math.inf or message.serial < 0:
+            raise BadRequest(f"batch {message.batch_id!r} cannot be: {message.layer_s!r} s a layer", param="layer_s")
+        sequences = tuple(self.instance.sequence_of(request) for request in message.requests)
+        requests = tuple(Request(s.key, s.num_tokens) for s in sequences)
+        batch = Batch(message.batch_id, requests, message.layer_s)
+        self._offered.setdefault(message.batch_id, PromptBatch(message.batch_id, sequences, message.requests))
         try:
-            await self._send_given(shares)
-            await self._changed.until(lambda: not self._work.batches)
+            self._link.heard()
+            return await self._asked(lambda n: core.HandedOver(n, batch, message.serial, message.behind_seal))
         finally:
-            await self._detach()
+            self._offered.pop(message.batch_id, None)
 
-    async def _send_given(self, shares: Dissolved) -> None:
-        begun = [
-            (self._work.batches[g.batch_id], g)
-            for g in shares.given
-            if g.first_layer and g.batch_id in self._work.batches
-        ]
-        await self._drop_all_but({*shares.finished, *(given.batch_id for _, given in begun)})
-        sends = [self.batches.send(held, given.serial) for held, given in begun]
-        for failure in await asyncio.gather(*sends, return_exceptions=True):
-            if failure is not None:
-                log.error("a batch was not handed back: the source computes it", exc_info=failure)
-        while self._work.queue.open_claims() and not self._link.why_lost():
-            await self._changed.wait(LOOK_S)
-        await self._drop_all_but(set(shares.finished))
-
-    async def _drop_all_but(self, batch_ids: set[str]) -> None:
-        await self.batches.drop([batch_id for batch_id in self.batches.not_taken if batch_id not in batch_ids])
-
-    async def _abandon_kept(self, error: BlitzError) -> None:
-        """The engine failed on what was kept: ordinary steps find out on which request. Before everything is loaded
-        there are none; then those requests end with an error, and gateways try elsewhere."""
-        info = ErrorInfo.of(error)
-
-        def abandon(loop: EngineLoop) -> StepOutput:
-            batches = [held.batch for held in self._work.batches.values()]
-            kept = [s for b in batches if b.batch_id not in self.batches.not_taken for s in b.sequences]
-            outputs = []
-            if self.batches.loaded:
-                loop.scheduler.reservations.compute_here(kept)
-            else:
-                for sequence in kept:
-                    if not sequence.finished:
-                        sequence.finished = True
-                        outputs.append(sequence.end("error", info))
-            self.stepper.close()
-            return StepOutput(tuple(outputs))
-
-        async with self._dissolving:  # then it is settled whose they are
-            self._inbox.on_output(await asyncio.wrap_future(self.instance.engine.call(abandon)))
-        self._changed.fire()
+    async def on_question(self, message: Seal | Pull | PullKv | Settle | Dissolve) -> Message:
+        """Any other. Raises ``Conflict`` if the pair has failed, a sealed batch is missing, or KV is not the source's,
+        ``BadRequest`` for layers that were not run."""
+        self._link.heard()
+        return await self._asked(lambda n: core.SourceAsks(n, message))
 
     # --- from the instance -------------------------------------------------------------------
 
     def layers_ready(self) -> None:
         """A layer more is loaded, or everything."""
         copy = self.instance.copy
-        self.batches.set_layers_ready(copy.layers_ready)
-        if copy.complete and not self.batches.loaded:
-            self.batches.loaded = True
-            self._changed.fire()
-            self._move_on()
-            self._tasks.start(self._finish_from_now_on())
+        self.handle(core.LayersReady(copy.layers_ready, copy.complete))
 
-    async def _finish_from_now_on(self) -> None:
-        """The source has to know before that this one finishes batches: should the two lose each other, it must not
-        compute what may be finished here."""
-        if await self._link.tell_taken(loaded=True):
-            self.batches.set_layers_ready(self.instance.layout.num_layers, complete=True)
-        self._source_knows.set()
+    def set_gates(self, gates: tuple[Gate, ...]) -> None:
+        """A split was computed: hold both sides to it."""
+        self.handle(core.GatesCame(gates))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """A request was cancelled."""
-        self._tasks.start(self.batches.cancel(lambda sequence: sequence.key == (request_id, attempt)))
+        self._cancel([(request_id, attempt)])
 
     def cancel_gateway(self, gone: Gone) -> None:
         """Gateways are gone."""
-        self._tasks.start(self.batches.cancel(lambda s: gone.had(s.gateway_id, s.gateway_incarnation)))
+        self._cancel([s.key for s in self._sequences() if gone.had(s.gateway_id, s.gateway_incarnation)])
 
-    # --- inside ------------------------------------------------------------------------------
+    def _cancel(self, keys: Iterable[Key]) -> None:
+        self.handle(core.Cancelled(tuple(keys)))
 
-    def _from_engine(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Call ``function`` on the event loop, from the engine's thread."""
-
-        def call(*arguments: object) -> None:
-            self._event_loop.call_soon_threadsafe(function, *arguments)
-
-        return call
-
-    def _check_lives(self) -> None:
-        """The source lives; do we?"""
-        self._link.heard()
-        if self.life.state is PairState.FAILED:
-            raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
-
-    def _move_on(self) -> None:
-        if self.batches.loaded and self.life.state is PairState.COOPERATING:
-            self.life.move_to(PairState.LOADED)
-
-    def _finished(self, batch: PromptBatch) -> None:
-        self.batches.finished(batch)
-        if not self.life.ended:
-            self._tasks.start(self._tell_finished(batch))
-
-    async def _tell_finished(self, batch: PromptBatch) -> None:
-        if await self._link.tell_taken(batch.batch_id, loaded=self.batches.loaded):
-            self.batches.source_knows(batch.batch_id)
+    def _sequences(self) -> list[ActiveSequence]:
+        return [s for batch in list(self._held.values()) for s in batch.sequences]
 
     async def _watch(self) -> None:
-        """Until the pair ends: does the source still live, do layers come as planned?"""
-        while not self.life.ended:
-            await asyncio.sleep(WATCH_S)
-            if self.batches.lapse_if_late(time.monotonic() - self.instance.ordered_s):
-                log.info("pair %s: layers are late, the split is off", self.assignment.pair_id)
+        """Until it is over: does the source still live?"""
+        while not self.ended.is_set():
+            await asyncio.sleep(core.WATCH_S)
             if reason := self._link.why_lost():
-                self._fail_soon(reason)
-
-    def _fail_soon(self, reason: str) -> None:
-        if not self.life.ended:
-            self._tasks.start(self.fail(reason))
+                self.lose(reason)
 
     async def fail(self, reason: str, *, tell: bool = True) -> None:
-        """The pair is over: everything that is not owned here is dropped."""
-        if not self.life.fail():
-            return
-        self._failure = reason
-        log.warning("pair %s failed: %s", self.assignment.pair_id, reason)
-        self._tensors.abort()
-        await self.batches.close()
-        if tell:
-            await self._link.tell_ended(reason, self.batches.finished_ids)
-        await self._detach()
-
-    def _engine_failed(self, error: Exception) -> None:
-        if self._work.queue.dissolved:
-            # What was kept is the target's alone, even if the source does not know yet.
-            self._tasks.start(self._abandon_kept(Unavailable(f"the engine failed: {type(error).__name__}: {error}")))
-        else:
-            self._fail_soon(f"the target's engine failed: {error}")
-
-    async def _detach(self) -> None:
-        def detach(loop: EngineLoop) -> None:
-            if loop.partial is self.stepper:
-                loop.partial = None
-
-        with contextlib.suppress(BlitzError):  # the engine has stopped
-            await asyncio.wrap_future(self.instance.engine.call(detach))
-        self.ended.set()
+        """The pair is over: everything that is not owned here is dropped. ``tell``: the source may not know."""
+        was_over = self.machine.life.ended
+        self.handle(Lost(reason, tell))
+        if not was_over:
+            await self.ended.wait()
+            await self.until_done(core.TellEnded)
 
     async def close(self) -> None:
         """The instance or the process goes: leave the pair, and wait for what is under way."""
         await self.fail("the target leaves")
-        await self._tasks.close()
+        await super().close()
+        self._call(functools.partial(self._detach, Detach()), between_layers=False)
+
+    # --- PartialWork -------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.machine.may_run
+
+    @property
+    def num_requests(self) -> int:  # type: ignore[override]
+        return self.machine.num_requests
+
+    @property
+    def queued(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.machine.queued
+
+    # --- where the engine is -----------------------------------------------------------------
+
+    def _reserve(self, action: core.Reserve) -> bool:
+        batch = self._offered.get(action.batch_id)
+        if batch is None or not self._engine.loop.scheduler.reservations.reserve(batch.sequences):
+            return False
+        self._held[action.batch_id] = batch
+        return True
+
+    def _free(self, action: core.Free) -> None:
+        for batch_id in action.batch_ids:
+            batch = self._held[batch_id]
+            batch.forget_tensors()
+            self._engine.loop.scheduler.reservations.release(batch.sequences)
+
+    def _embed(self, action: core.Embed) -> None:
+        batch = self._held.get(action.batch_id)
+        if batch is not None:  # what is decided where the engine is may have freed it before
+            batch.hidden = self._engine.loop.engine.embed_tokens(batch.token_ids()).result()
+
+    def _end_requests(self, action: core.EndRequests) -> None:
+        for sequence in self._sequences():
+            if sequence.key in action.keys:
+                # The request may just be about to decode here.
+                if sequence.reserved or sequence.id < 0:
+                    sequence.finished = True
+                elif not sequence.finished:
+                    self._engine.loop.scheduler.cancel(*sequence.key)
+
+    def _run_part(self, action: core.RunPart) -> str | None:
+        batch, loop, layer = self._held[action.batch_id], self._engine.loop, action.layer
+        self._output = StepOutput(())
+        try:
+            if batch.activation is None:
+                steps = loop.batches.of_prompts(batch.sequences)
+                batch.activation = loop.engine.resume(steps, batch.hidden, next_layer=0).result()
+                batch.hidden = None
+                batch.tell_layers(loop, 0)
+            loop.engine.run_part(batch.activation, layer, action.begin, action.end).result()
+        except Exception as error:  # an engine may raise anything; the source computes these batches then
+            log.exception("layer %d of batch %s failed", layer, batch.batch_id)
+            return f"{type(error).__name__}: {error}"
+        if action.end == batch.num_tokens:
+            self.ran_layer()
+            batch.tell_layers(loop, layer + 1)
+        return None
+
+    def _finish(self, action: core.Finish) -> str | None:
+        batch = self._held[action.batch_id]
+        try:
+            self._output = batch.finish(self._engine.loop)
+        except Exception as error:  # as above
+            log.exception("the first tokens of batch %s cannot be sampled", batch.batch_id)
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _announce(self, action: core.Announce) -> None:
+        batches = [self._held[i] for i in action.batch_ids if self.machine.holds(i)]
+        self._inbox.announce([s for batch in batches for s in batch.sequences if not s.finished])
+
+    def _abandon(self, action: core.Abandon) -> None:
+        """Ordinary steps find out on which request the engine failed. Before everything is loaded there are none; then
+        those requests end with an error, and gateways try elsewhere."""
+        sequences = [s for i in action.batch_ids for s in self._held[i].sequences]
+        if action.error is None:
+            self._engine.loop.scheduler.reservations.compute_here(sequences)
+            return
+        outputs = []
+        for sequence in sequences:
+            if not sequence.finished:
+                sequence.finished = True
+                outputs.append(sequence.end("error", action.error))
+        self._inbox.on_output(StepOutput(tuple(outputs)))
+
+    # --- on the event loop -------------------------------------------------------------------
+
+    def _reply(self, action: Answer) -> None:
+        """Of what was pulled it is said whether its KV goes straight on; of the end, which layers were run."""
+        answer = action.message
+        if isinstance(answer, Pulled) and answer.batch_id:
+            answer = msgspec.structs.replace(answer, kv_direct=self._goes_direct(answer))
+        if isinstance(answer, Dissolved):
+            if self.shares is None:
+                self.shares = msgspec.structs.replace(answer, layer_runs=self.layers.runs())
+            answer = self.shares
+        self._answered(action.question, answer)
+
+    def _goes_direct(self, claimed: Pulled) -> bool:
+        """Whether the KV of what was run of a claimed batch leaves here for the decode instances. Settled by the first
+        answer; if not, it waits here for the source alone."""
+        batch = self._held.get(claimed.batch_id)
+        if batch is None:
+            return False
+        if batch.kv_direct is None:
+            batch.kv_direct = self._kv_sender.share(batch.sequences, claimed.first_layer)
+            if not batch.kv_direct:
+                self._kv_sender.forget(batch.sequences)
+        return batch.kv_direct
+
+    async def _host(self, action: core.Host) -> bool:
+        batch = self._held.get(action.batch_id)
+        if batch is None:
+            return False  # the pair has failed meanwhile
+        self._inbox.host(batch.requests)
+        num_bytes = batch.num_tokens * self._engine.loop.engine.hidden_bytes_per_token
+        try:
+            batch.hidden = await self._tensors.receive(num_bytes, action.serial, Kind.HANDED_HIDDEN)
+        except BlitzError as error:
+            log.warning("the hidden states of batch %s did not arrive: %s", batch.batch_id, error)
+        return batch.hidden is not None
+
+    def _send_hidden(self, action: core.SendHidden) -> Coroutine[Any, Any, None]:
+        return self._send_activation(action.batch_id, self._held[action.batch_id].activation, action.serial)
+
+    async def _send_activation(self, batch_id: str, activation: Any, serial: int) -> None:
+        """A failure of the transport is the source's to notice."""
+        engine = self._engine.loop.engine
+        try:
+            hidden = (await asyncio.to_thread(engine.hidden_states, activation)).result()
+        except Exception:  # an engine may raise anything; the source waits in vain, and computes it
+            log.exception("batch %s is not sent back: the source computes it", batch_id)
+            return
+        failure = await self._tensors.sent(self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN))
+        if failure is not None:
+            log.info("batch %s: %s; the source computes it from the beginning", batch_id, failure)
+
+    async def _send_kv(self, action: core.SendKv) -> None:
+        """A failure of the transport is the source's to notice."""
+        batch, engine = self._held.get(action.batch_id), self._engine.loop.engine
+        if batch is None:
+            return  # settled meanwhile
+        first, last = action.first_layer, action.last_layer
+        export = functools.partial(engine.export_kv, batch.block_tables, batch.lengths, last, first_layer=first)
+        try:
+            kv = (await asyncio.to_thread(export)).result()
+        except Exception:  # what an engine finds in blocks that are another batch's by now does not matter
+            if self.machine.holds(action.batch_id):
+                raise
+            return
+        # Its blocks may have been freed by now, and written by another batch.
+        if self.machine.holds(action.batch_id):
+            failure = await self._tensors.sent(self._tensors.send_kv(kv, action.serial, first))
+            if failure is not None:
+                log.info("KV of batch %s: %s; the source computes it again", action.batch_id, failure)
+
+    def _forget(self, action: core.Forget) -> None:
+        for batch_id in action.batch_ids:
+            batch = self._held.pop(batch_id, None)
+            if batch is not None and action.theirs:
+                self._kv_sender.forget(batch.sequences)
+                self._inbox.unhost(batch.sequences)
+
+    def _note(self, action: core.Note) -> None:
+        log.log(logging.WARNING if action.warns else logging.INFO, "%s", action.text)
+
+    def _await_step_end(self, action: core.AwaitStepEnd) -> object:
+        self._call(lambda: self.handle(Landed(action)), between_layers=False)
+        return LATER
+
+    def _carriers(self) -> Carriers:
+        return {
+            core.Reserve: self._reserve,
+            core.Free: self._free,
+            core.Embed: self._embed,
+            core.EndRequests: self._end_requests,
+            core.Wake: lambda _: None,  # the call itself has woken it
+            core.RunPart: self._run_part,
+            core.Finish: self._finish,
+            core.Announce: self._announce,
+            core.Abandon: self._abandon,
+            Answer: self._reply,
+            core.Host: self._host,
+            core.SendHidden: self._send_hidden,
+            core.SendKv: self._send_kv,
+            core.Forget: self._forget,
+            core.TellTaken: lambda action: self._link.tell_taken(*action.batch_ids, loaded=action.loaded),
+            core.TellEnded: lambda action: self._link.tell_ended(action.reason, action.finished),
+            core.AwaitStepEnd: self._await_step_end,
+            Abort: lambda _: self._tensors.abort(),
+            core.Note: self._note,
+            Over: lambda _: self.ended.set(),
+        }

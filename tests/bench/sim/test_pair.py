@@ -14,7 +14,7 @@ import pytest
 from bench.sim.compute import Compute
 from bench.sim.instance import SimInstance
 from bench.sim.pair import SimPair
-from bench.sim.pair_tensors import PairPaths
+from bench.sim.pair_member import PairPaths
 from services.planner.core.live.split import assign
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from shared.messages.common import Role
@@ -87,8 +87,13 @@ class Rig:
             self.target,
             paths,
             on_accepted=self.target.go_live,
-            on_end=self.ended.append,
+            on_end=self._ended,
         )
+
+    def _ended(self, pair: SimPair) -> None:
+        self.ended.append(pair)
+        self.source.scheduler.table.lending = False  # of a pair that was lost before it lent, ``submit`` did
+        self.source.call(lambda: None)
 
     def _member(self, name: str, role: Role, config: SchedulerConfig = CONFIG) -> SimInstance:
         self.world.instance(name)  # its links

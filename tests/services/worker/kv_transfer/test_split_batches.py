@@ -14,10 +14,12 @@ from services.worker.engine.mock.settings import MockTiming
 from services.worker.kv_transfer import decode_client, receiver
 from services.worker.kv_transfer.receiver import KvReceiver
 from services.worker.kv_transfer.transfer import KvTransfer
-from services.worker.live.handover import HandedOver
-from services.worker.live.pulls import Puller
+from services.worker.live.links import LinkToTarget
+from services.worker.live.source import LiveSource
 from shared.errors import Conflict
+from shared.messages.codec import Message
 from shared.messages.disaggregated import DecodeReserved, ReserveDecode
+from shared.messages.live import Pulled
 from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
 from tests.services.fake_gateway import expected_tokens
@@ -125,7 +127,7 @@ async def test_the_target_is_killed(redis_url: str, when: When) -> None:
         await eventually(lambda: when(burst))
         live = burst.live_target_of(burst.target)
         assert live is not None
-        assert not live.batches.loaded, "a premise: what it finishes would be the gateway's to try again"
+        assert not live.machine.loaded, "a premise: what it finishes would be the gateway's to try again"
         await burst.target.kill()
         killed.append(True)
         await burst.ends()
@@ -196,8 +198,9 @@ async def test_a_split_that_cannot_be_joined_is_decoded_by_the_source(
 async def test_a_split_that_is_over_before_the_source_has_room_for_it_is_settled(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    on_reserve, receive = KvReceiver.on_reserve, Puller.receive
+    on_reserve, ask_pair = KvReceiver.on_reserve, LinkToTarget.ask_pair
     gone: list[str] = []
+    until_over: list[asyncio.Task[None]] = []
 
     async def refuse(self: KvReceiver, message: ReserveDecode) -> DecodeReserved:
         if message.first_layer and how == "refused":
@@ -207,31 +210,33 @@ async def test_a_split_that_is_over_before_the_source_has_room_for_it_is_settled
     monkeypatch.setattr(KvReceiver, "on_reserve", refuse)
     async with pair_and_decoder(redis_url) as burst:
 
-        async def over(puller: Puller) -> None:
-            reservations = burst.source.serving.engine.loop.scheduler.reservations
-            with monkeypatch.context() as full:
-                full.setattr(reservations, "reserve", lambda _: False)
+        async def over(full: pytest.MonkeyPatch) -> None:
+            try:
                 if how == "refused":
                     await eventually(lambda: left(burst, "kept") >= len(gone))
                 else:
                     await eventually(lambda: is_shared(burst))
                     for request_id in gone:
                         await burst.cluster.gateway.cancel(burst.source.worker_id, request_id)
-                await eventually(lambda: not any(t.first_layer for t in transfers_of(burst.source)))
-            puller.free.set()
+                rests = burst.source.service.parts.kv_sender.transfers
+                await eventually(lambda: not any((request_id, 1) in rests for request_id in gone))
+            finally:
+                full.undo()
 
-        async def receive_late(self: Puller, batch_id: str, *of: Any, kv_direct: bool = False, **how: Any) -> None:
-            if gone or not kv_direct:
-                await receive(self, batch_id, *of, kv_direct=kv_direct, **how)
-                return
+        async def pull(self: LinkToTarget, *question: Any, **how: Any) -> Message:
+            answer: Message = await ask_pair(self, *question, **how)
             source = burst.source.service.parts.pair_roles.source
-            assert source is not None
-            gone.extend(s.request_id for s in source.handed_over.queue.handed[batch_id].sequences)
-            await asyncio.gather(over(self), receive(self, batch_id, *of, kv_direct=True, **how))
+            if isinstance(answer, Pulled) and answer.kv_direct and not gone and source is not None:
+                gone.extend(s.request_id for s in source._batch(answer.batch_id).sequences)
+                full = pytest.MonkeyPatch()
+                full.setattr(source.instance.engine.loop.scheduler.reservations, "reserve", lambda _: False)
+                until_over.append(asyncio.create_task(over(full)))
+            return answer
 
-        monkeypatch.setattr(Puller, "receive", receive_late)
+        monkeypatch.setattr(LinkToTarget, "ask_pair", pull)
         await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, until_split=lambda: gone)
-        await eventually(lambda: gone)
+        await eventually(lambda: until_over)
+        await until_over[0]
         await burst.ends(without=tuple(gone) if how == "cancelled" else ())
         await eventually(lambda: burst.cluster.live_reports)
         (report,) = burst.cluster.live_reports
@@ -267,18 +272,16 @@ async def test_clients_leave_while_batches_are_split(redis_url: str) -> None:
         await burst.ends(without=gone)
 
 
-async def test_a_batch_that_is_done_before_its_beginning_is_heard_of_does_not_hold_the_pair_up(
+async def test_a_batch_that_is_done_before_the_event_loop_hears_of_its_beginning_does_not_hold_the_pair_up(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = HandedOver.call
+    act_on_loop = LiveSource._act_on_loop
 
-    async def heard_late(self: HandedOver, function: Callable[[], Any]) -> Any:
-        answer = await call(self, function)
-        await asyncio.sleep(0.1)
-        return answer
+    def heard_late(source: LiveSource) -> None:
+        asyncio.get_running_loop().call_later(0.1, act_on_loop, source)
 
     async with pair_and_decoder(redis_url, mock=MockTiming(layer_per_token_s=LAYER_S / NUM_TOKENS)) as burst:
-        monkeypatch.setattr(HandedOver, "call", heard_late)
+        monkeypatch.setattr(LiveSource, "_act_on_loop", heard_late)
         await burst.start(delay_s=DELAY_S, role="prefill")
         for name in burst.prompts:
             end = await burst.cluster.gateway.end_of(name)

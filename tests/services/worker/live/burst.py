@@ -188,7 +188,7 @@ class Burst:
 
     def _ran_layers(self) -> int:
         target = self.live_target_of(self.target)
-        return 0 if target is None else target.stepper.layers.total
+        return 0 if target is None else target.layers.total
 
     async def ends(self, *, without: tuple[str, ...] = ()) -> None:
         """Wait for every stream's end and check its tokens."""

@@ -5,24 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from types import SimpleNamespace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
+from services.worker.core.live.machine import Action, Landed, Lost
 from services.worker.core.scheduling.sequence import ActiveSequence, sequence_of, submit_of
 from services.worker.device.host import HOST
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
-from services.worker.live.handover import HandedOver
 from services.worker.live.links import LinkToTarget
-from services.worker.live.pulls import Puller
-from services.worker.live.steppers import SourceStepper
+from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Inbox
@@ -35,6 +35,8 @@ from shared.messages.live import (
     Dissolve,
     Dissolved,
     HandOver,
+    LiveOffer,
+    LiveReport,
     PairEnded,
     Pull,
     Pulled,
@@ -52,7 +54,15 @@ from tests.shared.transport.memory import MemoryFabric
 from tests.wait_until import WAIT_S, eventually
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 LONG_S = 3600.0
+QUESTIONS: dict[str, type[Message]] = {
+    "seal": Seal,
+    "pull": Pull,
+    "pull_kv": PullKv,
+    "settle": Settle,
+    "dissolve": Dissolve,
+}
 
 
 class Member:
@@ -63,7 +73,7 @@ class Member:
         self.layout = SimpleNamespace(num_layers=NUM_LAYERS)
         self.record = SimpleNamespace(name="m", model_hash="h")
         self.copy = SimpleNamespace(layers_ready=0, complete=False)
-        self.state = "serving"
+        self.state, self.role = "serving", "colocated"
         self.ordered_s = time.monotonic()
         loop = make_loop(**scheduler)
         self.scheduler = loop.scheduler.config
@@ -189,10 +199,13 @@ class Ends:
         self.silence_s = silence_s
         self.taken: list[Taken] = []
         self.ended: list[PairEnded] = []
+        """What the target told."""
+        self.live: LiveSource | None = None
+        """Hears it as well, once there is one."""
         self.asked: list[Message] = []
         """What the source asked the target, in order."""
-        self.refusals: list[BlitzError] = []
-        """What the next questions get instead of an answer."""
+        self.refusals: dict[type[Message], list[BlitzError]] = {}
+        """What the next questions of a kind get instead of an answer."""
         self.before: Callable[[Message], Awaitable[object]] = _nothing
         """Done before a question is answered."""
         self.cancelled: list[Cancel] = []
@@ -208,8 +221,8 @@ class Ends:
         self.source_tensors = Tensors(source, there, 2, HOST, timeout_s=self.tensors_s)
         self.target_tensors = Tensors(target, here, 2, HOST, timeout_s=self.tensors_s)
         await self.buses[0].respond(subjects.worker_live(process("w0"), "taken"), Taken, self._on_taken)
-        await self.buses[0].subscribe(subjects.worker_pair_ended(process("w0")), PairEnded, self.ended.append)
-        await self.buses[1].subscribe(subjects.worker_cancel(process("w1")), Cancel, self.cancelled.append)
+        await self.buses[0].subscribe(subjects.worker_pair_ended(process("w0")), PairEnded, self._on_ended)
+        await self.buses[1].subscribe(subjects.worker_cancel(process("w1")), Cancel, self._on_cancel)
         self.pair = LiveTarget(
             self.assignment,
             cast(Instance, self.target),
@@ -223,14 +236,28 @@ class Ends:
             member.engine.start()
         self.pair.begin()
 
-    async def _on_taken(self, message: Taken) -> Ack:
+    async def _on_taken(self, message: Taken) -> Message:
         if not self.hears_taken:
             await asyncio.sleep(LONG_S)
         self.taken.append(message)
-        return Ack()
+        return Ack() if self.live is None else await self.live.on_taken(message)
+
+    def _on_ended(self, message: PairEnded) -> None:
+        self.ended.append(message)
+        if self.live is not None:
+            self.live.ended_by_target(message.reason, message.finished)
+
+    def _on_ended_by_source(self, message: PairEnded) -> None:
+        self.pair.handle(Lost(message.reason, tell=False))
+
+    def _on_cancel(self, message: Cancel) -> None:
+        self.cancelled.append(message)
+        self.pair.cancel(message.request_id, message.attempt)
 
     async def close(self) -> None:
         await self.pair.close()
+        if self.live is not None:
+            await self.live.close()
         for member in (self.source, self.target):
             member.watched.inside = lambda _: None
             member.engine.stop()
@@ -265,17 +292,23 @@ class Ends:
 
     async def pull(self, number: int = 0, *, wait_s: float = 0.0) -> Pulled:
         """The source's ``number``-th claim."""
-        return await self.pair.on_pull(Pull(pair_id="pair", claim_id=f"claim-{number}", serial=number, wait_s=wait_s))
+        question = Pull(pair_id="pair", claim_id=f"claim-{number}", serial=number, wait_s=wait_s)
+        return cast(Pulled, await self.pair.on_question(question))
 
-    async def settle(self, *numbers: int) -> None:
-        await self.pair.on_settle(Settle(pair_id="pair", claim_ids=tuple(f"claim-{n}" for n in numbers)))
+    async def settle(self, *claims: int | str) -> None:
+        """By their numbers, or whole ids."""
+        ids = tuple(claim if isinstance(claim, str) else f"claim-{claim}" for claim in claims)
+        await self.pair.on_question(Settle(pair_id="pair", claim_ids=ids))
+
+    async def seal(self, count: int) -> None:
+        """So many were handed over."""
+        await self.pair.on_question(Seal(pair_id="pair", count=count))
 
     async def dissolve(self, *, source_busy_s: float = 0.0, first_serial: int = 100) -> Dissolved:
         """The queue was sealed at some time before."""
-        await self.pair.on_seal(Seal(pair_id="pair", count=0))
-        return await self.pair.on_dissolve(
-            Dissolve(pair_id="pair", claim_id="end", first_serial=first_serial, source_busy_s=source_busy_s)
-        )
+        await self.seal(0)
+        question = Dissolve(pair_id="pair", claim_id="end", first_serial=first_serial, source_busy_s=source_busy_s)
+        return cast(Dissolved, await self.pair.on_question(question))
 
     async def ran(self, num_layers: int) -> None:
         """Until the target ran so many layers, of all batches together."""
@@ -285,23 +318,30 @@ class Ends:
 
     async def answer(self) -> None:
         """From now on the target answers over the bus."""
-        pair = self.pair
-        operations: list[tuple[str, type[Message], Callable[..., object]]] = [
-            ("hand_over", HandOver, pair.on_hand_over),
-            ("pull", Pull, pair.on_pull),
-            ("pull_kv", PullKv, pair.on_pull_kv),
-            ("settle", Settle, pair.on_settle),
-        ]
-        for operation, kind, handler in operations:
+        bus = self.buses[1]
 
-            async def respond(message: Message, handler: Callable[..., object] = handler) -> object:
-                self.asked.append(message)
-                await self.before(message)
-                if self.refusals:
-                    raise self.refusals.pop(0)
-                return await handler(message)  # type: ignore[misc]
+        async def on_offer(_: LiveOffer) -> Message:
+            return Ack()
 
-            await self.buses[1].respond(subjects.worker_live(process("w1"), operation), kind, respond)  # type: ignore[arg-type]
+        await bus.respond(subjects.worker_live(process("w1"), "offer"), LiveOffer, on_offer)
+        await bus.subscribe(subjects.worker_pair_ended(process("w1")), PairEnded, self._on_ended_by_source)
+        await self._respond("hand_over", HandOver, self.pair.on_hand_over)
+        for operation, kind in QUESTIONS.items():
+            await self._respond(operation, kind, self.pair.on_question)
+
+    async def _respond(self, operation: str, kind: type[Message], handler: Callable[[Any], Awaitable[Message]]) -> None:
+        async def respond(message: Message) -> Message:
+            self.asked.append(message)
+            await self.before(message)
+            if refusals := self.refusals.get(kind):
+                raise refusals.pop(0)
+            return await handler(message)
+
+        await self.buses[1].respond(subjects.worker_live(process("w1"), operation), kind, respond)
+
+    def told(self, kind: type[M]) -> list[M]:
+        """What the source asked of a kind, in order."""
+        return [message for message in self.asked if isinstance(message, kind)]
 
 
 class FakeKvSender:
@@ -325,57 +365,62 @@ class FakeKvSender:
 
 
 class SourceEnd:
-    """The source's parts. Its scheduler lends from the beginning."""
+    """The source's side of the pair. The target answers it."""
 
     def __init__(self, ends: Ends) -> None:
-        self.ends = ends
-        self.member = ends.source
-        instance = cast(Instance, self.member)
-        self.link = LinkToTarget(ends.buses[0], process("w1"), "pair", silence_s=ends.silence_s)
-        self.handed = HandedOver(ends.assignment, instance, self.link)
-        loop = asyncio.get_running_loop()
-        self.done: list[str] = []
-        self.work = SourceStepper(
-            self.member.loop,
-            decode_interval_s=1.0,
-            start_s=0.0,
-            on_done=lambda pulled: self.done.append(pulled.batch.batch_id),
-            on_free=lambda: loop.call_soon_threadsafe(self.puller.free.set),
-            has_room=self.handed.has_room,
-        )
-        self.puller = Puller(
-            "pair",
-            instance,
-            self.handed,
-            self.link,
-            self.work,
-            ends.source_tensors,
+        self.ends, self.member = ends, ends.source
+        self.requests = Requests()
+        link = LinkToTarget(ends.buses[0], process("w1"), "pair", silence_s=ends.silence_s)
+        self.live = ends.live = LiveSource(
+            ends.assignment,
+            cast(Instance, self.member),
+            link,
+            self._connect,
+            cast(Inbox, self.requests),
             cast(KvSender, ends.kv_senders[0]),
-            pull_s=0.0,
+            _nothing,
+            lambda _: None,
+            until_s=math.inf,
         )
-        self.link.watch(ends.source_tensors)
+        self.machine = self.live.machine
+
+    async def _connect(self) -> Tensors:
+        return self.ends.source_tensors
 
     async def begin(self, *sequences: ActiveSequence) -> None:
-        """These requests wait here, and the queue is lent."""
+        """These requests wait here, and there is to be a pair."""
 
-        def begin(loop: EngineLoop) -> None:
+        def wait(loop: EngineLoop) -> None:
+            loop.scheduler.table.lending = True  # none is begun before
             for sequence in sequences:
                 loop.add(sequence)
-            loop.scheduler.table.lending = True
-            loop.partial = self.work
 
-        await self.member.on_engine(begin)
-        await self.handed.lend()
+        await self.ends.answer()
+        await self.member.on_engine(wait)
+        self._running = asyncio.create_task(self.live.run())
 
-    async def hand_over(self) -> None:
-        await self.handed.hand_over(self.ends.source_tensors, behind_seal=False)
+    async def has_handed_over(self) -> None:
+        """Until all that waited is there, as far as the target takes it."""
+        await eventually(lambda: self.ends.told(Seal))
 
-    async def end(self) -> None:
-        """As at the end of a pair: what was not taken by the target is computed here."""
-        await self.puller.until_kv_is_over()
-        await self.handed.end()
-        await eventually(lambda: not self.work.ready)
-        await self.member.on_engine(lambda loop: setattr(loop, "partial", None))
+    def has_landed(self, kind: type[Action], *batch_ids: str, result: object) -> bool:
+        """Whether such actions have, of these batches, with this."""
+        landed = [event for _, event in list(self.machine.log) if isinstance(event, Landed) and event.result == result]
+        return {a.batch_id for e in landed if isinstance(a := e.action, kind)} >= {*batch_ids}  # type: ignore[attr-defined]
+
+    async def part(self) -> LiveReport:
+        """It gets no prompts any more, and so the pair dissolves."""
+        self.member.state = "draining"
+        return await self.over()
+
+    async def end(self) -> LiveReport:
+        """The pair is lost: what the target has not taken is computed here."""
+        self.live.lose("the test ends it")
+        return await self.over()
+
+    async def over(self) -> LiveReport:
+        """The report, once the pair is."""
+        return await asyncio.wait_for(self._running, WAIT_S)
 
 
 @contextlib.asynccontextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from services.worker.core.pairing.batch import PromptBatch
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.mock_engine import MockActivation, MockEngine
 from services.worker.engine.mock.tokens import next_token
+from services.worker.live.batches import PromptBatch
 from shared.messages.generation import SamplingParams, StreamPart
 from shared.messages.live import ZigzagAssignment
 from shared.messages.plans import ChainMember
@@ -100,9 +100,9 @@ def expected(sequence: ActiveSequence) -> tuple[int, ...]:
     return tuple(tokens[len(sequence.prompt) :])
 
 
-def batch_of(batch_id: str, *sequences: ActiveSequence, layer_s: float = 1.0, serial: int = 0) -> PromptBatch:
+def batch_of(batch_id: str, *sequences: ActiveSequence) -> PromptBatch:
     """A batch of them."""
-    return PromptBatch(batch_id, serial, sequences, layer_s)
+    return PromptBatch(batch_id, sequences)
 
 
 def tokens_of(outputs: Iterable[StreamPart]) -> dict[str, tuple[int, ...]]:

@@ -8,12 +8,13 @@ import functools
 import msgspec
 import pytest
 
+from services.worker.core.live.target import Finish
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.source import LiveSource
 from services.worker.requests import inbox
 from shared import subjects
 from shared.errors import Unavailable
-from shared.messages.common import Ack
+from shared.messages.codec import Message
 from shared.messages.live import LiveReport, Taken, WorkerOrder
 from tests.processes import process
 from tests.services.cluster import Cluster
@@ -236,8 +237,8 @@ async def test_a_loaded_target_that_is_cut_off_leaves_no_attempt_with_two_owners
         burst, gateway = Burst(cluster), cluster.gateway
         await burst.start(delay_s=0.01, max_tokens=3)
         source = await burst.live_source()
-        await eventually(lambda: source.target_loaded)
-        assert len(source.handed_over.queue.handed) > 2
+        await eventually(lambda: source.machine._target_loaded)
+        assert len(source.machine._handed) > 2
         burst.target.bus.go_down()  # it computes on, and nobody can ask it what
         assert (await _report(cluster)).outcome == "failed"
         burst.target.bus.go_up()
@@ -272,11 +273,11 @@ async def test_a_target_finishes_nothing_before_the_source_knows_that_it_can(
 ) -> None:
     taken, asked, deaf = LiveSource.on_taken, asyncio.Event(), True
 
-    def on_taken(source: LiveSource, message: Taken) -> Ack:
+    async def on_taken(source: LiveSource, message: Taken) -> Message:
         asked.set()
         if deaf:
             raise Unavailable("not now")
-        return taken(source, message)
+        return await taken(source, message)
 
     monkeypatch.setattr(LiveSource, "on_taken", on_taken)
     async with slow_cluster(redis_url) as cluster:
@@ -285,9 +286,9 @@ async def test_a_target_finishes_nothing_before_the_source_knows_that_it_can(
         await eventually(asked.is_set)
         target = burst.live_target_of(burst.target)
         assert target is not None
-        assert target.batches.loaded
-        await eventually(lambda: not target.stepper.ready)  # all that may be run was
-        assert target.stepper.work.finished == []
+        assert target.machine.loaded
+        await eventually(lambda: not target.ready)  # all that may be run was
+        assert not any(isinstance(getattr(event, "action", None), Finish) for _, event in list(target.machine.log))
         deaf = False
         await burst.ends()
         await burst.clean()

@@ -6,20 +6,20 @@ import asyncio
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
-from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.live.machine import Answer
 from services.worker.device.completion import Completion
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.torch_engine import Activation, TorchEngine
-from services.worker.live import pulls
-from services.worker.live.pulls import Puller
+from services.worker.live import kv_fetch
+from services.worker.live.links import LinkToTarget
 from services.worker.live.target import LiveTarget
-from services.worker.live.target_batches import TargetBatches
 from shared import subjects
 from shared.errors import BadRequest, Conflict
 from shared.messages.codec import Message
@@ -81,8 +81,8 @@ async def test_kv_comes_in_pieces_a_window_ahead(
         wire.holds = False
         await burst.start(until_split=True, delay_s=0.05)
         layer_bytes = NUM_TOKENS * burst.source.serving.engine.loop.engine.kv_bytes_per_token_layer
-        monkeypatch.setattr(pulls, "PIECE_BYTES", piece_layers * layer_bytes)
-        monkeypatch.setattr(pulls, "WINDOW_BYTES", ahead * piece_layers * layer_bytes)
+        monkeypatch.setattr(kv_fetch, "PIECE_BYTES", piece_layers * layer_bytes)
+        monkeypatch.setattr(kv_fetch, "WINDOW_BYTES", ahead * piece_layers * layer_bytes)
         burst.target.transport.tamper = wire.tamper
         await burst.ends()
         assert await _split(cluster, burst) > 0
@@ -114,7 +114,7 @@ async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> No
         burst.target.transport.tamper = wire.tamper
         source = await burst.live_source()
         await eventually(lambda: source.record.first_cooperative_s is not None)
-        assert not source.target_loaded
+        assert not source.machine._target_loaded
         await burst.target.kill()
         killed.append(True)
         await burst.ends()
@@ -142,18 +142,16 @@ async def _parted_with_begun_ones(burst: Burst, before: Callable[[], None] = lam
     target = burst.live_target_of(burst.target)
     assert target is not None
     given: list[str] = []
-    agreed: list[Dissolved] = []
-    take = target.batches.take
+    answer = target._carry_out[Answer]
 
-    def watched(batch_ids: Iterable[str]) -> list[PromptBatch]:
+    def watched(action: Answer) -> None:
         """The first word after the two have agreed: nothing is sent yet."""
-        if target.shares is not None and not agreed:
-            agreed.append(target.shares)
-            given.extend(g.batch_id for g in target.shares.given if g.first_layer)
+        if isinstance(action.message, Dissolved) and not given:
+            given.extend(g.batch_id for g in action.message.given if g.first_layer)
             before()
-        return take(batch_ids)
+        answer(action)
 
-    target.batches.take = watched  # type: ignore[method-assign]
+    target._carry_out = {**target._carry_out, Answer: watched}
     return given
 
 
@@ -174,17 +172,17 @@ async def test_what_is_given_at_the_end_comes_with_its_kv(redis_url: str) -> Non
         await burst.clean()
 
 
-async def test_what_cannot_be_handed_back_is_freed_at_the_target(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def send(*_: object, **__: object) -> None:
+async def test_what_cannot_be_handed_back_is_freed_at_the_target(redis_url: str) -> None:
+    def broken(_: object) -> Completion[Buffer]:
         raise RuntimeError("the device is gone")
 
     async with slow_cluster(redis_url, "best_effort", stall_s=2.0) as cluster:
         burst = Burst(cluster)
         is_watched = list[bool]()
         await burst.start(until_split=lambda: is_watched, delay_s=0.02)
-        given = await _parted_with_begun_ones(burst, lambda: monkeypatch.setattr(TargetBatches, "send", send))
+        given = await _parted_with_begun_ones(
+            burst, lambda: setattr(burst.target.serving.engine.loop.engine, "hidden_states", broken)
+        )
         is_watched.append(True)
         await burst.ends()
         assert given
@@ -197,22 +195,23 @@ async def test_what_cannot_be_handed_back_is_freed_at_the_target(
 async def test_kv_that_there_are_no_tags_for_is_not_asked_for_and_computed_again(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[PullKv] = []
-    on_pull_kv = LiveTarget.on_pull_kv
+    asked: list[Message] = []
+    on_question = LiveTarget.on_question
 
-    async def seen(target: LiveTarget, message: PullKv) -> Ack:
+    async def seen(target: LiveTarget, message: Any) -> Message:
         asked.append(message)
-        return await on_pull_kv(target, message)
+        return await on_question(target, message)
 
-    monkeypatch.setattr(LiveTarget, "on_pull_kv", seen)
-    monkeypatch.setattr(pulls, "can_tag_kv", lambda *_: False)
+    monkeypatch.setattr(LiveTarget, "on_question", seen)
+    monkeypatch.setattr(kv_fetch, "can_tag_kv", lambda *_: False)
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
         await burst.start(until_split=True, delay_s=0.05)
         await burst.ends()
         assert await _split(cluster, burst) > 0
         assert await _preemptions(burst) > 0
-        assert asked == []
+        assert asked
+        assert not any(isinstance(message, PullKv) for message in asked)
         await burst.clean()
 
 
@@ -223,9 +222,11 @@ async def test_kv_is_sent_once_and_only_of_what_the_source_has_pulled(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[PullKv] = []
-    ask = LiveTarget.on_pull_kv
+    ask = LiveTarget.on_question
 
-    async def on_pull_kv(target: LiveTarget, message: PullKv) -> Ack:
+    async def on_question(target: LiveTarget, message: Any) -> Message:
+        if not isinstance(message, PullKv):
+            return await ask(target, message)
         seen.append(message)
         for _ in range(2):
             await ask(target, message)  # its answer was lost
@@ -235,7 +236,7 @@ async def test_kv_is_sent_once_and_only_of_what_the_source_has_pulled(
             await ask(target, msgspec.structs.replace(message, batch_id="another"))
         return await ask(target, message)
 
-    monkeypatch.setattr(LiveTarget, "on_pull_kv", on_pull_kv)
+    monkeypatch.setattr(LiveTarget, "on_question", on_question)
     async with slow_cluster(redis_url) as cluster:
         burst, wire = Burst(cluster), Wire()
         wire.holds = False
@@ -270,7 +271,7 @@ async def test_the_source_is_stopped_while_the_target_is_inside_a_long_layer(red
         await burst.live_source()
         target = burst.live_target_of(burst.target)
         assert target is not None
-        await eventually(lambda: target.stepper.work.inside)
+        await eventually(lambda: target.machine._inside)
         stop = asyncio.create_task(burst.source.stop())
         await burst.ends()
         await stop
@@ -326,7 +327,7 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits until they are given up: that would take an hour here."""
-    embed_tokens, pull, event_loop = MockEngine.embed_tokens, Puller.pull, asyncio.get_running_loop()
+    embed_tokens, ask, event_loop = MockEngine.embed_tokens, LinkToTarget.ask_pair, asyncio.get_running_loop()
     over, acknowledged, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
 
     def slowly(engine: MockEngine, token_ids: Sequence[int]) -> Completion[Buffer]:
@@ -334,15 +335,15 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
         assert go_on.wait(WAIT_S)
         return embed_tokens(engine, token_ids)
 
-    async def held_up(puller: Puller) -> Pulled:
-        answer = await pull(puller)
-        if answer.can_dissolve:
+    async def held_up(link: LinkToTarget, *question: Any, **how: Any) -> Message:
+        answer: Message = await ask(link, *question, **how)
+        if isinstance(answer, Pulled) and answer.can_dissolve:
             over.set()
             await acknowledged.wait()
         return answer
 
     monkeypatch.setattr(MockEngine, "embed_tokens", slowly)
-    monkeypatch.setattr(Puller, "pull", held_up)
+    monkeypatch.setattr(LinkToTarget, "ask_pair", held_up)
     async with slow_cluster(redis_url, stall_s=3600.0) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, prompts={})
@@ -350,7 +351,7 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
         source = burst.source.service.parts.pair_roles.source
         assert source is not None
         await burst.submit("late", PROMPTS["r0"])
-        await eventually(lambda: source.is_ending or source.life.ended)
+        await eventually(lambda: source.machine._is_ending)
         go_on.set()
         await burst.ends()
         await burst.clean()

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from services.worker.core.pairing.pair import PairLife
+from services.worker.core.live.life import PairLife
 from services.worker.live.links import LinkToSource
 from services.worker.live.tensors import Tensors
 from shared import subjects

@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.device.completion import Completion
 from services.worker.engine.torch_engine import Activation, TorchEngine
-from services.worker.live import report
+from services.worker.live import source
 from shared.messages.common import LivePolicy
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, PROMPTS, Burst, live_cluster
@@ -68,14 +68,14 @@ async def test_short_prompts_share_batches(redis_url: str, num_seats: int) -> No
 async def test_a_pair_parts_before_its_report_is_larger_than_a_message(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "MAX_BATCHES", 3)
+    monkeypatch.setattr(source, "MAX_BATCHES", 3)
     async with live_cluster(redis_url) as cluster:
         burst = Burst(cluster)
         has_parted = list[bool]()
         await burst.start(delay_s=0.05, until_split=lambda: has_parted)
-        source = burst.source.service.parts.pair_roles
-        await eventually(lambda: source.source is not None)
-        await eventually(lambda: source.source is None)
+        roles = burst.source.service.parts.pair_roles
+        await eventually(lambda: roles.source is not None)
+        await eventually(lambda: roles.source is None)
         assert not burst.target.serving.copy.complete
         has_parted.append(True)
         await burst.ends()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.pairing.batch import PromptBatch
+from services.worker.core.live import target as core
+from services.worker.core.live.batch import part_from
+from services.worker.core.live.machine import Landed
 from shared.zigzag.batch import State
-from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
-from tests.services.worker.live.test_source_stepper import Source
-from tests.services.worker.live.test_target_stepper import Target
+from tests.services.worker.live.alone import Source, Target
+from tests.services.worker.live.members import NUM_LAYERS, expected, request, run_all, tokens_of
 
 PART = 4
 
@@ -26,119 +27,107 @@ PART = 4
     ],
 )
 def test_parts_are_about_equal_and_no_larger_than_they_may_be(num_tokens: int, most: int, ends: list[int]) -> None:
-    batch: PromptBatch = batch_of("a", request("a", num_tokens))
     found, at = [], 0
     while at < num_tokens:
-        at = batch.part_from(at, most)
+        at = part_from(at, num_tokens, most)
         found.append(at)
     assert found == ends
 
 
 @pytest.mark.parametrize("first_layer", range(NUM_LAYERS))
-def test_the_source_runs_a_part_per_step(first_layer: int) -> None:
+async def test_the_source_runs_a_part_per_step(first_layer: int) -> None:
     source = Source(request("a", 11), prefill_chunk_tokens=PART)
-    pulled = source.start(batch_of("x", *source.lent), first_layer)
+    batch = source.start(first_layer)
     for layer in range(first_layer, NUM_LAYERS):
         for part in ((0, 4), (4, 8), (8, 11)):
             assert source.done == []
             source.work.step()
-            assert engine_of(source.loop).parts[-1] == (layer, *part)
-    assert source.done == [pulled]
+            assert source.watched.parts[-1] == (layer, *part)
+    assert source.done == [batch.batch_id]
     assert source.work.layers.total == NUM_LAYERS - first_layer
     run_all(source.loop)
     assert source.lent[0].output == list(expected(source.lent[0]))
 
 
-def test_decode_steps_come_between_two_parts_of_a_layer() -> None:
-    source = Source(request("a", 3, max_tokens=50), request("b", 12), decode_interval_s=1.5, prefill_chunk_tokens=PART)
-    a, b = source.lent
-    source.start(batch_of("a", a))
+async def test_decode_steps_come_between_two_parts_of_a_layer() -> None:
+    a, b = request("a", 3, max_tokens=50), request("b", 12)
+    source = Source(a, b, decode_interval_s=1.5, prefill_chunk_tokens=PART)
+    source.start()
     while a.num_emitted < 2:
         source.loop.step()
-    source.start(batch_of("b", b))
-    engine_of(source.loop).inside = lambda layer: setattr(source.clock, "now_s", source.clock.now_s + 1.0)
+    source.start()
+    source.watched.inside = lambda layer: setattr(source.clock, "now_s", source.clock.now_s + 1.0)
     emitted = []
     for _ in range(6):
         source.loop.step()
         emitted.append(a.num_emitted)
     # Parts of a second each, three a layer: after every second one a decode is due.
     assert emitted == [2, 2, 3, 3, 3, 4]
-    assert engine_of(source.loop).parts[-4:] == [(0, 0, 4), (0, 4, 8), (0, 8, 12), (1, 0, 4)]
+    assert source.watched.parts[-4:] == [(0, 0, 4), (0, 4, 8), (0, 8, 12), (1, 0, 4)]
 
 
-def test_the_target_runs_a_part_per_step_and_ends_the_layer_with_the_last() -> None:
+async def test_the_target_runs_a_part_per_step_and_ends_the_layer_with_the_last() -> None:
     target = Target(prefill_chunk_tokens=PART)
-    target.take("a", request("a", 11))
+    a = request("a", 11)
+    target.take("a", a)
     target.load(1)
     for number, part in enumerate(((0, 4), (4, 8), (8, 11)), start=1):
-        assert target.num_layers_ended == 0
+        assert target.work.layers.total == 0
         target.loop.step()
-        assert engine_of(target.loop).parts[-1] == (0, *part)
-        assert (target.work.inside is not None) == (number < 3)
-        assert target.queue.batch("a").in_layer == (number < 3)
-    assert target.num_layers_ended == target.stepper.layers.total == 1
+        assert target.watched.parts[-1] == (0, *part)
+        assert target.machine.queue.batch("a").in_layer == (number < 3)
+    assert target.work.layers.total == 1
     target.load(NUM_LAYERS)
-    (sequence,) = target.work.batches["a"].batch.sequences
-    assert tokens_of(run_all(target.loop)) == {"a": expected(sequence)}
-    assert target.is_empty()
+    assert tokens_of(run_all(target.loop)) == {"a": expected(a)}
+    assert target.is_empty
 
 
-def test_hidden_states_and_kv_of_a_batch_run_in_parts_can_be_given_away() -> None:
-    target = Target(prefill_chunk_tokens=PART)
-    batch = target.take("a", request("a", 11))
+async def test_hidden_states_and_kv_of_a_batch_run_in_parts_can_be_given_away() -> None:
+    target, source = Target(prefill_chunk_tokens=PART), Source(request("a", 11))
+    target.take("pair-0", request("a", 11))
     target.load(2)
     run_all(target.loop)
-    source = Source(request("a", 11))
-    there = batch_of("a", *source.lent)
-    pulled = source.pull(there, 2)
-    held = target.work.batches["a"]
-    pulled.hidden = target.loop.engine.hidden_states(held.activation).result()
-    source.kv["a"] = target.loop.engine.export_kv(batch.block_tables, batch.lengths, 2).result()
-    assert source.loop.scheduler.reservations.reserve(there.sequences)
-    source.work.start(pulled)
-    source.bring_kv(pulled)
+    source.start(2, there=target)
     assert tokens_of(run_all(source.loop)) == {"a": expected(source.lent[0])}
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
-def test_a_batch_cancelled_between_two_parts_is_given_up_at_the_next_step(layer: int) -> None:
+async def test_a_batch_cancelled_between_two_parts_is_given_up_at_the_next_step(layer: int) -> None:
     target = Target(prefill_chunk_tokens=PART)
     a, b = request("a", 11), request("b", 9)
     target.take("a", a)
     target.load(NUM_LAYERS)
     for _ in range(3 * layer + 1):
         target.loop.step()
-    assert target.work.inside
-    a.finished = True
-    with target.stepper.lock:
-        target.queue.cancel("a")
+    target.work.cancel(*a.key)
+    assert target.machine.queue.batch("a").in_layer
     target.loop.step()
-    assert engine_of(target.loop).parts[-1] == (layer, 0, 4), "its other parts are not run"
-    assert target.queue.batch("a").state is State.CANCELLED
-    assert target.num_layers_ended == layer + 1, "who waits for room is told"
-    assert target.is_empty()
+    assert target.watched.parts[-1] == (layer, 0, 4), "its other parts are not run"
+    assert target.machine.queue.batch("a").state is State.CANCELLED
+    assert target.is_empty
     target.take("b", b)
     assert tokens_of(run_all(target.loop)) == {"b": expected(b)}
 
 
-def test_closing_between_two_parts_frees_everything() -> None:
-    target = Target(prefill_chunk_tokens=PART)
-    batch = target.take("a", request("a", 11))
-    target.load(1)
-    target.loop.step()
-    assert target.stepper.close() == [batch]
-    assert not target.work.inside
-    assert target.is_empty()
-    assert target.stepper.step() is None
-
-
-def test_an_engine_error_in_a_later_part_is_told() -> None:
+async def test_the_end_between_two_parts_frees_everything() -> None:
     target = Target(prefill_chunk_tokens=PART)
     target.take("a", request("a", 11))
     target.load(1)
     target.loop.step()
-    engine_of(target.loop).failure = RuntimeError("cuda")
+    target.lose()
+    assert target.is_empty
+    assert target.work.step() is None
+
+
+async def test_an_engine_error_in_a_later_part_is_told() -> None:
+    target = Target(prefill_chunk_tokens=PART)
+    target.take("a", request("a", 11))
+    target.load(1)
     target.loop.step()
-    assert [str(error) for error in target.broken] == ["cuda"]
-    assert not target.work.inside
-    assert not target.stepper.ready
+    target.watched.failure = RuntimeError("cuda")
+    target.loop.step()
+    assert not target.work.ready
+    target.work.handle(Landed(core.AwaitStepEnd()))
+    (ended,) = target.all_said(core.TellEnded)
+    assert ended.reason == "the target's engine failed: RuntimeError: cuda"
+    assert target.is_empty

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from services.worker.core.pairing.pair import PairState
-from services.worker.live.report import BUCKET_S, MAX_BUCKETS, PairRecord, Timeline
+from services.worker.core.live.life import PairState
+from services.worker.live.report import BUCKET_S, MAX_BATCHES, MAX_BUCKETS, PairRecord, Timeline
 from shared.messages.codec import decode, encode
 from shared.messages.live import LayerRuns, LiveReport
 from tests.services.worker.live.members import NUM_LAYERS, assignment, batch_of, request
@@ -64,7 +64,7 @@ def test_a_full_report_is_smaller_than_a_message_may_be() -> None:
     for timeline in (layers, tokens):
         timeline.add(1e9, 1 << 20)
     record.target_ran(layers.runs())
-    while not record.is_full:
+    for _ in range(MAX_BATCHES):
         done(record, "a-plan-of-some-length/instance/123456", 3, START_S)
     assert len(encode(record.report(PairState.DISSOLVED, "why", layers, tokens))) < 1 << 19
 

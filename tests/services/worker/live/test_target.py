@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterable
 
 import pytest
 
+from services.worker.core.live import target as core
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.live.tensors import Kind
 from shared.errors import BadRequest, Conflict, DeadlineExceeded
 from shared.messages.generation import StreamPart
-from shared.messages.live import Dissolve, Dissolved, PullKv, Settle
+from shared.messages.live import PullKv
 from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
 from tests.wait_until import WAIT_S, eventually
@@ -127,7 +129,7 @@ async def test_settling_frees_a_batch_once_and_knows_no_other() -> None:
         await ends.hand_over("b", request("b", 5), serial=1)
         await ends.pull()
         for _ in range(ROUNDS):
-            await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("claim-0", "claim-7", "nonsense")))
+            await ends.settle(0, 7, "nonsense")
             assert ends.target.num_used == 2
         assert ends.requests.unhosted == ["a"]
 
@@ -165,8 +167,8 @@ async def test_kv_comes_when_it_is_asked_for_and_once() -> None:
         await ends.ran(2)
         await ends.pull()
         for _ in range(ROUNDS):
-            await ends.pair.on_pull_kv(_kv(last_layer=1))
-        await ends.pair.on_pull_kv(_kv(first_layer=1))
+            await ends.pair.on_question(_kv(last_layer=1))
+        await ends.pair.on_question(_kv(first_layer=1))
         assert await _receives_kv(ends, 0, 1)
         assert await _receives_kv(ends, 1, 1)
         assert not await _receives_kv(ends, 0, 1, within_s=SOON_S)
@@ -181,8 +183,8 @@ async def test_kv_of_layers_that_were_not_run_is_refused(layers: tuple[int, int]
         await ends.ran(2)
         await ends.pull()
         with pytest.raises(BadRequest, match="that were run"):
-            await ends.pair.on_pull_kv(_kv("a", *layers))
-        await ends.pair.on_pull_kv(_kv())
+            await ends.pair.on_question(_kv("a", *layers))
+        await ends.pair.on_question(_kv())
         assert await _receives_kv(ends, 0, 2)
 
 
@@ -193,11 +195,11 @@ async def test_kv_of_what_the_source_has_not_pulled_or_settled_is_refused() -> N
         await ends.ran(2)
         for batch_id in ("a", "b"):
             with pytest.raises(Conflict, match="not the source's to pull"):
-                await ends.pair.on_pull_kv(_kv(batch_id))
+                await ends.pair.on_question(_kv(batch_id))
         await ends.pull()
         await ends.settle(0)
         with pytest.raises(Conflict, match="or settled"):
-            await ends.pair.on_pull_kv(_kv())
+            await ends.pair.on_question(_kv())
 
 
 # --- the end -------------------------------------------------------------------------------------
@@ -217,10 +219,10 @@ async def test_shares_are_given_again_as_they_were_and_what_is_kept_is_finished_
         assert [g.first_layer for g in shares.given] == [0] * len(shares.given)
         assert sorted([*shares.kept, *(g.batch_id for g in shares.given)]) == list("abcd")
         assert await ends.dissolve(source_busy_s=1000.0, first_serial=7) == shares
-        assert ends.requests.announced == list(shares.kept)
         layer.let_go()
         await asyncio.wait_for(ends.pair.ended.wait(), WAIT_S)
         await ends.target.idle()
+        assert ends.requests.announced == list(shares.kept)
         assert ends.target.tokens() == {name: expected(request(name, 9)) for name in shares.kept}
         assert ends.requests.unhosted == [g.batch_id for g in shares.given], "no more than these"
 
@@ -229,19 +231,20 @@ async def test_what_is_kept_is_announced_before_its_first_token_however_late_the
     async with running_ends(policy="stop_the_world") as ends:
         await _four(ends)
         await ends.load(NUM_LAYERS)
-        agreed, announce, said = ends.pair._agreed, ends.requests.announce, list[StreamPart]()
+        act, announce, said = ends.pair._act_on_loop, ends.requests.announce, list[StreamPart]()
 
-        async def late(message: Dissolve) -> Dissolved:
-            shares = await agreed(message)
-            ends.pair.batches.look_again()
-            await eventually(lambda: ends.target.finish_reasons().keys() >= set(shares.kept))
-            return shares
+        def late() -> None:
+            shares = ends.pair.machine.shares
+            if shares is None or ends.target.finish_reasons().keys() >= set(shares.kept):
+                act()
+            else:
+                asyncio.get_running_loop().call_later(0.01, late)
 
         def seen(sequences: Iterable[ActiveSequence]) -> None:
             said.extend(ends.target.outputs)
             announce(sequences)
 
-        ends.pair._agreed, ends.requests.announce = late, seen  # type: ignore[method-assign]
+        ends.pair._act_on_loop, ends.requests.announce = late, seen  # type: ignore[method-assign]
         shares = await ends.dissolve()
         assert ends.requests.announced == list(shares.kept)
         assert said == []
@@ -262,9 +265,9 @@ async def test_a_source_that_leaves_early_gets_everything_and_what_was_begun_wai
         assert await _receives(ends, 101, 5)
         assert ends.target.num_used == 5, "its KV may be asked for"
         for _ in range(ROUNDS):
-            await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/a",)))
+            await ends.settle("end/a")
         assert ends.target.num_used == 2
-        await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/b",)))
+        await ends.settle("end/b")
         await asyncio.wait_for(ends.pair.ended.wait(), WAIT_S)
         assert ends.requests.unhosted == ["a", "b"]
 
@@ -293,7 +296,24 @@ async def test_parting_waits_for_the_end_of_a_layer_and_ends_with_the_pair() -> 
         layer.let_go()
         (given,) = (await parting).given
         assert given.batch_id == "a"
-        await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/a",)))
+        await ends.settle("end/a")
+
+
+async def test_parting_that_waits_for_a_long_layer_waits_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "KNOWS_S", 0.01)
+    async with running_ends() as ends, InsideLayer(ends.target) as layer:
+        machine = ends.pair.machine
+        await ends.hand_over("a", request("a", 9))
+        await ends.load(2)
+        await layer.until_inside()
+        parting = asyncio.create_task(ends.dissolve())
+        await eventually(lambda: machine._parting)
+        ((_, _, until_s),) = machine._parting
+        await eventually(lambda: machine.now_s >= until_s)
+        assert machine.due_s == math.inf, "or the event loop is busy until the layer ends"
+        layer.let_go()
+        await parting
+        await ends.settle("end/a")
 
 
 async def test_what_was_finished_before_is_named_at_the_end_unless_the_source_has_acknowledged_it() -> None:
@@ -302,8 +322,8 @@ async def test_what_was_finished_before_is_named_at_the_end_unless_the_source_ha
         for serial in range(20):
             await ends.hand_over(f"a{serial}", request(f"a{serial}", 9), serial=serial)
             await eventually(lambda: (f"a{serial}",) in {t.batch_ids for t in ends.taken})  # noqa: B023
-            await eventually(lambda: not ends.pair.batches.finished_ids)
-        await eventually(lambda: ends.pair.batches.loaded)
+            await eventually(lambda: not ends.pair.machine._finished)
+        await eventually(lambda: ends.pair.machine.loaded)
         ends.hears_taken = False
         await ends.hand_over("b", request("b", 9), serial=20)
         await eventually(lambda: "b" in ends.target.finish_reasons())

@@ -7,13 +7,11 @@ import asyncio
 import pytest
 
 from shared.errors import BadRequest, Conflict, Overloaded
-from shared.messages.live import Seal, Taken
+from shared.messages.live import Taken
 from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
 from tests.services.worker.pausing import pause, resume
 from tests.wait_until import eventually
-
-SEAL = Seal(pair_id="pair", count=1)
 
 # --- taking in -----------------------------------------------------------------------------------
 
@@ -61,7 +59,7 @@ async def _nothing_was_taken(ends: Ends) -> None:
     assert ends.target.num_used == 0
     assert ends.requests.hosted == []
     with pytest.raises(Conflict, match="0 batches of 1"):
-        await ends.pair.on_seal(SEAL)
+        await ends.seal(1)
 
 
 async def test_without_room_nothing_is_taken_and_the_batch_may_come_again() -> None:
@@ -83,10 +81,10 @@ async def test_without_room_nothing_is_taken_and_the_batch_may_come_again() -> N
 async def test_a_queue_is_sealed_once_all_that_waited_is_here_and_again() -> None:
     async with running_ends() as ends:
         with pytest.raises(Conflict):
-            await ends.pair.on_seal(SEAL)
+            await ends.seal(1)
         await ends.hand_over("a", request("a"))
-        await ends.pair.on_seal(SEAL)
-        await ends.pair.on_seal(SEAL)
+        await ends.seal(1)
+        await ends.seal(1)
 
 
 async def test_a_batch_is_not_begun_before_its_hidden_states_are_here() -> None:
@@ -227,7 +225,7 @@ async def test_when_the_source_is_lost_what_it_owns_is_freed(state: str) -> None
         assert ends.pair.ended.is_set()
         assert ends.requests.unhosted == ["a"]
         assert [(e.reason, e.finished) for e in ends.ended] == [("the source is lost", ())]
-        for question in (ends.pair.on_hand_over(message), ends.pair.on_seal(SEAL), ends.pull(), ends.settle(0)):
+        for question in (ends.pair.on_hand_over(message), ends.seal(1), ends.pull(), ends.settle(0)):
             with pytest.raises(Conflict, match="has failed here"):
                 await question
         await ends.load(NUM_LAYERS)
@@ -264,4 +262,4 @@ async def test_an_engine_that_fails_ends_the_pair_and_the_source_has_everything(
         await ends.load(1)
         await eventually(ends.pair.ended.is_set)
         await ends.target.idle()
-        assert [(e.reason, e.finished) for e in ends.ended] == [("the target's engine failed: cuda", ())]
+        assert [(e.reason, e.finished) for e in ends.ended] == [("the target's engine failed: RuntimeError: cuda", ())]

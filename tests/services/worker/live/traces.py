@@ -22,7 +22,7 @@ import pytest
 from tests.moved_clock import moved_time  # before the product, which keeps ``time.monotonic``
 # isort: on
 
-from services.worker.live import pulls
+from services.worker.live import kv_fetch as pulls
 from shared import subjects
 from shared.messages.common import Ack, LivePolicy, Role
 from shared.messages.live import Gate, PlanSplit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.pairing.gates import Gates
+from services.worker.core.live.gates import Gates
 from shared.messages.live import Gate
 from shared.zigzag.queue import Claim, Policy, Queue, Wait
 from tests.services.worker.live.members import assignment

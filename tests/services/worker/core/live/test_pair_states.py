@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.pairing.pair import (
+from services.worker.core.live.life import (
     ENDED,
     TRANSITIONS,
     IllegalPairMove,

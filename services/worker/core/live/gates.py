@@ -27,6 +27,11 @@ class Gates:
             planned = (*planned[:-1], max(planned[-1], assignment.loaded_s))
             self._lateness = Lateness(planned, LATE_LAYERS * each_s)
 
+    @property
+    def may_lapse(self) -> bool:
+        """Some are in force, and it is known when layers should come."""
+        return self._in_force and bool(self._gates) and self._lateness is not None
+
     def set(self, queue: Queue, gates: Iterable[Gate]) -> None:
         """Put these in force; those of batches that are not here yet when they come. Nonsense is left out."""
         if queue.policy is not Policy.ZIGZAG:

@@ -1,0 +1,65 @@
+"""What the machines of a pair know: the states of the pair and of its batches, what happens, and what is done."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from compose.reference.table import table
+from services.worker.core.live import life, machine, source, target
+from services.worker.core.live.batch import MOVES
+from services.worker.core.live.machine import Machine
+
+
+def pairs_page() -> str:
+    """``docs/reference/pairs.md``."""
+    states = (
+        (f"`{a}`", ", ".join(f"`{b}`" for b in life.PairState if b in after)) for a, after in life.TRANSITIONS.items()
+    )
+    moves = ((f"`{a}`", f"`{b}`", when) for a, after in MOVES.items() for b, when in after.items())
+    members = (("source", source, source.SourceMachine), ("target", target, target.TargetMachine))
+    return (
+        "".join(
+            [
+                "# The machines of a pair\n\n",
+                "Of [live scaling](../live-scaling.md). A machine handles events and gives actions; what an action\n"
+                "lands with is an event, too.\n\n",
+                "## States of a pair, at either member\n\n",
+                table(("state", "then"), states),
+                "## Whose a batch is, as the source knows\n\n",
+                table(("from", "to", "when"), moves),
+                *(_member(name, module, made) for name, module, made in members),
+            ]
+        ).rstrip()
+        + "\n"
+    )
+
+
+def _member(name: str, module: ModuleType, made: type[Machine]) -> str:
+    events = ((f"`{event.__name__}`", _words(event)) for event in made.handlers)
+    kinds = [kind for owner in (module, machine) for kind in _actions(owner) if owner is module or _used(kind, module)]
+    actions = ((f"`{kind.__name__}`", "engine" if kind.on_engine else "event loop", _words(kind)) for kind in kinds)
+    return "".join(
+        [
+            f"## The {name}\n\n",
+            table(("event", "meaning"), events),
+            table(("action", "where", "meaning"), actions),
+        ]
+    )
+
+
+def _actions(module: ModuleType) -> list[Any]:
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, machine.Action) and value.__module__ == module.__name__
+        if value is not machine.Action
+    ]
+
+
+def _used(kind: type, module: ModuleType) -> bool:
+    return getattr(module, kind.__name__, None) is kind or kind is machine.Refuse
+
+
+def _words(kind: type) -> str:
+    return " ".join((kind.__doc__ or "").replace("``", "`").split())

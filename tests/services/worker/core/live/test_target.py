@@ -1,0 +1,841 @@
+"""What the target of a pair decides."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.core.live import target as t
+from services.worker.core.live.batch import Batch
+from services.worker.core.live.life import PairState
+from services.worker.core.live.machine import (
+    Abort,
+    Action,
+    Answer,
+    Detach,
+    Due,
+    EngineStopped,
+    Landed,
+    Lost,
+    Over,
+    PartWanted,
+    Refuse,
+)
+from services.worker.core.live.target import KNOWS_S, WATCH_S
+from shared.messages.common import Ack
+from shared.messages.live import Dissolve, Dissolved, Gate, Pulled, PullKv
+from tests.services.worker.core.live.pairs import NUM_LAYERS, TOKENS, Target, key, of_kind, request, the
+
+BASELINES = ["best_effort", "overlap", "stop_the_world"]
+
+
+def gate(batch_id: str, num_layers: int) -> Gate:
+    return Gate(batch_id=batch_id, num_layers=num_layers)
+
+
+def pull_kv(batch_id: str, first_layer: int, last_layer: int) -> PullKv:
+    return PullKv(pair_id="pair", batch_id=batch_id, serial=3, first_layer=first_layer, last_layer=last_layer)
+
+
+def pulled(actions: list[Action]) -> tuple[str, int]:
+    """The answer to a pull: batch and first layer."""
+    answer = the(Answer, actions).message
+    assert isinstance(answer, Pulled)
+    return answer.batch_id, answer.first_layer
+
+
+def shares(actions: list[Action]) -> Dissolved:
+    answer = the(Answer, actions).message
+    assert isinstance(answer, Dissolved)
+    return answer
+
+
+def refused(actions: list[Action]) -> str:
+    """The code of the only answer."""
+    assert not of_kind(Answer, actions)
+    return the(Refuse, actions).error.code
+
+
+def freed(actions: list[Action]) -> list[str]:
+    return [batch_id for action in of_kind(t.Free, actions) for batch_id in action.batch_ids]
+
+
+# --- batches come -------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_handed_over_gets_blocks_and_its_hidden_states() -> None:
+    target = Target()
+    assert target.asked_to_take("a") == [t.Reserve("a")]
+    assert not target.machine.holds("a")
+    actions = target.told(Landed(t.Reserve("a"), True))
+    assert actions == [t.Host("a", 0), Answer(1, Ack())]
+    assert target.machine.holds("a")
+    assert target.machine.num_requests == 1
+    target.told(t.LayersReady(1))
+    assert target.told(PartWanted()) == [], "its hidden states are not here"
+    assert t.Wake() in target.told(Landed(t.Host("a", 0), True))
+    assert target.may_run()
+    assert target.part() == t.RunPart("a", 0, 0, TOKENS)
+
+
+def test_a_repeated_hand_over_is_answered_with_the_first() -> None:
+    target = Target()
+    target.asked_to_take("a")
+    assert target.asked_to_take("a") == []
+    actions = target.told(Landed(t.Reserve("a"), True))
+    assert [a.question for a in of_kind(Answer, actions)] == [1, 2]
+    assert len(of_kind(t.Host, actions)) == 1
+    assert target.asked_to_take("a") == [Answer(3, Ack())], "it is here"
+
+
+def test_without_capacity_a_batch_is_refused_and_may_come_again() -> None:
+    target = Target()
+    target.asked_to_take("a")
+    target.asked_to_take("a")
+    actions = target.told(Landed(t.Reserve("a"), False))
+    assert [(a.question, a.error.code) for a in of_kind(Refuse, actions)] == [(1, "overloaded"), (2, "overloaded")]
+    assert not target.machine.holds("a")
+    assert target.asked_to_take("a") == [t.Reserve("a")]
+
+
+@pytest.mark.parametrize(("num_tokens", "takes"), [(99, True), (100, False), (10**9, False)])
+def test_a_request_that_will_never_fit_is_refused(num_tokens: int, takes: bool) -> None:
+    target = Target()
+    actions = target.asked_to_take("a", num_tokens)
+    if takes:
+        assert actions == [t.Reserve("a")]
+    else:
+        assert refused(actions) == "bad_request"
+        assert str(num_tokens) in the(Refuse, actions).error.message
+
+
+def test_of_a_batch_each_request_has_to_fit() -> None:
+    target = Target()
+    batch = Batch("a", (request("x", 60), request("y", 60)), 1.0)
+    assert target.told(t.HandedOver(1, batch, 0, behind_seal=False)) == [t.Reserve("a")]
+    batch = Batch("b", (request("x", 6), request("y", 100)), 1.0)
+    assert refused(target.told(t.HandedOver(2, batch, 1, behind_seal=False))) == "bad_request"
+
+
+def test_handed_over_batches_come_before_those_behind_the_seal() -> None:
+    target = Target()
+    target.asked_to_take("late", behind_seal=True)
+    target.told(Landed(t.Reserve("late"), True), Landed(t.Host("late", 0), True))
+    target.has("early")
+    target.told(t.LayersReady(1))
+    assert target.part().batch_id == "early"
+
+
+def test_a_batch_that_comes_as_the_pair_ends_is_freed() -> None:
+    target = Target()
+    target.asked_to_take("a")
+    target.asked_to_part()
+    actions = target.told(Landed(t.Reserve("a"), True))
+    assert freed(actions) == ["a"]
+    assert refused(actions) == "conflict"
+    assert of_kind(t.Host, actions) == []
+    assert refused(target.asked_to_take("b")) == "conflict"
+
+
+def test_what_has_arrived_of_a_batch_that_is_gone_does_not_matter() -> None:
+    target = Target()
+    assert target.told(Landed(t.Host("a", 0), True), Landed(t.Host("a", 0), False), Landed(t.Finish("a"))) == []
+
+
+def test_lost_hidden_states_are_made_anew_once_everything_is_loaded() -> None:
+    target = Target()
+    target.has("a", "b", arrived=False)
+    assert target.told(Landed(t.Host("a", 0), False)) == []
+    target.told(t.LayersReady(NUM_LAYERS - 1))
+    assert target.told(PartWanted()) == []
+    assert of_kind(t.Embed, target.loaded()) == [t.Embed("a")]
+    assert of_kind(t.Embed, target.told(Landed(t.Host("b", 0), False))) == [t.Embed("b")]
+    target.told(Landed(t.Host("a", 0), True))
+    assert target.part().batch_id == "a"
+
+
+def test_the_source_may_have_back_what_never_arrived() -> None:
+    target = Target()
+    target.has("a", arrived=False)
+    target.told(Landed(t.Host("a", 0), False))
+    assert pulled(target.pulled("1")) == ("a", 0)
+
+
+# --- the seal -----------------------------------------------------------------------------------
+
+
+def test_the_seal_counts_what_was_handed_over() -> None:
+    target = Target()
+    target.has("a")
+    assert refused(target.sealed(2)) == "conflict"
+    assert target.state() is PairState.REDIRECTING
+    target.has("b")
+    assert target.sealed(2) == [Answer(4, Ack())]
+    assert target.state() is PairState.COOPERATING
+
+
+def test_a_repeated_seal_changes_nothing() -> None:
+    target = Target()
+    target.sealed(0)
+    assert target.sealed(0) == [Answer(2, Ack())]
+    target.loaded()
+    assert target.state() is PairState.LOADED
+    assert target.sealed(0) == [Answer(3, Ack())]
+    assert target.state() is PairState.LOADED
+
+
+def test_a_target_that_was_loaded_before_the_seal_is_loaded_with_it() -> None:
+    target = Target()
+    target.loaded()
+    assert target.state() is PairState.REDIRECTING
+    target.sealed(0)
+    assert target.state() is PairState.LOADED
+
+
+# --- layers -------------------------------------------------------------------------------------
+
+
+def test_a_layer_is_run_part_by_part_before_another_is_begun() -> None:
+    target = Target(part_tokens=4)
+    target.has("a", "b")
+    assert target.told(PartWanted()) == []
+    assert not target.may_run()
+    target.told(t.LayersReady(1))
+    assert target.may_run()
+    parts = []
+    for _ in range(3):
+        part = target.part()
+        parts.append((part.batch_id, part.layer, part.begin, part.end))
+        target.told(Landed(t.RunPart("a", 0, 0, part.end)))
+    assert parts == [("a", 0, 0, 3), ("a", 0, 3, 6), ("a", 0, 6, 9)]
+    assert target.part().batch_id == "b"
+
+
+def test_the_last_layer_counts_once_the_source_knows() -> None:
+    target = Target()
+    target.has("a")
+    target.told(t.LayersReady(NUM_LAYERS))
+    assert target.machine.queue.layers_ready == NUM_LAYERS - 1
+    for _ in range(NUM_LAYERS - 1):
+        target.ran_layer("a")
+    actions = target.told(t.LayersReady(NUM_LAYERS, complete=True))
+    assert of_kind(t.TellTaken, actions) == [t.TellTaken((), loaded=True)]
+    assert target.told(PartWanted()) == []
+    target.told(Landed(t.TellTaken((), True), True))
+    assert of_kind(t.Finish, target.ran_layer("a")) == [t.Finish("a")]
+    assert target.machine.queue.batch("a").state == "running", "its requests are not in two places, nor in none"
+    actions = target.told(Landed(t.Finish("a")))
+    assert of_kind(t.TellTaken, actions) == [t.TellTaken(("a",), loaded=True)]
+    assert the(t.Forget, actions) == t.Forget(("a",), theirs=False)
+    assert not target.machine.holds("a")
+
+
+def test_that_it_is_loaded_is_told_once() -> None:
+    target = Target()
+    target.loaded()
+    assert of_kind(t.TellTaken, target.told(t.LayersReady(NUM_LAYERS, complete=True))) == []
+
+
+def test_a_source_that_does_not_know_keeps_the_last_layer_out() -> None:
+    target = Target()
+    target.told(t.LayersReady(NUM_LAYERS, complete=True))
+    target.told(Landed(t.TellTaken((), True), False))
+    assert target.machine.queue.layers_ready == NUM_LAYERS - 1
+
+
+def test_a_target_that_is_loaded_after_the_end_need_not_tell_anybody() -> None:
+    target = Target()
+    target.has("a")
+    target.asked_to_part()
+    assert of_kind(t.TellTaken, target.told(t.LayersReady(NUM_LAYERS, complete=True))) == []
+
+
+def test_what_the_engine_says_of_another_batch_is_ignored() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(t.LayersReady(1))
+    assert target.told(Landed(t.RunPart("a", 0, 0, TOKENS))) == [], "none is begun"
+    target.part()
+    assert target.told(Landed(t.RunPart("b", 0, 0, TOKENS)), Landed(t.RunPart("c", 0, 0, TOKENS))) == []
+    assert target.told(Landed(t.RunPart("a", 0, 0, TOKENS))) == []
+    assert target.part().batch_id == "b"
+
+
+# --- the source pulls ---------------------------------------------------------------------------
+
+
+def test_a_pull_gets_the_earliest_batch_and_what_was_run_of_it() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(t.LayersReady(2))
+    target.ran_layer("a")
+    actions = target.pulled("1")
+    assert pulled(actions) == ("a", 1)
+    assert of_kind(t.SendHidden, actions) == [t.SendHidden("a", 0)]
+    assert target.part().batch_id == "b"
+    target.told(Landed(t.RunPart("b", 0, 0, TOKENS)))
+    actions = target.pulled("2")
+    assert pulled(actions) == ("b", 1)
+
+
+def test_of_an_untouched_batch_the_source_has_everything() -> None:
+    target = Target()
+    target.has("a")
+    actions = target.pulled("1")
+    assert pulled(actions) == ("a", 0)
+    assert of_kind(t.SendHidden, actions) == []
+
+
+def test_a_repeated_pull_gets_the_same_batch_and_nothing_is_sent_twice() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(t.LayersReady(1))
+    target.ran_layer("a")
+    assert of_kind(t.SendHidden, target.pulled("1"))
+    actions = target.pulled("1")
+    assert pulled(actions) == ("a", 1)
+    assert of_kind(t.SendHidden, actions) == []
+    assert pulled(target.pulled("2")) == ("b", 0)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_pull_that_waits_is_granted_at_the_end_of_the_layer_and_one_that_gave_up_is_not(waits: bool) -> None:
+    target = Target()
+    target.has("a")
+    target.told(t.LayersReady(2))
+    target.part()
+    assert target.pulled("1", wait_s=5.0) == []
+    assert target.machine.due_s == 5.0
+    if not waits:
+        target.now_s = 5.0
+        actions = target.told(Due())
+        assert pulled(actions) == ("", 0)
+        assert not the(Answer, actions).message.can_dissolve  # type: ignore[attr-defined]
+    actions = target.told(Landed(t.RunPart("a", 0, 0, TOKENS)))
+    if waits:
+        assert pulled(actions) == ("a", 1)
+        assert target.told(PartWanted()) == [], "before another layer is begun"
+    else:
+        assert actions == []
+        assert target.part().layer == 1
+
+
+def test_a_pull_that_waits_is_granted_when_a_batch_comes() -> None:
+    target = Target()
+    assert target.pulled("1", wait_s=5.0) == []
+    target.asked_to_take("a")
+    actions = target.told(Landed(t.Reserve("a"), True))
+    assert [type(a.message) for a in of_kind(Answer, actions)] == [Ack, Pulled]
+
+
+def test_an_answer_says_how_far_the_target_is() -> None:
+    target = Target()
+    target.told(t.LayersReady(2))
+    answer = the(Answer, target.pulled("1")).message
+    assert answer == Pulled(layers_ready=2)
+    target.loaded()
+    answer = the(Answer, target.pulled("2", wait_s=9.0)).message
+    assert answer == Pulled(layers_ready=NUM_LAYERS, loaded=True, can_dissolve=True), "at once"
+
+
+@pytest.mark.parametrize("policy", BASELINES)
+def test_the_baselines_part_as_soon_as_everything_is_loaded(policy: str) -> None:
+    target = Target(policy)  # type: ignore[arg-type]
+    target.has("a", "b")
+    target.told(t.LayersReady(1))
+    if policy != "stop_the_world":
+        target.ran_layer("a")
+    target.loaded()
+    answer = the(Answer, target.pulled("1", wait_s=9.0)).message
+    assert isinstance(answer, Pulled)
+    assert (answer.batch_id, answer.can_dissolve) == ("", True)
+
+
+def test_the_baselines_do_not_part_before() -> None:
+    for policy in BASELINES:
+        target = Target(policy)  # type: ignore[arg-type]
+        target.told(t.LayersReady(1))
+        answer = the(Answer, target.pulled("1")).message
+        assert isinstance(answer, Pulled)
+        assert not answer.can_dissolve
+
+
+def test_zigzag_goes_on_while_begun_batches_wait() -> None:
+    target = Target()
+    target.has("a", "b", "c")
+    target.told(t.LayersReady(1))
+    for batch_id in "abc":
+        target.ran_layer(batch_id)
+    target.loaded()
+    assert target.part().batch_id == "a"
+    assert pulled(target.pulled("1")) == ("b", 1)
+    assert pulled(target.pulled("2")) == ("c", 1)
+    assert target.pulled("3", wait_s=1.0) == [], "it has not settled them"
+    actions = target.settled("1", "2") + target.told(Landed(t.Free(("b", "c"), 0)))
+    answers = [a.message for a in of_kind(Answer, actions)]
+    assert Pulled(layers_ready=NUM_LAYERS, loaded=True, can_dissolve=True) in answers
+
+
+def test_what_the_source_settles_is_free_once() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.pulled("1")
+    actions = target.settled("1", "unknown")
+    assert of_kind(t.Free, actions) == [t.Free(("a",), 4)]
+    assert of_kind(Answer, actions) == [], "not before the blocks are free"
+    actions = target.told(Landed(t.Free(("a",), 4)))
+    assert of_kind(t.Forget, actions) == [t.Forget(("a",), theirs=True)]
+    assert of_kind(Answer, actions) == [Answer(4, Ack())]
+    assert target.settled("1") == [Answer(5, Ack())]
+    assert target.settled() == [Answer(6, Ack())], "a sign of life"
+    assert target.machine.holds("b")
+
+
+def test_kv_is_sent_of_layers_that_were_run_once_each() -> None:
+    target = Target()
+    target.has("a")
+    target.told(t.LayersReady(3))
+    for _ in range(3):
+        target.ran_layer("a")
+    target.pulled("1")
+    assert target.asked(pull_kv("a", 0, 2)) == [t.SendKv("a", 3, 0, 2), Answer(3, Ack())]
+    assert target.asked(pull_kv("a", 0, 2)) == [Answer(4, Ack())]
+    assert target.asked(pull_kv("a", 2, 3)) == [t.SendKv("a", 3, 2, 3), Answer(5, Ack())]
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 2), (-1, 1), (1, 1), (1, 0), (0, 0), (1, 2), (0, 10**9), (-5, -1)])
+def test_kv_of_layers_that_were_not_run_is_refused(first: int, last: int) -> None:
+    target = Target()
+    target.has("a")
+    target.told(t.LayersReady(1))
+    target.ran_layer("a")
+    target.pulled("1")
+    assert refused(target.asked(pull_kv("a", first, last))) == "bad_request"
+
+
+def test_kv_of_a_batch_that_is_not_the_sources_is_refused() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(t.LayersReady(1))
+    target.ran_layer("a")
+    assert refused(target.asked(pull_kv("a", 0, 1))) == "conflict"
+    assert refused(target.asked(pull_kv("unknown", 0, 1))) == "conflict"
+    target.pulled("1")
+    target.settled("1")
+    assert refused(target.asked(pull_kv("a", 0, 1))) == "conflict", "it is settled"
+
+
+# --- gates --------------------------------------------------------------------------------------
+
+
+def test_both_sides_are_held_to_gates() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(t.LayersReady(3))
+    assert t.Wake() in target.told(t.GatesCame((gate("a", 1), gate("b", 2), gate("late", 3))))
+    assert target.pulled("1", wait_s=1.0) == []
+    assert pulled(target.ran_layer("a")) == ("a", 1)
+    target.ran_layer("b")
+    assert target.part() == t.RunPart("b", 1, 0, TOKENS)
+    target.has("late")
+    assert target.machine.queue.batch("late").gate == 3
+
+
+def test_gates_come_too_late_once_everything_is_loaded_or_shared() -> None:
+    target = Target()
+    target.has("a")
+    target.told(t.GatesCame((gate("a", 1),)))
+    assert target.machine.queue.batch("a").gate == 1
+    target.loaded()
+    assert target.told(t.GatesCame((gate("a", 2),))) == []
+    assert target.machine.queue.batch("a").gate == 1
+    target.asked_to_part()
+    assert target.told(t.GatesCame((gate("a", 2),))) == []
+    assert target.machine.queue.batch("a").gate is None
+
+
+@pytest.mark.parametrize("num_layers", [-1, NUM_LAYERS + 1, 10**9])
+def test_gates_that_make_no_sense_are_left_out(num_layers: int) -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(t.GatesCame((gate("a", num_layers), gate("b", 2), gate("nobody", 1))))
+    assert [b.gate for b in target.machine.queue.batches()] == [None, 2]
+
+
+def test_gates_lapse_when_layers_are_late() -> None:
+    target = Target(ordered_s=1000.0)
+    target.now_s = 1050.0
+    target.has("a")
+    assert target.machine.due_s == float("inf"), "nothing is to be watched"
+    target.told(t.GatesCame((gate("a", 2),)))
+    assert target.machine.due_s == WATCH_S
+    target.told(Due())
+    assert 1050.0 < target.machine.due_s <= 1050.0 + WATCH_S
+    target.now_s = 1101.9
+    assert target.told(Due()) == []
+    assert pulled(target.pulled("1")) == ("", 0)
+    target.now_s = 1102.0
+    actions = target.told(Due())
+    assert the(t.Note, actions).text == "pair pair: layers are late, the split is off"
+    assert t.Wake() in actions
+    assert pulled(target.pulled("2")) == ("a", 0)
+    assert target.machine.due_s == float("inf")
+
+
+def test_gates_that_lapse_free_a_pull_that_waits() -> None:
+    target = Target()
+    target.has("a")
+    target.told(t.GatesCame((gate("a", 2),)))
+    assert target.pulled("1", wait_s=1000.0) == []
+    target.now_s = 500.0
+    assert pulled(target.told(Due())) == ("a", 0)
+
+
+# --- requests that nobody wants -------------------------------------------------------------------
+
+
+def test_a_cancelled_batch_is_freed_unless_the_engine_or_the_source_has_it() -> None:
+    target = Target()
+    target.has("a", "b", "c")
+    target.told(t.LayersReady(1))
+    target.pulled("1")
+    assert target.part().batch_id == "b"
+    assert target.told(t.Cancelled((key("d"),))) == []
+    keys = tuple(map(key, "abc"))
+    assert target.told(t.Cancelled((*keys, key("d")))) == [t.EndRequests(keys)]
+    assert freed(target.told(Landed(t.EndRequests(keys)))) == ["c"]
+    actions = target.told(Landed(t.RunPart("b", 0, 0, TOKENS)))
+    assert freed(actions) == ["b"]
+    assert of_kind(t.Finish, actions) == []
+    assert freed(target.settled("1")) == ["a"]
+
+
+def test_a_batch_is_cancelled_with_the_last_of_its_requests() -> None:
+    target = Target()
+    batch = Batch("ab", (request("a"), request("b")), 1.0)
+    target.told(
+        t.HandedOver(1, batch, 0, behind_seal=False), Landed(t.Reserve("ab"), True), Landed(t.Host("ab", 0), True)
+    )
+    target.told(t.LayersReady(1))
+    assert target.told(t.Cancelled((key("a"),))) == [t.EndRequests((key("a"),))]
+    assert target.told(Landed(t.EndRequests((key("a"),)))) == []
+    assert target.told(t.Cancelled((key("a"),))) == [], "once"
+    assert freed(target.told(Landed(t.EndRequests((key("b"),))))) == ["ab"]
+
+
+def test_a_layer_of_a_batch_that_nobody_wants_is_given_up_between_two_parts() -> None:
+    target = Target(part_tokens=4)
+    target.has("a", "b")
+    target.told(t.LayersReady(1))
+    target.told(Landed(t.RunPart("a", 0, 0, target.part().end)))
+    assert freed(target.told(Landed(t.EndRequests((key("a"),))))) == []
+    actions = target.told(PartWanted())
+    assert freed(actions) == ["a"]
+    assert the(t.RunPart, actions) == t.RunPart("b", 0, 0, 3)
+
+
+def test_a_batch_may_be_cancelled_while_its_first_tokens_are_sampled() -> None:
+    target = Target()
+    target.has("a")
+    target.loaded()
+    while not of_kind(t.Finish, target.ran_layer("a")):
+        pass
+    assert freed(target.told(Landed(t.EndRequests((key("a"),))))) == []
+    actions = target.told(Landed(t.Finish("a")))
+    assert of_kind(t.Forget, actions) == [t.Forget(("a",))]
+    assert freed(actions) == [], "the engine has"
+    assert of_kind(t.TellTaken, actions) == []
+    assert target.machine.queue.batch("a").state == "cancelled"
+
+
+def test_a_pull_passes_by_what_nobody_wants() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(Landed(t.EndRequests((key("a"),))))
+    assert pulled(target.pulled("1")) == ("b", 0)
+
+
+# --- parting --------------------------------------------------------------------------------------
+
+
+def test_a_queue_that_is_not_sealed_is_not_shared() -> None:
+    target = Target()
+    target.has("a")
+    asked = Dissolve(pair_id="pair", claim_id="end", first_serial=0, source_busy_s=0.0)
+    assert refused(target.asked(asked)) == "conflict"
+    assert target.told(Landed(t.AwaitStepEnd())) == []
+    assert target.sealed(1) == [Answer(3, Ack())]
+    assert shares(target.asked_to_part()).given[0].batch_id == "a"
+
+
+def test_sharing_waits_for_a_layer_that_only_the_source_could_go_on_from() -> None:
+    target = Target()
+    target.has("a", "b", "c")
+    target.told(t.LayersReady(1))
+    target.part()
+    assert target.asked_to_part() == []
+    actions = target.told(Landed(t.RunPart("a", 0, 0, TOKENS)))
+    assert [(g.batch_id, g.first_layer, g.serial) for g in shares(actions).given] == [
+        ("a", 1, 3),
+        ("b", 0, 4),
+        ("c", 0, 5),
+    ]
+    assert [c.batch_id for c in target.machine.queue.open_claims()] == ["a"], "the source settles it with its KV"
+    assert of_kind(t.SendHidden, actions) == [t.SendHidden("a", 3)]
+    assert freed(actions) == ["b", "c"]
+    assert target.state() is PairState.DISSOLVED
+
+
+def test_with_all_layers_it_is_shared_inside_of_one() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.loaded()
+    target.part()
+    actions = target.asked_to_part(source_busy_s=99.0)
+    assert shares(actions).kept == ("a", "b")
+    assert of_kind(t.Announce, actions) == [t.Announce(("a", "b"))]
+    assert target.told(Landed(t.RunPart("a", 0, 0, TOKENS))) == []
+
+
+def test_a_loaded_target_keeps_what_it_has_begun_and_shares_the_rest() -> None:
+    target = Target()
+    target.has("a", "b", "c")
+    target.loaded()
+    target.ran_layer("a")
+    actions = target.asked_to_part()
+    assert (shares(actions).kept, [g.batch_id for g in shares(actions).given]) == (("a", "c"), ["b"])
+    assert of_kind(t.Announce, actions) == [t.Announce(("a", "c"))]
+    assert freed(actions) == ["b"]
+    assert target.machine.queued == (2, 2 * TOKENS)
+    for batch_id in ("a", "c"):
+        assert of_kind(t.TellTaken, target.finished(batch_id)) == [], "it was told"
+    assert target.told(Landed(t.Free(("b",), -1)), Landed(t.AwaitStepEnd()))[-2:] == [Detach(), Over()]
+
+
+def test_before_the_pair_dissolves_all_requests_are_the_sources() -> None:
+    target = Target()
+    target.has("a")
+    target.loaded()
+    assert target.machine.queued == (0, 0)
+    assert target.machine.num_requests == 1
+
+
+def test_what_the_source_still_has_to_do_is_counted_when_it_is_shared() -> None:
+    shared = []
+    for busy_s in (0.0, 99.0):
+        target = Target()
+        target.has("a", "b")
+        target.loaded()
+        shared.append(shares(target.asked_to_part(source_busy_s=busy_s)).kept)
+    assert shared == [("a",), ("a", "b")]
+
+
+def test_a_loaded_target_parts_once_the_source_knows_or_after_a_while() -> None:
+    target = Target()
+    target.told(t.LayersReady(NUM_LAYERS, complete=True))
+    assert target.asked_to_part() == []
+    assert target.machine.due_s == KNOWS_S
+    assert shares(target.told(Landed(t.TellTaken((), True), True))).given == ()
+    late = Target()
+    late.has("a")
+    late.told(t.LayersReady(NUM_LAYERS, complete=True))
+    late.asked_to_part()
+    late.now_s = KNOWS_S
+    assert [g.batch_id for g in shares(late.told(Due())).given] == ["a"], "it finishes nothing"
+
+
+def test_repeating_the_wish_to_part_gives_the_same_shares() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(t.LayersReady(NUM_LAYERS, complete=True))
+    assert target.asked_to_part("end") == target.asked_to_part("end") == []
+    actions = target.told(Landed(t.TellTaken((), True), True))
+    first, again = (a.message for a in of_kind(Answer, actions))
+    assert first == again
+    assert shares(target.asked_to_part("another", source_busy_s=50.0)) == first
+
+
+def test_what_was_finished_is_said_in_the_end_unless_the_source_knows() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.loaded()
+    for batch_id in ("a", "b"):
+        target.finished(batch_id)
+    target.told(Landed(t.TellTaken(("a",), True), True))
+    assert shares(target.asked_to_part()).finished == ("b",)
+
+
+def test_what_the_source_pulled_before_is_settled_with_the_end() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.pulled("1")
+    actions = target.asked_to_part()
+    assert [g.batch_id for g in shares(actions).given] == ["b"]
+    assert freed(actions) == ["a", "b"]
+
+
+def test_given_batches_stay_until_they_are_settled() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(t.LayersReady(2))
+    target.ran_layer("a")
+    target.asked_to_part()
+    assert target.told(Landed(t.Free(("b",), -1))) == [t.Forget(("b",)), t.Wake()]
+    assert of_kind(t.SendKv, target.asked(pull_kv("a", 0, 1)))
+    actions = target.settled("end/a")
+    assert freed(actions) == ["a"]
+    assert of_kind(t.AwaitStepEnd, actions) == [t.AwaitStepEnd()]
+    assert target.told(Landed(t.AwaitStepEnd())) == [Detach(), Over()]
+
+
+def test_gifts_of_a_source_that_is_lost_are_freed() -> None:
+    target = Target()
+    target.has("a")
+    target.told(t.LayersReady(2))
+    target.ran_layer("a")
+    target.asked_to_part()
+    actions = target.told(Lost("silent"))
+    assert freed(actions) == ["a"]
+    assert of_kind(t.TellEnded, actions) == []
+    assert target.state() is PairState.DISSOLVED
+    assert target.told(Landed(t.AwaitStepEnd())) == [Detach(), Over()]
+
+
+def test_a_batch_that_nobody_wants_is_not_freed_inside_its_layer_by_the_end_of_the_pair() -> None:
+    target = Target(part_tokens=4)
+    target.has("a", "b")
+    target.loaded()
+    target.told(Landed(t.RunPart("a", 0, 0, target.part().end)))
+    target.told(Landed(t.EndRequests((key("a"),))))
+    actions = target.asked_to_part()
+    assert shares(actions).kept == ("b",)
+    assert freed(actions) == []
+    actions = target.told(PartWanted())
+    assert freed(actions) == ["a"]
+    assert the(t.RunPart, actions).batch_id == "b"
+
+
+def test_pulls_that_wait_end_with_the_pair() -> None:
+    target = Target()
+    target.pulled("1", wait_s=9.0)
+    actions = target.asked_to_part()
+    assert [type(a.message) for a in of_kind(Answer, actions)] == [Dissolved, Pulled]
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+def test_a_pair_that_fails_leaves_nothing_here() -> None:
+    target = Target()
+    target.has("a", "b", "c")
+    target.loaded()
+    target.finished("a")
+    actions = target.told(Lost("silent"))
+    assert actions == [t.Note("pair pair failed: silent", warns=True), Abort("silent"), t.AwaitStepEnd()]
+    actions = target.told(Landed(t.AwaitStepEnd()))
+    assert actions == [t.Free(("b", "c")), t.TellEnded("silent", ("a",)), Detach(), Over()]
+    assert of_kind(t.Forget, target.told(Landed(t.Free(("b", "c"), -1)))) == [t.Forget(("b",)), t.Forget(("c",))]
+    assert target.told(PartWanted(), Landed(t.RunPart("b", 0, 0, TOKENS)), Lost("again")) == []
+
+
+def test_a_source_that_said_it_need_not_be_told() -> None:
+    target = Target()
+    target.told(Lost("it said so", tell=False))
+    assert target.told(Landed(t.AwaitStepEnd())) == [Detach(), Over()]
+
+
+def test_questions_after_a_failure_are_refused() -> None:
+    target = Target()
+    target.has("a")
+    target.pulled("1")
+    target.has("b")
+    target.pulled("2", wait_s=0.0)
+    target.pulled("3", wait_s=9.0)
+    target.asked_to_take("c")
+    actions = target.told(Lost("silent"))
+    assert refused(actions) == "conflict", "of the pull that waits"
+    answers = [
+        target.asked_to_take("d"),
+        target.asked_to_take("a"),
+        target.sealed(0),
+        target.pulled("1"),
+        target.asked(pull_kv("a", 0, 1)),
+        target.settled("1"),
+        target.asked_to_part(),
+    ]
+    assert [refused(actions) for actions in answers] == ["conflict"] * 7
+    assert "silent" in the(Refuse, answers[0]).error.message
+    actions = target.told(Landed(t.Reserve("c"), True))
+    assert (refused(actions), freed(actions)) == ("conflict", ["c"])
+
+
+def test_a_wish_to_part_that_waits_is_refused_when_the_pair_fails() -> None:
+    target = Target()
+    target.told(t.LayersReady(NUM_LAYERS, complete=True))
+    target.asked_to_part()
+    assert refused(target.told(Lost("silent"))) == "conflict"
+    assert target.machine.due_s == float("inf")
+
+
+def test_halted_it_runs_nothing() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.told(t.LayersReady(1))
+    target.part()
+    actions = target.told(Landed(t.RunPart("a", 0, 0, 0), "RuntimeError: out of memory"))
+    assert Abort("the target's engine failed: RuntimeError: out of memory") in actions
+    assert not target.may_run()
+    assert target.told(PartWanted()) == []
+    assert freed(target.told(Landed(t.AwaitStepEnd()))) == ["a", "b"]
+    assert not target.may_run()
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_engine_that_fails_on_what_was_kept_ends_that_or_computes_it_in_steps(complete: bool) -> None:
+    target = Target()
+    target.has("a", "b")
+    target.loaded()
+    if not complete:
+        target.machine.loaded = False  # the source shared as if it were
+    target.asked_to_part(source_busy_s=99.0)
+    target.part()
+    assert target.told(Landed(t.RunPart("a", 0, 0, 0), "RuntimeError: out of memory")) == [t.AwaitStepEnd()]
+    actions = target.told(Landed(t.AwaitStepEnd()))
+    abandoned = the(t.Abandon, actions)
+    assert abandoned.batch_ids == ("a", "b")
+    if complete:
+        assert abandoned.error is None
+    else:
+        assert abandoned.error is not None
+        assert abandoned.error.code == "unavailable"
+    assert freed(actions) == ["a", "b"]
+    assert actions[-2:] == [Detach(), Over()]
+    assert of_kind(t.TellEnded, actions) == []
+
+
+def test_an_engine_that_has_stopped_has_freed_everything() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.loaded()
+    target.finished("a")
+    target.asked_to_take("c")
+    target.asked_to_take("c")
+    actions = target.told(EngineStopped())
+    assert [(a.question, a.error.code) for a in of_kind(Refuse, actions)] == [
+        (3, "engine_broken"),
+        (4, "engine_broken"),
+    ]
+    assert of_kind(t.Forget, actions) == [t.Forget(("b",))]
+    assert freed(actions) == []
+    assert the(t.TellEnded, actions).finished == ("a",)
+    assert actions[-2:] == [Detach(), Over()]
+    assert of_kind(t.TellEnded, target.told(EngineStopped())) == [], "once"
+
+
+def test_a_question_about_blocks_that_are_not_freed_any_more_is_refused() -> None:
+    target = Target()
+    target.has("a")
+    target.pulled("1")
+    assert of_kind(t.Free, target.settled("1"))
+    actions = target.told(EngineStopped())
+    assert (the(Refuse, actions).question, refused(actions)) == (3, "engine_broken")
+    assert of_kind(Refuse, target.told(EngineStopped())) == []

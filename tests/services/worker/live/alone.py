@@ -1,0 +1,244 @@
+"""Each member of a pair alone, over an engine loop that the caller steps: no threads, no bus, no tensors. What it would
+do on the event loop is written down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+from services.worker.core.live import source, target
+from services.worker.core.live.batch import Batch, Request
+from services.worker.core.live.machine import Action, Answer, Landed, Lost
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.loop import EngineLoop
+from services.worker.instance.instance import Instance
+from services.worker.live.batches import PromptBatch
+from services.worker.live.member import LATER
+from services.worker.live.source import LiveSource
+from services.worker.live.target import LiveTarget
+from services.worker.requests.inbox import Inbox
+from shared.messages.codec import Message
+from shared.messages.common import Ack
+from shared.messages.live import Pull, Pulled, Settle
+from shared.transport.base import Buffer
+from tests.services.worker.live.ends import Requests
+from tests.services.worker.live.members import (
+    NUM_LAYERS,
+    Clock,
+    WatchedEngine,
+    assignment,
+    batch_of,
+    engine_of,
+    make_loop,
+    request,
+    run_all,
+)
+
+T = TypeVar("T")
+A = TypeVar("A", bound=Action)
+NOBODY: Any = None
+ONE_EACH = 7
+"""Slots of a source's scheduler with which a batch is of one request."""
+
+
+class Engine:
+    """``EngineThread`` whose thread is the caller's."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.loop = loop
+
+    def call(self, function: Callable[[EngineLoop], T], *, between_layers: bool = False) -> Future[T]:
+        """At once."""
+        done: Future[T] = Future()
+        done.set_result(function(self.loop))
+        return done
+
+
+class Alone:
+    """One member."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.loop = loop
+        self.said: list[Action] = []
+        """What it wanted done on the event loop, in order."""
+        self.instance = SimpleNamespace(
+            instance_id="here",
+            layout=SimpleNamespace(num_layers=NUM_LAYERS),
+            scheduler=loop.scheduler.config,
+            engine=Engine(loop),
+            copy=SimpleNamespace(layers_ready=0, complete=False),
+            ordered_s=0.0,
+        )
+
+    def _listen(self, member: LiveSource | LiveTarget) -> None:
+        carriers = member._carry_out.items()
+        member._carry_out = {kind: carry if kind.on_engine else self._say for kind, carry in carriers}
+
+    def _say(self, action: Action) -> object:
+        self.said.append(action)
+        return LATER
+
+    def all_said(self, kind: type[A]) -> list[A]:
+        return [action for action in self.said if isinstance(action, kind)]
+
+    @property
+    def watched(self) -> WatchedEngine:
+        return engine_of(self.loop)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks."""
+        return self.loop.scheduler.pool.num_used
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is left of any request."""
+        self.loop.scheduler.check()
+        return self.num_used == self.loop.num_requests == 0
+
+
+class Target(Alone):
+    """A target that has said yes."""
+
+    def __init__(self, **changes: int) -> None:
+        super().__init__(make_loop(**changes))
+        self.work = LiveTarget(
+            assignment(),
+            cast(Instance, self.instance),
+            NOBODY,
+            NOBODY,
+            cast(Inbox, Requests()),
+            NOBODY,
+            silence_s=math.inf,
+        )
+        self._listen(self.work)
+        self.machine = self.work.machine
+        self.loop.partial = self.work
+        self.work.handle(target.Begin())
+
+    def take(self, batch_id: str, *sequences: ActiveSequence) -> PromptBatch:
+        """A batch is handed over, with its hidden states."""
+        batch = batch_of(batch_id, *sequences)
+        requests = tuple(Request(s.key, s.num_tokens) for s in sequences)
+        self.work._offered = {batch_id: batch}
+        self.work.handle(target.HandedOver(0, Batch(batch_id, requests, 1.0), 0, behind_seal=False))
+        batch.hidden = self.loop.engine.embed_tokens(batch.token_ids()).result()
+        self.work.handle(Landed(target.Host(batch_id, 0), True))
+        return batch
+
+    def load(self, num_layers: int) -> None:
+        """So many layers are there; all of them, and the source knows."""
+        self.instance.copy.layers_ready, self.instance.copy.complete = num_layers, num_layers == NUM_LAYERS
+        self.work.layers_ready()
+        if self.machine.loaded:
+            self.work.handle(Landed(target.TellTaken((), loaded=True), True))
+
+    def ask(self, question: Pull | Settle) -> Message:
+        """The answer."""
+        self.work.handle(target.SourceAsks(0, question))
+        return self.all_said(Answer)[-1].message
+
+    @property
+    def finished(self) -> list[str]:
+        """Batches."""
+        return [batch_id for action in self.all_said(target.TellTaken) for batch_id in action.batch_ids]
+
+    def lose(self) -> None:
+        """The source; the engine has ended its step."""
+        self.work.handle(Lost("the source is lost"))
+        self.work.handle(Landed(target.AwaitStepEnd()))
+
+    def state_of(self, batch_id: str, num_layers: int) -> tuple[Buffer, Buffer]:
+        """Hidden states and KV of what was run of a batch."""
+        batch, engine = self.work._held[batch_id], self.loop.engine
+        kv = engine.export_kv(batch.block_tables, batch.lengths, num_layers)
+        return engine.hidden_states(batch.activation).result(), kv.result()
+
+
+class Source(Alone):
+    """A source that has handed over all that waits."""
+
+    def __init__(
+        self,
+        *waiting: ActiveSequence,
+        own: ActiveSequence | None = None,
+        decode_interval_s: float = 1e9,
+        **changes: int,
+    ) -> None:
+        """``own``: a prompt of which a chunk was computed before."""
+        self.clock = Clock()
+        super().__init__(make_loop(self.clock, **changes))
+        if own is not None:
+            self.loop.add(own)
+            self.loop.step()
+        self.loop.scheduler.table.lending = True
+        for sequence in waiting:
+            self.loop.add(sequence)
+        self.lent = waiting
+        self.work = LiveSource(
+            assignment(slo_tbt_s=2 * decode_interval_s),
+            cast(Instance, self.instance),
+            NOBODY,
+            NOBODY,
+            NOBODY,
+            NOBODY,
+            NOBODY,
+            NOBODY,
+            until_s=math.inf,
+        )
+        self._listen(self.work)
+        self.machine = self.work.machine
+        self._kv: dict[str, tuple[Buffer, int]] = {}
+        """Of a batch's first layers, so many."""
+        self.work.handle(Landed(source.AskOffer()))
+        while asked := self.all_said(source.AskHandOver)[len(self.all_said(source.SendHidden)) :]:
+            self.work.handle(Landed(asked[0], source.HandedOver(taken=True)))
+            self.work.handle(Landed(self.all_said(source.SendHidden)[-1]))
+        self._answer(Ack())
+        self._handed = iter(self.machine.batches)
+
+    @property
+    def done(self) -> list[str]:
+        """Batches."""
+        return [action.batch_id for action in self.all_said(source.Done)]
+
+    @property
+    def num_pulls(self) -> int:
+        """So many were asked for."""
+        return sum(isinstance(action.message, Pull) for action in self.all_said(source.Ask))
+
+    def _answer(self, answer: Message) -> None:
+        """To what was asked last."""
+        self.work.handle(Landed(self.all_said(source.Ask)[-1], (answer, True)))
+
+    def start(self, first_layer: int = 0, *, there: Target | None = None, with_kv: bool = True) -> PromptBatch:
+        """Pull the next batch and begin it. The target, which is ``there``, ran the layers before ``first_layer``."""
+        batch = self.work._batch(next(self._handed))
+        self.work.handle(source.EngineFree())
+        answer = Pulled(batch_id=batch.batch_id, first_layer=first_layer)
+        self._answer(answer)
+        if first_layer:
+            there = there or self._run_there(batch, first_layer)
+            batch.hidden, kv = there.state_of(batch.batch_id, first_layer)
+            self._kv[batch.batch_id] = kv, first_layer
+            self.work.handle(Landed(source.ReceiveHidden(batch.batch_id, 0), True))
+            if with_kv:
+                self.kv_over(batch)
+        return batch
+
+    def _run_there(self, batch: PromptBatch, num_layers: int) -> Target:
+        there = Target()
+        there.take(batch.batch_id, *(request(s.request_id, len(s.prompt)) for s in batch.sequences))
+        there.load(num_layers)
+        run_all(there.loop)
+        return there
+
+    def kv_over(self, batch: PromptBatch, *, is_here: bool = True) -> None:
+        """Its KV has come, or will not."""
+        if is_here:
+            kv, num_layers = self._kv[batch.batch_id]
+            self.loop.engine.import_kv(batch.block_tables, batch.lengths, num_layers, kv).result()
+        self.work.handle(Landed(source.FetchKv(batch.batch_id, 0, 0), is_here))
