@@ -19,11 +19,10 @@ from bench.sim.instance import SimInstance
 from bench.sim.pair_member import OnTheirWay, PairPaths
 from bench.sim.pair_source import SimSource
 from bench.sim.pair_target import SimTarget
-from services.worker.core.live import source as core
 from services.worker.core.live import target as target_core
 from services.worker.core.live.batch import Batch
 from services.worker.core.live.life import PairState
-from services.worker.core.live.machine import Lost
+from services.worker.core.live.machine import Begin, Lost
 from shared.messages.live import Gate, LiveBatch, LiveReport, PlanSplit, ZigzagAssignment
 
 
@@ -87,7 +86,7 @@ class SimPair:
     def begin(self) -> None:
         """The source offers it, and the target, which loads, accepts. ``layers_ready`` is to be told."""
         self._started_s = self._clock.now_s
-        self.source.handle(core.Begin())
+        self.source.handle(Begin())
 
     def layers_ready(self, layers_ready: int, *, complete: bool = False) -> None:
         """So many layers are loaded at the target. ``complete``: everything is."""

@@ -135,8 +135,8 @@ class PairMember(Generic[M]):
         self._part: Any = None
         """What the engine is to run, or runs."""
         self._carry_out: Carriers = {
-            machine.Answer: lambda action: self._reply(action.question, action.message),
-            machine.Refuse: lambda action: self._reply(action.question, action.error),
+            machine.AnswerQuestion: lambda action: self._reply(action.question, action.message),
+            machine.RefuseQuestion: lambda action: self._reply(action.question, action.error),
             machine.Detach: lambda _: self._detach(),
             machine.Over: lambda _: self._over(),
             machine.Abort: unseen,
@@ -147,7 +147,7 @@ class PairMember(Generic[M]):
         """What carries an action out, by its kind."""
         raise NotImplementedError
 
-    def handle(self, event: machine.Event) -> None:
+    def handle(self, event: machine.PairEvent) -> None:
         """It happens now. Who is dead hears nothing."""
         if self.is_dead:
             return
@@ -170,7 +170,7 @@ class PairMember(Generic[M]):
 
     def landed(self, action: Action, result: object = None) -> None:
         """Now."""
-        self.handle(machine.Landed(action, result))
+        self.handle(machine.HasLanded(action, result))
 
     def _is_due(self) -> None:
         self._due, self._due_s = None, math.inf
@@ -180,7 +180,7 @@ class PairMember(Generic[M]):
         """When a message has arrived that is sent now."""
         self._clock.after(self._paths.message_s, function, *arguments)
 
-    def asked(self, event: Callable[[int], machine.Event], reply: Reply) -> None:
+    def asked(self, event: Callable[[int], machine.PairEvent], reply: Reply) -> None:
         """The other member's question is here. ``reply`` is called when the answer leaves."""
         number = next(self._numbers)
         self._replies[number] = reply

@@ -11,7 +11,7 @@ from bench.sim.pair_target import SimTarget
 from services.worker.core.live import source as core
 from services.worker.core.live import target as target_core
 from services.worker.core.live.batch import Batch, Key, Request
-from services.worker.core.live.machine import Abort, Lost
+from services.worker.core.live.machine import Abort, Cancelled, Finish, Lost, RunPart, SendHidden, TellEnded
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.codec import Message
 from shared.messages.common import TAKES_PROMPTS, ErrorInfo
@@ -96,11 +96,11 @@ class SimSource(PairMember[core.SourceMachine]):
     def _hand_over(self, action: core.AskHandOver) -> object:
         batch = action.batch
         if self._has_ended(batch.batch_id):
-            return core.HandedOver(taken=False, asked=False)
+            return core.HandOverAnswer(taken=False, asked=False)
 
         def answered(answer: Message | ErrorInfo) -> None:
             ended = tuple(s.key for s in self.of_batch(batch.batch_id) if s.finished)
-            self.landed(action, core.HandedOver(not isinstance(answer, ErrorInfo), ended=ended))
+            self.landed(action, core.HandOverAnswer(not isinstance(answer, ErrorInfo), ended=ended))
 
         def arrive() -> None:
             reply = self._after_a_message(answered)
@@ -113,7 +113,7 @@ class SimSource(PairMember[core.SourceMachine]):
     def _after_a_message(self, reply: Reply) -> Reply:
         return lambda answer: self.send(reply, answer)
 
-    def _ask(self, action: core.Ask) -> object:
+    def _ask(self, action: core.AskTarget) -> object:
         asked = action.message
         if isinstance(asked, Settle):
             asked = Settle(pair_id=self._pair_id, claim_ids=tuple(self._to_settle))
@@ -168,7 +168,7 @@ class SimSource(PairMember[core.SourceMachine]):
 
     # --- hidden states and KV ----------------------------------------------------------------
 
-    def _send_hidden(self, action: core.SendHidden) -> None:
+    def _send_hidden(self, action: SendHidden) -> None:
         batch_id = action.batch_id
         num_bytes = self.machine.batches[batch_id].num_tokens * self._paths.hidden_bytes_per_token
 
@@ -263,7 +263,7 @@ class SimSource(PairMember[core.SourceMachine]):
     def _conclude(self, action: core.Conclude) -> None:
         action.how.apply(self.instance.scheduler.reservations, self.of_batch(action.batch_id))
 
-    def _finish(self, action: core.Finish) -> object:
+    def _finish(self, action: Finish) -> object:
         batch, instance, sequences = (
             self.machine.batches[action.batch_id],
             self.instance,
@@ -307,10 +307,10 @@ class SimSource(PairMember[core.SourceMachine]):
         super()._over()
         self._on_over()
 
-    def _forget(self, action: core.Forget) -> None:
+    def _forget(self, action: core.WithholdKv) -> None:
         self.instance.forget(self.of_batch(action.batch_id))
 
-    def _run(self, action: core.RunPart) -> object:
+    def _run(self, action: RunPart) -> object:
         self._part = action
         return LATER
 
@@ -321,26 +321,26 @@ class SimSource(PairMember[core.SourceMachine]):
             core.Lend: self._lend,
             core.Lending: lambda action: self._on_lending(action.begun),
             core.AskHandOver: self._hand_over,
-            core.SendHidden: self._send_hidden,
-            core.Ask: self._ask,
+            SendHidden: self._send_hidden,
+            core.AskTarget: self._ask,
             core.AskSplit: self._split,
             core.KeepAlive: self._keep_alive,
             core.Look: self._look,
             core.ReceiveHidden: self._receive_hidden,
             core.SendRest: self._send_rest,
             core.BeginBatch: self._begin_batch,
-            core.RunPart: self._run,
-            core.Finish: self._finish,
+            RunPart: self._run,
+            Finish: self._finish,
             core.Done: self._done,
             core.Conclude: self._conclude,
             core.FetchKv: self._fetch,
             core.LookAtRest: lambda action: self._has_ended(action.batch_id),
-            core.Forget: self._forget,
+            core.WithholdKv: self._forget,
             core.SettleSoon: self._settle_soon,
             core.TellCancelled: self._tell_cancelled,
             core.Moved: self._moved,
             core.ReleaseToTarget: self._release_to_target,
-            core.TellEnded: unseen,
+            TellEnded: unseen,
             core.Restore: self._restore,
         }
 
@@ -379,8 +379,8 @@ class SimSource(PairMember[core.SourceMachine]):
 
     def accepted(self) -> None:
         """See ``PartialSteps``."""
-        self.handle(core.Arrived())
+        self.handle(core.RequestArrived())
 
     def cancelled(self, sequence: ActiveSequence) -> None:
         """See ``PartialSteps``."""
-        self.handle(core.Cancelled(sequence.key))
+        self.handle(Cancelled((sequence.key,)))

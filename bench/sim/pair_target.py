@@ -9,6 +9,7 @@ from bench.sim.instance import SimInstance
 from bench.sim.pair_member import LATER, TOKEN, Carriers, OnTheirWay, PairMember, PairPaths, Reply, later, unseen
 from services.worker.core.live import target as core
 from services.worker.core.live.batch import Batch, Key
+from services.worker.core.live.machine import Begin, Cancelled, Finish, RunPart, SendHidden, TellEnded
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.common import ErrorInfo
 from shared.messages.live import Taken, ZigzagAssignment
@@ -61,7 +62,7 @@ class SimTarget(PairMember[core.TargetMachine]):
     def take_part(self) -> None:
         """Its instance is live."""
         self.instance.partial = self
-        self.handle(core.Begin())
+        self.handle(Begin())
 
     # --- from the source ---------------------------------------------------------------------
 
@@ -75,11 +76,11 @@ class SimTarget(PairMember[core.TargetMachine]):
 
     def hidden_came(self, batch_id: str, serial: int) -> None:
         """Of a batch that was handed over."""
-        self.landed(core.Host(batch_id, serial), True)
+        self.landed(core.HostBatch(batch_id, serial), True)
 
     def cancel(self, keys: tuple[Key, ...]) -> None:
         """Nobody wants these any more."""
-        self.handle(core.Cancelled(keys))
+        self.handle(Cancelled(keys))
 
     def sequences(self, batch_id: str) -> list[ActiveSequence]:
         """Of a batch that is here."""
@@ -101,7 +102,7 @@ class SimTarget(PairMember[core.TargetMachine]):
                 if sequence.key in action.keys and (sequence.reserved or sequence.id < 0):
                     sequence.finished = True
 
-    def _send_hidden(self, action: core.SendHidden) -> None:
+    def _send_hidden(self, action: SendHidden) -> None:
         batch_id = action.batch_id
         self.hidden[batch_id] = False
 
@@ -127,11 +128,11 @@ class SimTarget(PairMember[core.TargetMachine]):
             self._took.add(batch_id)
             self.instance.took([s for s in self._sequences[batch_id] if not s.finished])
 
-    def _run_part(self, action: core.RunPart) -> object:
+    def _run_part(self, action: RunPart) -> object:
         self._part = action
         return LATER
 
-    def _finish(self, action: core.Finish) -> object:
+    def _finish(self, action: Finish) -> object:
         self._take(action.batch_id)
         reservations, now_s = self.instance.scheduler.reservations, self._clock.now_s
         outputs = [reservations.adopt(s, TOKEN, now_s) for s in self._sequences[action.batch_id]]
@@ -153,16 +154,16 @@ class SimTarget(PairMember[core.TargetMachine]):
             core.Free: self._free,
             core.EndRequests: self._end_requests,
             core.Wake: unseen,
-            core.RunPart: self._run_part,
-            core.Finish: self._finish,
+            RunPart: self._run_part,
+            Finish: self._finish,
             core.AwaitStepEnd: self._await_step_end,
             core.Announce: took,
-            core.Host: later,
-            core.SendHidden: self._send_hidden,
+            core.HostBatch: later,
+            SendHidden: self._send_hidden,
             core.SendKv: unseen,
             core.Forget: self._forget,
             core.TellTaken: self._tell_taken,
-            core.TellEnded: unseen,
+            TellEnded: unseen,
             core.Note: unseen,
         }
 

@@ -58,7 +58,7 @@ def _actions(module: ModuleType) -> list[Any]:
 
 
 def _used(kind: type, module: ModuleType) -> bool:
-    return getattr(module, kind.__name__, None) is kind or kind is machine.Refuse
+    return getattr(module, kind.__name__, None) is kind or kind is machine.RefuseQuestion
 
 
 def _words(kind: type) -> str:

@@ -21,16 +21,16 @@ from typing import Any, Generic, TypeVar
 
 from services.worker.core.live.machine import (
     Action,
-    Answer,
+    AnswerQuestion,
     Detach,
     Due,
     EngineStopped,
-    Event,
-    Landed,
+    HasLanded,
     Lost,
     Machine,
+    PairEvent,
     PartWanted,
-    Refuse,
+    RefuseQuestion,
 )
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
@@ -86,9 +86,9 @@ class PairMember(Generic[M]):
         self._output: StepOutput | None = None
         """Of the step that the engine is in."""
 
-        self._carry_out: Carriers = {
-            Answer: lambda action: self._answered(action.question, action.message),
-            Refuse: lambda action: self._answered(action.question, action.error.as_error()),
+        self.carry_out: Carriers = {
+            AnswerQuestion: lambda action: self._answered(action.question, action.message),
+            RefuseQuestion: lambda action: self._answered(action.question, action.error.as_error()),
             Detach: self._detach,
             **self._carriers(),
         }
@@ -99,19 +99,19 @@ class PairMember(Generic[M]):
 
     # --- events and actions -----------------------------------------------------------------------
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: PairEvent) -> None:
         """From the event loop or the engine's thread. Never raises: a pair whose machine breaks is lost."""
         for_engine = self._decide(event)
         if threading.get_ident() == self._loop_thread:
             if for_engine:
                 self._call(functools.partial(self._act_on_engine, for_engine))
-            self._act_on_loop()
+            self.act_on_loop()
             return
         self._act_on_engine(for_engine)
         if self._for_loop or self.machine.due_s < self._timer_s:
-            self._event_loop.call_soon_threadsafe(self._act_on_loop)
+            self._event_loop.call_soon_threadsafe(self.act_on_loop)
 
-    def _decide(self, event: Event) -> list[Action]:
+    def _decide(self, event: PairEvent) -> list[Action]:
         """What is to be done where the engine is. The rest waits for the event loop."""
         with self._lock:
             try:
@@ -130,11 +130,11 @@ class PairMember(Generic[M]):
             self._act(action)
 
     def _act(self, action: Action) -> None:
-        done = self._carry_out[type(action)](action)
+        done = self.carry_out[type(action)](action)
         if isinstance(done, Coroutine):
             self.under_way[type(action)] = self._start(self._until_done(action, done))
         elif action.lands and done is not LATER:
-            self.handle(Landed(action, done))
+            self.handle(HasLanded(action, done))
 
     async def _until_done(self, action: Action, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -143,9 +143,9 @@ class PairMember(Generic[M]):
             self.lose(str(error))
         else:
             if action.lands:
-                self.handle(Landed(action, result))
+                self.handle(HasLanded(action, result))
 
-    def _act_on_loop(self) -> None:
+    def act_on_loop(self) -> None:
         if self._loop_acts:
             return
         self._loop_acts = True
@@ -203,7 +203,7 @@ class PairMember(Generic[M]):
 
     # --- questions of the other member ------------------------------------------------------------
 
-    async def _asked(self, event: Callable[[int], Event]) -> Message:
+    async def _asked(self, event: Callable[[int], PairEvent]) -> Message:
         """The machine's answer. Raises its error."""
         number = next(self._numbers)
         answer: asyncio.Future[Message] = self._event_loop.create_future()

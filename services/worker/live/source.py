@@ -17,7 +17,7 @@ from opentelemetry import trace
 
 from services.worker.core.live import source as core
 from services.worker.core.live.batch import Key, Request
-from services.worker.core.live.machine import Abort, Over
+from services.worker.core.live.machine import Abort, Begin, Cancelled, Finish, Over, RunPart, SendHidden, TellEnded
 from services.worker.core.live.source import SourceMachine
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop, StepOutput
@@ -97,7 +97,7 @@ class LiveSource(PairMember[SourceMachine]):
         self._num_layers = instance.layout.num_layers
         self._sequences: dict[Key, ActiveSequence] = {}
         """Lent, and in no batch of ``_held``."""
-        self._held: dict[str, PromptBatch] = {}
+        self.held: dict[str, PromptBatch] = {}
         self._tensors: Tensors | None = None
         self._living: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
@@ -111,9 +111,9 @@ class LiveSource(PairMember[SourceMachine]):
     async def run(self) -> LiveReport:
         """Cooperate until the pair ends, well or not, and everything that the source has is on its way."""
         self._context, self._span = contextvars.copy_context(), trace.get_current_span()
-        self.handle(core.Begin())
+        self.handle(Begin())
         await self._over.wait()
-        await self.until_done(core.TellEnded)
+        await self.until_done(TellEnded)
         return self.record.report(self.machine.life.state, self.machine.failure, self.layers, self.tokens)
 
     async def until_kv_is_over(self) -> None:
@@ -124,19 +124,19 @@ class LiveSource(PairMember[SourceMachine]):
 
     def arrived(self) -> None:
         """A request was accepted: it goes the way of the others."""
-        self.handle(core.Arrived())
+        self.handle(core.RequestArrived())
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """A request was cancelled, which the scheduler hears at the end of its step: the target is told before."""
         key = request_id, attempt
         if key in self._engine.loop.scheduler.table.accepted:
-            self.handle(core.Cancelled(key))
+            self.handle(Cancelled((key,)))
             return
 
         def look_again(loop: EngineLoop) -> None:
             """It may have been submitted inside this layer: then it is accepted before this is looked at."""
             if key in loop.scheduler.table.accepted:
-                self.handle(core.Cancelled(key))
+                self.handle(Cancelled((key,)))
 
         self._engine.call(look_again, between_layers=True)
 
@@ -152,7 +152,7 @@ class LiveSource(PairMember[SourceMachine]):
     async def fail(self, reason: str) -> None:
         """The pair is over here, and the target is told."""
         self.lose(reason)
-        await self.until_done(core.TellEnded)
+        await self.until_done(TellEnded)
 
     # --- PartialWork -------------------------------------------------------------------------
 
@@ -187,18 +187,18 @@ class LiveSource(PairMember[SourceMachine]):
         self._sequences.update((s.key, s) for s in lent)
         return core.Lent(tuple(Request(s.key, s.num_tokens) for s in lent), loop.prefill_token_s)
 
-    def _batch(self, batch_id: str) -> PromptBatch:
+    def batch(self, batch_id: str) -> PromptBatch:
         """From either thread."""
         with self._lock:
-            held = self._held.get(batch_id)
+            held = self.held.get(batch_id)
             if held is None:
                 keys = self.machine.batches[batch_id].keys
-                held = self._held[batch_id] = PromptBatch(batch_id, tuple(self._sequences.pop(key) for key in keys))
+                held = self.held[batch_id] = PromptBatch(batch_id, tuple(self._sequences.pop(key) for key in keys))
         return held
 
     def _begin_batch(self, action: core.BeginBatch) -> bool:
         """Its KV may be imported from now on, if it is run from another layer than the first."""
-        batch, loop = self._batch(action.batch_id), self._engine.loop
+        batch, loop = self.batch(action.batch_id), self._engine.loop
         if not batch.ended and not loop.scheduler.reservations.reserve(batch.sequences):
             return False
         if action.first_layer and not batch.ended:
@@ -213,8 +213,8 @@ class LiveSource(PairMember[SourceMachine]):
             sequence.first_scheduled_s = sequence.first_scheduled_s or now_s
         return True
 
-    def _run_part(self, action: core.RunPart) -> core.Ran:
-        batch, loop = self._batch(action.batch_id), self._engine.loop
+    def _run_part(self, action: RunPart) -> core.Ran:
+        batch, loop = self.batch(action.batch_id), self._engine.loop
         self._output = StepOutput(())
         if batch.ended:
             batch.forget_tensors()
@@ -241,8 +241,8 @@ class LiveSource(PairMember[SourceMachine]):
         batch.forget_tensors()
         return core.Ran.FAILED
 
-    def _finish(self, action: core.Finish) -> core.Ran:
-        batch, loop = self._batch(action.batch_id), self._engine.loop
+    def _finish(self, action: Finish) -> core.Ran:
+        batch, loop = self.batch(action.batch_id), self._engine.loop
         started_s = time.monotonic()
         try:
             self._output = batch.finish(loop, kv_here=action.kv_here)
@@ -259,18 +259,18 @@ class LiveSource(PairMember[SourceMachine]):
 
     def _conclude(self, action: core.Conclude) -> None:
         reservations = self._engine.loop.scheduler.reservations
-        action.how.apply(reservations, self._batch(action.batch_id).sequences)
+        action.how.apply(reservations, self.batch(action.batch_id).sequences)
 
     def _release_to_target(self, action: core.ReleaseToTarget) -> None:
-        sequences = [s for i in action.batch_ids for s in self._batch(i).sequences]
+        sequences = [s for i in action.batch_ids for s in self.batch(i).sequences]
         self._engine.loop.scheduler.release_to_target(sequences)
 
     def _restore(self, action: core.Restore) -> None:
         scheduler = self._engine.loop.scheduler
         scheduler.table.lending = False
-        scheduler.take_back([s for i in action.batch_ids for s in self._batch(i).sequences])
+        scheduler.take_back([s for i in action.batch_ids for s in self.batch(i).sequences])
         if action.doubt is not None:
-            scheduler.abort([s for i in action.in_doubt for s in self._batch(i).sequences], action.doubt)
+            scheduler.abort([s for i in action.in_doubt for s in self.batch(i).sequences], action.doubt)
         scheduler.take_back([self._sequences[key] for key in action.keys])
 
     # --- on the event loop: what the target is asked -----------------------------------------
@@ -286,10 +286,10 @@ class LiveSource(PairMember[SourceMachine]):
             raise LinkLost("there is no connection to the target")
         return self._tensors
 
-    async def _hand_over(self, action: core.AskHandOver) -> core.HandedOver:
-        batch, record = self._batch(action.batch.batch_id), self.instance.record
+    async def _hand_over(self, action: core.AskHandOver) -> core.HandOverAnswer:
+        batch, record = self.batch(action.batch.batch_id), self.instance.record
         if batch.ended:
-            return core.HandedOver(taken=False, asked=False)
+            return core.HandOverAnswer(taken=False, asked=False)
         message = HandOver(
             pair_id=self.assignment.pair_id,
             batch_id=batch.batch_id,
@@ -302,17 +302,17 @@ class LiveSource(PairMember[SourceMachine]):
             await self._link.ask_pair("hand_over", message, Ack)
         except (Overloaded, BadRequest, PayloadTooLarge) as error:
             log.debug("batch %s stays here: %s", batch.batch_id, error)
-            return core.HandedOver(taken=False)
-        return core.HandedOver(taken=True, ended=tuple(s.key for s in batch.sequences if s.finished))
+            return core.HandOverAnswer(taken=False)
+        return core.HandOverAnswer(taken=True, ended=tuple(s.key for s in batch.sequences if s.finished))
 
-    async def _send_hidden(self, action: core.SendHidden) -> None:
+    async def _send_hidden(self, action: SendHidden) -> None:
         """Embedded beside the engine's thread: of a long prompt this is much to copy, and decodes need not wait for it.
         The transport cuts nothing off what it is given: the next hand-over need not wait for these to be there."""
-        tokens, engine = self._batch(action.batch_id).token_ids(), self._engine.loop.engine
+        tokens, engine = self.batch(action.batch_id).token_ids(), self._engine.loop.engine
         hidden = (await asyncio.to_thread(engine.embed_tokens, tokens)).result()
         self._connected.send(hidden, action.serial, Kind.HANDED_HIDDEN)
 
-    async def _ask(self, action: core.Ask) -> tuple[Message, bool]:
+    async def _ask(self, action: core.AskTarget) -> tuple[Message, bool]:
         asked = action.message
         answer: Message
         match asked:
@@ -343,7 +343,7 @@ class LiveSource(PairMember[SourceMachine]):
             log.info("pair %s goes without a split: %s", pair_id, error)
 
     async def _receive_hidden(self, action: core.ReceiveHidden) -> bool:
-        batch = self._batch(action.batch_id)
+        batch = self.batch(action.batch_id)
         num_bytes = batch.num_tokens * self._engine.loop.engine.hidden_bytes_per_token
         try:
             receiving = self._connected.receive(num_bytes, action.serial, Kind.PULLED_HIDDEN)
@@ -356,11 +356,11 @@ class LiveSource(PairMember[SourceMachine]):
         async def over() -> None:
             self.handle(core.RestOver(action.batch_id))
 
-        self._kv_sender.send_rest(self._batch(action.batch_id).sequences, action.first_layer, over)
+        self._kv_sender.send_rest(self.batch(action.batch_id).sequences, action.first_layer, over)
 
     async def _fetch_kv(self, action: core.FetchKv) -> bool:
         kv = KvFetch(self.assignment.pair_id, self._engine.loop.engine, self._link, self._connected)
-        return await kv.fetch(self._batch(action.batch_id), action.serial, action.first_layer)
+        return await kv.fetch(self.batch(action.batch_id), action.serial, action.first_layer)
 
     # --- on the event loop: the rest ---------------------------------------------------------
 
@@ -370,14 +370,14 @@ class LiveSource(PairMember[SourceMachine]):
         self._living = self._start(self._until_done(action, self._link.keep_alive())) if action.on else None
 
     def _batch_done(self, action: core.Done) -> None:
-        batch = self._batch(action.batch_id)
+        batch = self.batch(action.batch_id)
         if action.forget:
             self._kv_sender.forget(batch.sequences)  # it is computed from the beginning
         self.record.done(batch, first_layer=action.first_layer, num_layers=self._num_layers, at_s=action.at_s)
 
     def _moved(self, action: core.Moved) -> None:
         for batch_id in action.batch_ids:
-            batch = self._batch(batch_id)
+            batch = self.batch(batch_id)
             self.record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=action.at_s)
             self._inbox.moved(batch.sequences, self.assignment.target.worker)
 
@@ -386,7 +386,7 @@ class LiveSource(PairMember[SourceMachine]):
         if self._tensors is not None:
             self._tensors.abort()
 
-    def _tell_ended(self, action: core.TellEnded) -> Coroutine[Any, Any, None]:
+    def _tell_ended(self, action: TellEnded) -> Coroutine[Any, Any, None]:
         log.warning("pair %s failed: %s", self.assignment.pair_id, action.reason)
         self._span.add_event("failed", {"blitz.reason": action.reason})
         return self._link.tell_ended(action.reason)
@@ -400,16 +400,16 @@ class LiveSource(PairMember[SourceMachine]):
             core.Lend: self._lend,
             core.Look: self._look,
             core.BeginBatch: self._begin_batch,
-            core.RunPart: self._run_part,
-            core.Finish: self._finish,
+            RunPart: self._run_part,
+            Finish: self._finish,
             core.Conclude: self._conclude,
-            core.LookAtRest: lambda action: self._batch(action.batch_id).ended,
+            core.LookAtRest: lambda action: self.batch(action.batch_id).ended,
             core.ReleaseToTarget: self._release_to_target,
             core.Restore: self._restore,
             core.AskOffer: self._offer,
             core.AskHandOver: self._hand_over,
-            core.SendHidden: self._send_hidden,
-            core.Ask: self._ask,
+            SendHidden: self._send_hidden,
+            core.AskTarget: self._ask,
             core.AskSplit: self._split,
             core.ReceiveHidden: self._receive_hidden,
             core.SendRest: self._send_rest,
@@ -417,11 +417,11 @@ class LiveSource(PairMember[SourceMachine]):
             core.KeepAlive: self._keep_alive,
             core.Lending: lambda action: self._lending(action.begun),
             core.Done: self._batch_done,
-            core.Forget: lambda action: self._kv_sender.forget(self._batch(action.batch_id).sequences),
+            core.WithholdKv: lambda action: self._kv_sender.forget(self.batch(action.batch_id).sequences),
             core.SettleSoon: lambda action: self._link.settle(action.claim_id),
             core.TellCancelled: self._tell_cancelled,
             core.Moved: self._moved,
             Abort: self._abort,
-            core.TellEnded: self._tell_ended,
+            TellEnded: self._tell_ended,
             Over: lambda _: self._over.set(),
         }

@@ -13,7 +13,20 @@ import msgspec
 
 from services.worker.core.live import target as core
 from services.worker.core.live.batch import Batch, Key, Request
-from services.worker.core.live.machine import Abort, Answer, Detach, Landed, Lost, Over
+from services.worker.core.live.machine import (
+    Abort,
+    AnswerQuestion,
+    Begin,
+    Cancelled,
+    Detach,
+    Finish,
+    HasLanded,
+    Lost,
+    Over,
+    RunPart,
+    SendHidden,
+    TellEnded,
+)
 from services.worker.core.live.target import TargetMachine
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.sequence import ActiveSequence
@@ -80,15 +93,15 @@ class LiveTarget(PairMember[TargetMachine]):
         self._inbox = inbox
         self._kv_sender = kv_sender
         self._link = LinkToSource(assignment, bus, tensors, self.machine.life, silence_s=silence_s)
-        self._offered: dict[str, PromptBatch] = {}
+        self.offered: dict[str, PromptBatch] = {}
         """Batches of hand-overs that are not answered."""
-        self._held: dict[str, PromptBatch] = {}
+        self.held: dict[str, PromptBatch] = {}
         """Those that are here, and those of which blocks are about to be free."""
 
     def begin(self) -> None:
         """The offer is accepted: hand-overs may come."""
         self.instance.engine.call(lambda loop: setattr(loop, "partial", self))
-        self.handle(core.Begin())
+        self.handle(Begin())
         self.layers_ready()
         self._start(self._watch())
 
@@ -102,12 +115,12 @@ class LiveTarget(PairMember[TargetMachine]):
         sequences = tuple(self.instance.sequence_of(request) for request in message.requests)
         requests = tuple(Request(s.key, s.num_tokens) for s in sequences)
         batch = Batch(message.batch_id, requests, message.layer_s)
-        self._offered.setdefault(message.batch_id, PromptBatch(message.batch_id, sequences, message.requests))
+        self.offered.setdefault(message.batch_id, PromptBatch(message.batch_id, sequences, message.requests))
         try:
             self._link.heard()
             return await self._asked(lambda n: core.HandedOver(n, batch, message.serial, message.behind_seal))
         finally:
-            self._offered.pop(message.batch_id, None)
+            self.offered.pop(message.batch_id, None)
 
     async def on_question(self, message: Seal | Pull | PullKv | Settle | Dissolve) -> Message:
         """Any other. Raises ``Conflict`` if the pair has failed, a sealed batch is missing, or KV is not the source's,
@@ -135,10 +148,10 @@ class LiveTarget(PairMember[TargetMachine]):
         self._cancel([s.key for s in self._sequences() if gone.had(s.gateway_id, s.gateway_incarnation)])
 
     def _cancel(self, keys: Iterable[Key]) -> None:
-        self.handle(core.Cancelled(tuple(keys)))
+        self.handle(Cancelled(tuple(keys)))
 
     def _sequences(self) -> list[ActiveSequence]:
-        return [s for batch in list(self._held.values()) for s in batch.sequences]
+        return [s for batch in list(self.held.values()) for s in batch.sequences]
 
     async def _watch(self) -> None:
         """Until it is over: does the source still live?"""
@@ -153,7 +166,7 @@ class LiveTarget(PairMember[TargetMachine]):
         self.handle(Lost(reason, tell))
         if not was_over:
             await self.ended.wait()
-            await self.until_done(core.TellEnded)
+            await self.until_done(TellEnded)
 
     async def close(self) -> None:
         """The instance or the process goes: leave the pair, and wait for what is under way."""
@@ -178,20 +191,20 @@ class LiveTarget(PairMember[TargetMachine]):
     # --- where the engine is -----------------------------------------------------------------
 
     def _reserve(self, action: core.Reserve) -> bool:
-        batch = self._offered.get(action.batch_id)
+        batch = self.offered.get(action.batch_id)
         if batch is None or not self._engine.loop.scheduler.reservations.reserve(batch.sequences):
             return False
-        self._held[action.batch_id] = batch
+        self.held[action.batch_id] = batch
         return True
 
     def _free(self, action: core.Free) -> None:
         for batch_id in action.batch_ids:
-            batch = self._held[batch_id]
+            batch = self.held[batch_id]
             batch.forget_tensors()
             self._engine.loop.scheduler.reservations.release(batch.sequences)
 
     def _embed(self, action: core.Embed) -> None:
-        batch = self._held.get(action.batch_id)
+        batch = self.held.get(action.batch_id)
         if batch is not None:  # what is decided where the engine is may have freed it before
             batch.hidden = self._engine.loop.engine.embed_tokens(batch.token_ids()).result()
 
@@ -204,8 +217,8 @@ class LiveTarget(PairMember[TargetMachine]):
                 elif not sequence.finished:
                     self._engine.loop.scheduler.cancel(*sequence.key)
 
-    def _run_part(self, action: core.RunPart) -> str | None:
-        batch, loop, layer = self._held[action.batch_id], self._engine.loop, action.layer
+    def _run_part(self, action: RunPart) -> str | None:
+        batch, loop, layer = self.held[action.batch_id], self._engine.loop, action.layer
         self._output = StepOutput(())
         try:
             if batch.activation is None:
@@ -222,8 +235,8 @@ class LiveTarget(PairMember[TargetMachine]):
             batch.tell_layers(loop, layer + 1)
         return None
 
-    def _finish(self, action: core.Finish) -> str | None:
-        batch = self._held[action.batch_id]
+    def _finish(self, action: Finish) -> str | None:
+        batch = self.held[action.batch_id]
         try:
             self._output = batch.finish(self._engine.loop)
         except Exception as error:  # as above
@@ -232,13 +245,13 @@ class LiveTarget(PairMember[TargetMachine]):
         return None
 
     def _announce(self, action: core.Announce) -> None:
-        batches = [self._held[i] for i in action.batch_ids if self.machine.holds(i)]
+        batches = [self.held[i] for i in action.batch_ids if self.machine.holds(i)]
         self._inbox.announce([s for batch in batches for s in batch.sequences if not s.finished])
 
     def _abandon(self, action: core.Abandon) -> None:
         """Ordinary steps find out on which request the engine failed. Before everything is loaded there are none; then
         those requests end with an error, and gateways try elsewhere."""
-        sequences = [s for i in action.batch_ids for s in self._held[i].sequences]
+        sequences = [s for i in action.batch_ids for s in self.held[i].sequences]
         if action.error is None:
             self._engine.loop.scheduler.reservations.compute_here(sequences)
             return
@@ -251,7 +264,7 @@ class LiveTarget(PairMember[TargetMachine]):
 
     # --- on the event loop -------------------------------------------------------------------
 
-    def _reply(self, action: Answer) -> None:
+    def _reply(self, action: AnswerQuestion) -> None:
         """Of what was pulled it is said whether its KV goes straight on; of the end, which layers were run."""
         answer = action.message
         if isinstance(answer, Pulled) and answer.batch_id:
@@ -265,7 +278,7 @@ class LiveTarget(PairMember[TargetMachine]):
     def _goes_direct(self, claimed: Pulled) -> bool:
         """Whether the KV of what was run of a claimed batch leaves here for the decode instances. Settled by the first
         answer; if not, it waits here for the source alone."""
-        batch = self._held.get(claimed.batch_id)
+        batch = self.held.get(claimed.batch_id)
         if batch is None:
             return False
         if batch.kv_direct is None:
@@ -274,8 +287,8 @@ class LiveTarget(PairMember[TargetMachine]):
                 self._kv_sender.forget(batch.sequences)
         return batch.kv_direct
 
-    async def _host(self, action: core.Host) -> bool:
-        batch = self._held.get(action.batch_id)
+    async def _host(self, action: core.HostBatch) -> bool:
+        batch = self.held.get(action.batch_id)
         if batch is None:
             return False  # the pair has failed meanwhile
         self._inbox.host(batch.requests)
@@ -286,8 +299,8 @@ class LiveTarget(PairMember[TargetMachine]):
             log.warning("the hidden states of batch %s did not arrive: %s", batch.batch_id, error)
         return batch.hidden is not None
 
-    def _send_hidden(self, action: core.SendHidden) -> Coroutine[Any, Any, None]:
-        return self._send_activation(action.batch_id, self._held[action.batch_id].activation, action.serial)
+    def _send_hidden(self, action: SendHidden) -> Coroutine[Any, Any, None]:
+        return self._send_activation(action.batch_id, self.held[action.batch_id].activation, action.serial)
 
     async def _send_activation(self, batch_id: str, activation: Any, serial: int) -> None:
         """A failure of the transport is the source's to notice."""
@@ -303,7 +316,7 @@ class LiveTarget(PairMember[TargetMachine]):
 
     async def _send_kv(self, action: core.SendKv) -> None:
         """A failure of the transport is the source's to notice."""
-        batch, engine = self._held.get(action.batch_id), self._engine.loop.engine
+        batch, engine = self.held.get(action.batch_id), self._engine.loop.engine
         if batch is None:
             return  # settled meanwhile
         first, last = action.first_layer, action.last_layer
@@ -322,7 +335,7 @@ class LiveTarget(PairMember[TargetMachine]):
 
     def _forget(self, action: core.Forget) -> None:
         for batch_id in action.batch_ids:
-            batch = self._held.pop(batch_id, None)
+            batch = self.held.pop(batch_id, None)
             if batch is not None and action.theirs:
                 self._kv_sender.forget(batch.sequences)
                 self._inbox.unhost(batch.sequences)
@@ -331,7 +344,7 @@ class LiveTarget(PairMember[TargetMachine]):
         log.log(logging.WARNING if action.warns else logging.INFO, "%s", action.text)
 
     def _await_step_end(self, action: core.AwaitStepEnd) -> object:
-        self._call(lambda: self.handle(Landed(action)), between_layers=False)
+        self._call(lambda: self.handle(HasLanded(action)), between_layers=False)
         return LATER
 
     def _carriers(self) -> Carriers:
@@ -341,17 +354,17 @@ class LiveTarget(PairMember[TargetMachine]):
             core.Embed: self._embed,
             core.EndRequests: self._end_requests,
             core.Wake: lambda _: None,  # the call itself has woken it
-            core.RunPart: self._run_part,
-            core.Finish: self._finish,
+            RunPart: self._run_part,
+            Finish: self._finish,
             core.Announce: self._announce,
             core.Abandon: self._abandon,
-            Answer: self._reply,
-            core.Host: self._host,
-            core.SendHidden: self._send_hidden,
+            AnswerQuestion: self._reply,
+            core.HostBatch: self._host,
+            SendHidden: self._send_hidden,
             core.SendKv: self._send_kv,
             core.Forget: self._forget,
             core.TellTaken: lambda action: self._link.tell_taken(*action.batch_ids, loaded=action.loaded),
-            core.TellEnded: lambda action: self._link.tell_ended(action.reason, action.finished),
+            TellEnded: lambda action: self._link.tell_ended(action.reason, action.finished),
             core.AwaitStepEnd: self._await_step_end,
             Abort: lambda _: self._tensors.abort(),
             core.Note: self._note,

@@ -20,15 +20,21 @@ from services.worker.core.live.life import PairLife, PairState
 from services.worker.core.live.machine import (
     Abort,
     Action,
-    Answer,
+    AnswerQuestion,
+    Begin,
+    Cancelled,
     Detach,
     Due,
     EngineStopped,
-    Event,
+    Finish,
     Lost,
     Machine,
     Over,
+    PairEvent,
     PartWanted,
+    RunPart,
+    SendHidden,
+    TellEnded,
 )
 from services.worker.core.scheduling.reservations import Reservations
 from services.worker.core.scheduling.sequence import ActiveSequence
@@ -64,39 +70,29 @@ _UNKNOWN_TOKEN_S = 1e-6
 # --- what it is told ---------------------------------------------------------------------------
 
 
-class Begin(Event, frozen=True):
-    """There is to be a pair."""
-
-
-class Arrived(Event, frozen=True):
+class RequestArrived(PairEvent, frozen=True):
     """A request was accepted: it goes the way of the others."""
 
 
-class EngineFree(Event, frozen=True):
+class EngineFree(PairEvent, frozen=True):
     """``SourceMachine.is_idle``, no prefill is unfinished here, and ``expected_lengths`` fit."""
 
 
-class RestOver(Event, frozen=True):
+class RestOver(PairEvent, frozen=True):
     """The requests of a batch whose KV left from both members are decoded elsewhere, have ended, or are to be decoded
     here."""
 
     batch_id: str
 
 
-class TargetAsks(Event, frozen=True):
+class TargetAsks(PairEvent, frozen=True):
     """The target finished batches: their requests are its own. An answer follows."""
 
     question: int
     message: Taken
 
 
-class Cancelled(Event, frozen=True):
-    """Nobody wants this one any more. Inside a step the scheduler does not know that yet."""
-
-    key: Key
-
-
-class TargetEnded(Event, frozen=True):
+class TargetEnded(PairEvent, frozen=True):
     """The target says that the pair is over, and which batches it owns."""
 
     reason: str
@@ -133,7 +129,7 @@ class Lending(Action, frozen=True):
     begun: bool
 
 
-class HandedOver(msgspec.Struct, frozen=True):
+class HandOverAnswer(msgspec.Struct, frozen=True):
     """Whether the target took a batch, or has no capacity for it now; ``asked`` not, since nobody wants it any more.
     ``ended``: requests of it that have ended by now."""
 
@@ -143,7 +139,7 @@ class HandedOver(msgspec.Struct, frozen=True):
 
 
 class AskHandOver(Action, frozen=True):
-    """Lands with ``HandedOver``."""
+    """Lands with ``HandOverAnswer``."""
 
     lands = True
     batch: Batch
@@ -151,15 +147,7 @@ class AskHandOver(Action, frozen=True):
     behind_seal: bool
 
 
-class SendHidden(Action, frozen=True):
-    """Embed a batch that was handed over. It lands once its hidden states are on their way."""
-
-    lands = True
-    batch_id: str
-    serial: int
-
-
-class Ask(Action, frozen=True):
+class AskTarget(Action, frozen=True):
     """Of the target. Lands with its answer, and whether new requests may come here."""
 
     lands = True
@@ -221,30 +209,6 @@ class Ran(Enum):
     """All requests of the batch have ended."""
 
 
-class RunPart(Action, frozen=True):
-    """Tokens ``begin .. end`` of a layer. ``kv_leaves``: KV of this layer is all that is missing where the requests are
-    decoded, or of those before it there is all. Lands with ``Ran``."""
-
-    on_engine = lands = True
-    batch_id: str
-    first_layer: int
-    layer: int
-    begin: int
-    end: int
-    kv_leaves: bool
-
-
-class Finish(Action, frozen=True):
-    """Sample the first tokens of a batch of which all layers ran; it decodes, or without ``kv_here`` once its KV is
-    whole. Lands with ``Ran``."""
-
-    on_engine = lands = True
-    batch_id: str
-    first_layer: int
-    kv_here: bool
-    kv_direct: bool
-
-
 class Done(Action, frozen=True):
     """A batch is run here no more, whatever became of it."""
 
@@ -304,7 +268,7 @@ class LookAtRest(Action, frozen=True):
     batch_id: str
 
 
-class Forget(Action, frozen=True):
+class WithholdKv(Action, frozen=True):
     """Nothing of a batch's KV leaves from here."""
 
     batch_id: str
@@ -334,12 +298,6 @@ class ReleaseToTarget(Action, frozen=True):
 
     on_engine = True
     batch_ids: tuple[str, ...]
-
-
-class TellEnded(Action, frozen=True):
-    """To the target."""
-
-    reason: str
 
 
 class Restore(Action, frozen=True):
@@ -458,7 +416,7 @@ class SourceMachine(Machine):
         """Out of the scheduler's queue, and in no batch yet."""
         self._backlog: deque[SourceBatch] = deque()
         """Not handed over yet, or never: behind all that is."""
-        self._handed: dict[str, SourceBatch] = {}
+        self.handed: dict[str, SourceBatch] = {}
         """At the target, by id, in first-come order; those included that were pulled and are not begun."""
         self._asked: SourceBatch | None = None
         """The target has not answered whether it takes it."""
@@ -492,11 +450,11 @@ class SourceMachine(Machine):
         self._direct: dict[str, _Run] = {}
         """KV of these goes straight to where it is decoded, and is not there yet."""
         # The end.
-        self._target_loaded = False
+        self.target_loaded = False
         """It finishes batches itself, and owns their requests then: not before it has heard that this is known here."""
         self._has_last_word = False
         """The target ended the pair, and said what it owns."""
-        self._is_ending = False
+        self.is_ending = False
         """Nothing more is handed over or pulled."""
         self._given: deque[Given] | None = None
         """What the target gave in the end, and is not begun. None: it has not answered, or is not asked yet."""
@@ -532,7 +490,7 @@ class SourceMachine(Machine):
     @property
     def expected_lengths(self) -> tuple[int, ...]:
         """Contexts of the batch that probably is the next to be run here."""
-        batch = next(iter([*self._handed.values(), *self._backlog]), None)
+        batch = next(iter([*self.handed.values(), *self._backlog]), None)
         return () if batch is None else batch.batch.lengths
 
     # --- offered, redirecting -------------------------------------------------------------------
@@ -576,11 +534,11 @@ class SourceMachine(Machine):
     def _hand_over_next(self) -> None:
         """Everything, as far as the target has capacity."""
         is_first = self.life.state is PairState.REDIRECTING
-        if self._backlog and (is_first or not self._is_ending):
+        if self._backlog and (is_first or not self.is_ending):
             batch = self._asked = self._backlog.popleft()
             batch.move_to(Place.HANDED_OVER)
             # Before the answer: a pull may bring it back before that comes.
-            self._handed[batch.batch_id] = batch
+            self.handed[batch.batch_id] = batch
             self.do(AskHandOver(batch.batch, self._num_handed, behind_seal=not is_first))
         else:
             self._handed_over()
@@ -588,15 +546,15 @@ class SourceMachine(Machine):
     def _handed_over(self) -> None:
         self._hands_over = False
         if self.life.state is PairState.REDIRECTING:
-            self.do(Ask(Seal(pair_id=self._pair_id, count=self._num_handed)))
+            self.do(AskTarget(Seal(pair_id=self._pair_id, count=self._num_handed)))
 
-    def _hand_over_answered(self, _: AskHandOver, answer: HandedOver) -> None:
+    def _hand_over_answered(self, _: AskHandOver, answer: HandOverAnswer) -> None:
         batch, self._asked = self._asked, None
         if batch is None or self._is_lost:
             return
         if not answer.asked:
             batch.move_to(Place.UNWANTED)
-            del self._handed[batch.batch_id]
+            del self.handed[batch.batch_id]
             self._hand_over_next()
             return
         if not answer.taken and batch.place is not Place.HANDED_OVER:
@@ -604,7 +562,7 @@ class SourceMachine(Machine):
             return
         if not answer.taken:
             batch.move_to(Place.WAITING)
-            self._backlog.appendleft(self._handed.pop(batch.batch_id))
+            self._backlog.appendleft(self.handed.pop(batch.batch_id))
             self._handed_over()
             return
         serial, self._num_handed = self._num_handed, self._num_handed + 1
@@ -617,7 +575,7 @@ class SourceMachine(Machine):
         if not self._is_lost:
             self._hand_over_next()
 
-    def _answered(self, asked: Ask, result: tuple[Message, bool]) -> None:
+    def _answered(self, asked: AskTarget, result: tuple[Message, bool]) -> None:
         answer, gets_prompts = result
         if self._is_lost:
             return
@@ -641,7 +599,7 @@ class SourceMachine(Machine):
 
     def _to_split(self) -> tuple[SplitBatch, ...]:
         """Nothing where no split can gain: equal batches need none, and without a measurement there is none."""
-        batches = [b.batch for b in self._handed.values()]
+        batches = [b.batch for b in self.handed.values()]
         if self._policy != "zigzag" or not self._token_s or len({b.layer_s for b in batches}) < 2:
             return ()
         return tuple(SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in batches)
@@ -657,13 +615,14 @@ class SourceMachine(Machine):
         self.do(KeepAlive(True))
         self.do(Look())  # is it free already?
 
-    def _arrived_one(self, _: Arrived) -> None:
+    def _arrived_one(self, _: RequestArrived) -> None:
         self._arrived = True
 
     def _cancelled(self, event: Cancelled) -> None:
-        self._unwanted.add(event.key)
-        if any(event.key in batch.batch.keys for batch in self._handed.values()):
-            self.do(TellCancelled((event.key,)))
+        self._unwanted.update(event.keys)
+        for key in event.keys:
+            if any(key in batch.batch.keys for batch in self.handed.values()):
+                self.do(TellCancelled((key,)))
 
     # --- cooperating, loaded: work is got ----------------------------------------------------------
 
@@ -694,12 +653,12 @@ class SourceMachine(Machine):
         self._pull_began_s = self.now_s
         serial, self._num_claims = self._num_claims, self._num_claims + 1
         claim_id = f"{self._pair_id}-claim-{serial}"
-        self.do(Ask(Pull(pair_id=self._pair_id, claim_id=claim_id, serial=serial, wait_s=PULL_WAIT_S)))
+        self.do(AskTarget(Pull(pair_id=self._pair_id, claim_id=claim_id, serial=serial, wait_s=PULL_WAIT_S)))
 
     @property
     def _parts(self) -> bool:
         """It parts from the target now, busy or not: the baselines do once everything is loaded."""
-        return self._num_done >= self._max_batches or (self._target_loaded and self._policy != "zigzag")
+        return self._num_done >= self._max_batches or (self.target_loaded and self._policy != "zigzag")
 
     def _pull_answered(self, answer: Pulled, *, gets_prompts: bool) -> None:
         self._answer, self._gets_prompts = answer, gets_prompts
@@ -713,7 +672,7 @@ class SourceMachine(Machine):
 
     def _get(self, batch_id: str, first_layer: int, claim_id: str, serial: int, kv_direct: bool = False) -> None:
         """A batch that the target gave."""
-        batch = self._handed.get(batch_id)
+        batch = self.handed.get(batch_id)
         if batch is None or batch.place is not Place.HANDED_OVER or not 0 <= first_layer < self._num_layers:
             self._fail(f"the target gave batch {batch_id!r} from layer {first_layer} on, which it does not have")
             return
@@ -766,7 +725,7 @@ class SourceMachine(Machine):
         self._begins = None
         batch = run.batch
         batch.move_to(Place.BEGUN)
-        if self._handed.pop(batch.batch_id, None) is None:
+        if self.handed.pop(batch.batch_id, None) is None:
             self._backlog.remove(batch)
         self._runs.append(run)
         # What the engine said before it had this batch does not count any more. But by now it may be done with it, and
@@ -782,7 +741,7 @@ class SourceMachine(Machine):
 
     def _after_begin(self) -> None:
         if self._begins_for is _For.PULL and self._answer is not None:
-            layer_s = max([b.batch.layer_s for b in self._handed.values()], default=0.0)
+            layer_s = max([b.batch.layer_s for b in self.handed.values()], default=0.0)
             self.time.took(self.now_s - self._pull_began_s, layer_s)
             self._after_pull(self._answer)
         elif self._begins_for is _For.BACKLOG:
@@ -791,8 +750,8 @@ class SourceMachine(Machine):
             self._pulling = _Pulling.NOT
 
     def _after_pull(self, answer: Pulled) -> None:
-        self._target_loaded = self._target_loaded or answer.loaded
-        if self._target_loaded and self.life.state is PairState.COOPERATING:
+        self.target_loaded = self.target_loaded or answer.loaded
+        if self.target_loaded and self.life.state is PairState.COOPERATING:
             self.life.move_to(PairState.LOADED)
         self._wait()
         if answer.batch_id:
@@ -819,7 +778,7 @@ class SourceMachine(Machine):
             batch = run.batch.batch
             end = part_from(run.next_token, batch.num_tokens, self._chunk_tokens)
             leaves = run.kv_direct or run.kv is Kv.HERE
-            self.do(RunPart(batch.batch_id, run.first_layer, run.next_layer, run.next_token, end, leaves))
+            self.do(RunPart(batch.batch_id, run.next_layer, run.next_token, end, run.first_layer, leaves))
 
     def _part_ran(self, part: RunPart, ran: Ran) -> None:
         run = self._runs[0] if self._runs else None
@@ -908,19 +867,19 @@ class SourceMachine(Machine):
         self._taken(event.message.batch_ids)
         if self._backlog:
             self._arrived = True  # the target has capacity now
-        if event.message.loaded and not self._target_loaded:
-            self._target_loaded = True
+        if event.message.loaded and not self.target_loaded:
+            self.target_loaded = True
             if self._parts and not self.life.ended:
                 self._free = True  # busy or not. Others ask for a batch once they are free, as ever
-        self.do(Answer(event.question, Ack()))
+        self.do(AnswerQuestion(event.question, Ack()))
 
     def _taken(self, batch_ids: Iterable[str]) -> None:
         taken = []
         for batch_id in batch_ids:
-            batch = self._handed.get(batch_id)
+            batch = self.handed.get(batch_id)
             if batch is not None and batch.place is Place.HANDED_OVER:
                 batch.move_to(Place.TAKEN)
-                del self._handed[batch_id]
+                del self.handed[batch_id]
                 taken.append(batch)
         self._num_done += len(taken)
         if taken:
@@ -930,14 +889,14 @@ class SourceMachine(Machine):
 
     def _end(self) -> None:
         """Nothing is to be gained any more, or there is nobody to gain it for."""
-        self._is_ending = True
+        self.is_ending = True
         self._pulling, self._look_s = _Pulling.NOT, math.inf
 
     def _part(self) -> None:
         self._asks_to_part = True
         self.do(KeepAlive(False))
         self.do(
-            Ask(
+            AskTarget(
                 Dissolve(
                     pair_id=self._pair_id,
                     claim_id=f"{self._pair_id}-end",
@@ -951,7 +910,7 @@ class SourceMachine(Machine):
         self.life.move_to(PairState.DISSOLVED)
         self._taken((*event.finished, *event.kept))
         # Untouched ones are at the target still as far as we know: they come back with all that it does not own.
-        self._given = deque(g for g in event.given if g.first_layer and g.batch_id in self._handed)
+        self._given = deque(g for g in event.given if g.first_layer and g.batch_id in self.handed)
         self._must_settle = any(g.first_layer for g in event.given)
 
     def _get_given(self) -> None:
@@ -972,7 +931,7 @@ class SourceMachine(Machine):
     def _fail(self, reason: str) -> None:
         if self._is_lost or self._restoring:
             return
-        self._is_lost = self._is_ending = True
+        self._is_lost = self.is_ending = True
         self.do(Abort(reason))
         if self.life.fail():
             self.failure = reason
@@ -986,7 +945,7 @@ class SourceMachine(Machine):
         run, self._begins = self._begins, None
         if run is not None and run.kv_direct:
             self._direct.pop(run.batch.batch_id, None)
-            self.do(Forget(run.batch.batch_id))
+            self.do(WithholdKv(run.batch.batch_id))
 
     @property
     def _may_restore(self) -> bool:
@@ -1001,22 +960,22 @@ class SourceMachine(Machine):
             self._restored = True
             return
         doubt = self._doubt()
-        doubtful = [b for b in self._handed.values() if doubt is not None and b.place is Place.HANDED_OVER]
-        back = [b for b in (*self._handed.values(), *self._backlog) if b not in doubtful]
+        doubtful = [b for b in self.handed.values() if doubt is not None and b.place is Place.HANDED_OVER]
+        back = [b for b in (*self.handed.values(), *self._backlog) if b not in doubtful]
         for batch in back:
             batch.move_to(Place.BACK)
         for batch in doubtful:
             batch.move_to(Place.IN_DOUBT)
         keys = tuple([r.key for r in self._lent])
         back_ids, doubtful_ids = tuple([b.batch_id for b in back]), tuple([b.batch_id for b in doubtful])
-        for queue in (self._handed, self._backlog, self._lent):
+        for queue in (self.handed, self._backlog, self._lent):
             queue.clear()
         self.do(Restore(back_ids, keys, doubtful_ids, doubt))
 
     def _doubt(self) -> ErrorInfo | None:
         """What requests end with that the target may own, or not. Two instances must not go on with one attempt, whose
         tokens need not agree; another attempt goes on from the tokens that the gateway has."""
-        if self.life.state is not PairState.FAILED or not self._target_loaded or self._has_last_word:
+        if self.life.state is not PairState.FAILED or not self.target_loaded or self._has_last_word:
             return None
         reason = f"{self._target} may have finished the prompt, and does not answer: {self.failure}"
         return ErrorInfo.of(Unavailable(reason))
@@ -1043,13 +1002,13 @@ class SourceMachine(Machine):
         if self._arrived and self._may_hand_over:
             self._arrived = False
             self._lend()
-        if self._is_ending:
+        if self.is_ending:
             self._go_on_ending()
 
     @property
     def _may_hand_over(self) -> bool:
         takes_backlog = self._begins is not None and self._begins_for is _For.BACKLOG
-        return self._cooperates and not (self._hands_over or self._is_ending or takes_backlog)
+        return self._cooperates and not (self._hands_over or self.is_ending or takes_backlog)
 
     def _go_on_ending(self) -> None:
         is_quiet = not (self._hands_over or self._begins or self._coming or self._fetching)
@@ -1060,7 +1019,7 @@ class SourceMachine(Machine):
                 self._get_given()
             elif self._given is not None and is_quiet and self._must_settle and not self._asks_to_settle:
                 self._asks_to_settle = True
-                self.do(Ask(Settle(pair_id=self._pair_id, claim_ids=())))
+                self.do(AskTarget(Settle(pair_id=self._pair_id, claim_ids=())))
         if self._may_restore:
             self._restore()
         if self._restored and not self._runs and not self._is_over:
@@ -1072,7 +1031,7 @@ class SourceMachine(Machine):
 
     handlers: ClassVar = {
         Begin: _begin,
-        Arrived: _arrived_one,
+        RequestArrived: _arrived_one,
         EngineFree: _engine_free,
         PartWanted: _part_wanted,
         RestOver: _rest_is_over,
@@ -1088,7 +1047,7 @@ class SourceMachine(Machine):
         Lend: _lent_some,
         AskHandOver: _hand_over_answered,
         SendHidden: _hidden_sent,
-        Ask: _answered,
+        AskTarget: _answered,
         AskSplit: _split_asked,
         ReceiveHidden: _hidden_received,
         BeginBatch: _begun,

@@ -16,15 +16,21 @@ from services.worker.core.live.life import PairLife, PairState
 from services.worker.core.live.machine import (
     Abort,
     Action,
-    Answer,
+    AnswerQuestion,
+    Begin,
+    Cancelled,
     Detach,
     Due,
     EngineStopped,
-    Event,
+    Finish,
     Lost,
     Machine,
     Over,
+    PairEvent,
     PartWanted,
+    RunPart,
+    SendHidden,
+    TellEnded,
 )
 from shared.errors import BadRequest, BlitzError, Conflict, EngineBroken, Overloaded, Unavailable
 from shared.messages.common import Ack, ErrorInfo
@@ -54,11 +60,7 @@ NO_RUNS = LayerRuns(started_ago_s=0.0, bucket_s=0.0)
 # --- what it is told ---------------------------------------------------------------------------
 
 
-class Begin(Event, frozen=True):
-    """The offer is accepted: hand-overs may come."""
-
-
-class HandedOver(Event, frozen=True):
+class HandedOver(PairEvent, frozen=True):
     """The source asks that a batch be taken."""
 
     question: int
@@ -67,30 +69,24 @@ class HandedOver(Event, frozen=True):
     behind_seal: bool
 
 
-class SourceAsks(Event, frozen=True):
+class SourceAsks(PairEvent, frozen=True):
     """Any other question of the source's. An answer follows."""
 
     question: int
     message: Seal | Pull | PullKv | Settle | Dissolve
 
 
-class LayersReady(Event, frozen=True):
+class LayersReady(PairEvent, frozen=True):
     """So many are loaded here. ``complete``: head and all."""
 
     layers_ready: int
     complete: bool = False
 
 
-class GatesCame(Event, frozen=True):
+class GatesCame(PairEvent, frozen=True):
     """A split was computed: both sides are held to it."""
 
     gates: tuple[Gate, ...]
-
-
-class Cancelled(Event, frozen=True):
-    """Nobody wants these any more."""
-
-    keys: tuple[Key, ...]
 
 
 # --- what it wants done ------------------------------------------------------------------------
@@ -111,7 +107,7 @@ class Free(Action, frozen=True):
     question: int = -1
 
 
-class Host(Action, frozen=True):
+class HostBatch(Action, frozen=True):
     """Requests of a batch may become this instance's. Lands with whether its hidden states are here: else they will not
     come."""
 
@@ -125,13 +121,6 @@ class Embed(Action, frozen=True):
 
     on_engine = lands = True
     batch_id: str
-
-
-class SendHidden(Action, frozen=True):
-    """As far as a batch was run, to the source."""
-
-    batch_id: str
-    serial: int
 
 
 class SendKv(Action, frozen=True):
@@ -163,23 +152,6 @@ class Wake(Action, frozen=True):
     on_engine = True
 
 
-class RunPart(Action, frozen=True):
-    """Tokens ``begin .. end`` of a layer. Lands with what is wrong, if the engine could not."""
-
-    on_engine = lands = True
-    batch_id: str
-    layer: int
-    begin: int
-    end: int
-
-
-class Finish(Action, frozen=True):
-    """Sample the first tokens of a batch of which all layers ran, and decode its requests. Lands as ``RunPart``."""
-
-    on_engine = lands = True
-    batch_id: str
-
-
 class AwaitStepEnd(Action, frozen=True):
     """It lands where the engine is, between two steps."""
 
@@ -208,13 +180,6 @@ class Abandon(Action, frozen=True):
     on_engine = True
     batch_ids: tuple[str, ...]
     error: ErrorInfo | None
-
-
-class TellEnded(Action, frozen=True):
-    """To the source: the pair is over; these batches were finished here."""
-
-    reason: str
-    finished: tuple[str, ...]
 
 
 class Note(Action, frozen=True):
@@ -341,7 +306,7 @@ class TargetMachine(Machine):
         if batch.batch_id in self._reserving:
             self._reserving[batch.batch_id][1].append(asked.question)
         elif batch.batch_id in self._known:
-            self.do(Answer(asked.question, Ack()))
+            self.do(AnswerQuestion(asked.question, Ack()))
         elif self._is_closed:
             self.refuse(asked.question, Conflict(f"pair {self._pair_id} is over"))
         elif (most := max([r.num_tokens for r in batch.requests])) >= self._limit_tokens:
@@ -369,11 +334,11 @@ class TargetMachine(Machine):
             self._runs[batch.batch_id] = _Run(batch, set(batch.keys))
             self._not_taken[batch.batch_id] = batch
             self.gates.added(self.queue, batch.batch_id)
-            self.do(Host(batch.batch_id, asked.serial))
+            self.do(HostBatch(batch.batch_id, asked.serial))
         for question in questions:
-            self.do(Answer(question, Ack())) if error is None else self.refuse(question, error)
+            self.do(AnswerQuestion(question, Ack())) if error is None else self.refuse(question, error)
 
-    def _hosted(self, host: Host, is_here: bool) -> None:
+    def _hosted(self, host: HostBatch, is_here: bool) -> None:
         """Without its hidden states, the source can have it back as it is. Should it stay here, there will be an
         embedding."""
         run = self._runs.get(host.batch_id)
@@ -419,7 +384,7 @@ class TargetMachine(Machine):
         if self.life.state is PairState.REDIRECTING:
             self.life.move_to(PairState.COOPERATING)
             self._move_on()
-        self.do(Answer(question, Ack()))
+        self.do(AnswerQuestion(question, Ack()))
 
     # --- layers ---------------------------------------------------------------------------------
 
@@ -557,7 +522,7 @@ class TargetMachine(Machine):
                 loaded=self.loaded,
                 can_dissolve=claim is None and self._can_dissolve,
             )
-            self.do(Answer(question, pulled))
+            self.do(AnswerQuestion(question, pulled))
             if claim is not None:
                 self._changed()  # what was in the way of a later batch is gone
 
@@ -582,7 +547,7 @@ class TargetMachine(Machine):
         if asked.first_layer not in run.kv_sent:
             run.kv_sent.add(asked.first_layer)
             self.do(SendKv(asked.batch_id, asked.serial, asked.first_layer, asked.last_layer))
-        self.do(Answer(question, Ack()))
+        self.do(AnswerQuestion(question, Ack()))
 
     def _settle(self, question: int, asked: Settle) -> None:
         """The source has these batches. Unknown and settled claims are ignored; without any it only says that it
@@ -591,7 +556,7 @@ class TargetMachine(Machine):
         for claim in settled:
             self.queue.confirm(claim.claim_id)
         if not self._free([claim.batch_id for claim in settled], question):
-            self.do(Answer(question, Ack()))
+            self.do(AnswerQuestion(question, Ack()))
 
     # --- batches go -----------------------------------------------------------------------------
 
@@ -611,7 +576,7 @@ class TargetMachine(Machine):
             self.do(Forget((batch_id,), theirs=self._not_taken.pop(batch_id, None) is not None))
         if free.question in self._settling:
             self._settling.remove(free.question)
-            self.do(Answer(free.question, Ack()))
+            self.do(AnswerQuestion(free.question, Ack()))
         self._changed()
 
     def _cancelled(self, event: Cancelled) -> None:
@@ -642,7 +607,7 @@ class TargetMachine(Machine):
     def _wish_to_part(self, question: int, asked: Dissolve) -> None:
         """Begun batches stay, untouched ones are shared. Repeating gives the same shares."""
         if self.shares is not None:
-            self.do(Answer(question, self.shares))
+            self.do(AnswerQuestion(question, self.shares))
         elif self.life.state is PairState.REDIRECTING:
             self.refuse(question, Conflict(f"the queue of pair {self._pair_id} is not sealed"))
         else:
@@ -677,7 +642,7 @@ class TargetMachine(Machine):
         self.life.move_to(PairState.DISSOLVED)
         self.do(Note(f"pair {self._pair_id} is dissolved: {len(shares.kept)} kept, {len(given)} given"))
         for question, _, _ in self._parting:
-            self.do(Answer(question, self.shares))
+            self.do(AnswerQuestion(question, self.shares))
         self._parting.clear()
         begun = [g for g in given if g.first_layer and g.batch_id in self._runs]
         self._free([i for i in self._not_taken if all(i != g.batch_id for g in begun)])
@@ -808,7 +773,7 @@ class TargetMachine(Machine):
     }
     landings: ClassVar = {
         Reserve: _reserved,
-        Host: _hosted,
+        HostBatch: _hosted,
         Embed: _embedded,
         TellTaken: _told,
         RunPart: _part_ran,

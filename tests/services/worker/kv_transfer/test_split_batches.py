@@ -227,7 +227,7 @@ async def test_a_split_that_is_over_before_the_source_has_room_for_it_is_settled
             answer: Message = await ask_pair(self, *question, **how)
             source = burst.source.service.parts.pair_roles.source
             if isinstance(answer, Pulled) and answer.kv_direct and not gone and source is not None:
-                gone.extend(s.request_id for s in source._batch(answer.batch_id).sequences)
+                gone.extend(s.request_id for s in source.batch(answer.batch_id).sequences)
                 full = pytest.MonkeyPatch()
                 full.setattr(source.instance.engine.loop.scheduler.reservations, "reserve", lambda _: False)
                 until_over.append(asyncio.create_task(over(full)))
@@ -275,13 +275,13 @@ async def test_clients_leave_while_batches_are_split(redis_url: str) -> None:
 async def test_a_batch_that_is_done_before_the_event_loop_hears_of_its_beginning_does_not_hold_the_pair_up(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    act_on_loop = LiveSource._act_on_loop
+    act_on_loop = LiveSource.act_on_loop
 
     def heard_late(source: LiveSource) -> None:
         asyncio.get_running_loop().call_later(0.1, act_on_loop, source)
 
     async with pair_and_decoder(redis_url, mock=MockTiming(layer_per_token_s=LAYER_S / NUM_TOKENS)) as burst:
-        monkeypatch.setattr(LiveSource, "_act_on_loop", heard_late)
+        monkeypatch.setattr(LiveSource, "act_on_loop", heard_late)
         await burst.start(delay_s=DELAY_S, role="prefill")
         for name in burst.prompts:
             end = await burst.cluster.gateway.end_of(name)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from services.worker.core.live import source, target
 from services.worker.core.live.batch import Batch, Request
-from services.worker.core.live.machine import Action, Answer, Landed, Lost
+from services.worker.core.live.machine import Action, AnswerQuestion, Begin, HasLanded, Lost, SendHidden
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
@@ -74,8 +74,8 @@ class Alone:
         )
 
     def _listen(self, member: LiveSource | LiveTarget) -> None:
-        carriers = member._carry_out.items()
-        member._carry_out = {kind: carry if kind.on_engine else self._say for kind, carry in carriers}
+        carriers = member.carry_out.items()
+        member.carry_out = {kind: carry if kind.on_engine else self._say for kind, carry in carriers}
 
     def _say(self, action: Action) -> object:
         self.said.append(action)
@@ -117,16 +117,16 @@ class Target(Alone):
         self._listen(self.work)
         self.machine = self.work.machine
         self.loop.partial = self.work
-        self.work.handle(target.Begin())
+        self.work.handle(Begin())
 
     def take(self, batch_id: str, *sequences: ActiveSequence) -> PromptBatch:
         """A batch is handed over, with its hidden states."""
         batch = batch_of(batch_id, *sequences)
         requests = tuple(Request(s.key, s.num_tokens) for s in sequences)
-        self.work._offered = {batch_id: batch}
+        self.work.offered = {batch_id: batch}
         self.work.handle(target.HandedOver(0, Batch(batch_id, requests, 1.0), 0, behind_seal=False))
         batch.hidden = self.loop.engine.embed_tokens(batch.token_ids()).result()
-        self.work.handle(Landed(target.Host(batch_id, 0), True))
+        self.work.handle(HasLanded(target.HostBatch(batch_id, 0), True))
         return batch
 
     def load(self, num_layers: int) -> None:
@@ -134,12 +134,12 @@ class Target(Alone):
         self.instance.copy.layers_ready, self.instance.copy.complete = num_layers, num_layers == NUM_LAYERS
         self.work.layers_ready()
         if self.machine.loaded:
-            self.work.handle(Landed(target.TellTaken((), loaded=True), True))
+            self.work.handle(HasLanded(target.TellTaken((), loaded=True), True))
 
     def ask(self, question: Pull | Settle) -> Message:
         """The answer."""
         self.work.handle(target.SourceAsks(0, question))
-        return self.all_said(Answer)[-1].message
+        return self.all_said(AnswerQuestion)[-1].message
 
     @property
     def finished(self) -> list[str]:
@@ -149,11 +149,11 @@ class Target(Alone):
     def lose(self) -> None:
         """The source; the engine has ended its step."""
         self.work.handle(Lost("the source is lost"))
-        self.work.handle(Landed(target.AwaitStepEnd()))
+        self.work.handle(HasLanded(target.AwaitStepEnd()))
 
     def state_of(self, batch_id: str, num_layers: int) -> tuple[Buffer, Buffer]:
         """Hidden states and KV of what was run of a batch."""
-        batch, engine = self.work._held[batch_id], self.loop.engine
+        batch, engine = self.work.held[batch_id], self.loop.engine
         kv = engine.export_kv(batch.block_tables, batch.lengths, num_layers)
         return engine.hidden_states(batch.activation).result(), kv.result()
 
@@ -193,12 +193,12 @@ class Source(Alone):
         self.machine = self.work.machine
         self._kv: dict[str, tuple[Buffer, int]] = {}
         """Of a batch's first layers, so many."""
-        self.work.handle(Landed(source.AskOffer()))
-        while asked := self.all_said(source.AskHandOver)[len(self.all_said(source.SendHidden)) :]:
-            self.work.handle(Landed(asked[0], source.HandedOver(taken=True)))
-            self.work.handle(Landed(self.all_said(source.SendHidden)[-1]))
+        self.work.handle(HasLanded(source.AskOffer()))
+        while asked := self.all_said(source.AskHandOver)[len(self.all_said(SendHidden)) :]:
+            self.work.handle(HasLanded(asked[0], source.HandOverAnswer(taken=True)))
+            self.work.handle(HasLanded(self.all_said(SendHidden)[-1]))
         self._answer(Ack())
-        self._handed = iter(self.machine.batches)
+        self.handed = iter(self.machine.batches)
 
     @property
     def done(self) -> list[str]:
@@ -208,15 +208,15 @@ class Source(Alone):
     @property
     def num_pulls(self) -> int:
         """So many were asked for."""
-        return sum(isinstance(action.message, Pull) for action in self.all_said(source.Ask))
+        return sum(isinstance(action.message, Pull) for action in self.all_said(source.AskTarget))
 
     def _answer(self, answer: Message) -> None:
         """To what was asked last."""
-        self.work.handle(Landed(self.all_said(source.Ask)[-1], (answer, True)))
+        self.work.handle(HasLanded(self.all_said(source.AskTarget)[-1], (answer, True)))
 
     def start(self, first_layer: int = 0, *, there: Target | None = None, with_kv: bool = True) -> PromptBatch:
         """Pull the next batch and begin it. The target, which is ``there``, ran the layers before ``first_layer``."""
-        batch = self.work._batch(next(self._handed))
+        batch = self.work.batch(next(self.handed))
         self.work.handle(source.EngineFree())
         answer = Pulled(batch_id=batch.batch_id, first_layer=first_layer)
         self._answer(answer)
@@ -224,7 +224,7 @@ class Source(Alone):
             there = there or self._run_there(batch, first_layer)
             batch.hidden, kv = there.state_of(batch.batch_id, first_layer)
             self._kv[batch.batch_id] = kv, first_layer
-            self.work.handle(Landed(source.ReceiveHidden(batch.batch_id, 0), True))
+            self.work.handle(HasLanded(source.ReceiveHidden(batch.batch_id, 0), True))
             if with_kv:
                 self.kv_over(batch)
         return batch
@@ -241,4 +241,4 @@ class Source(Alone):
         if is_here:
             kv, num_layers = self._kv[batch.batch_id]
             self.loop.engine.import_kv(batch.block_tables, batch.lengths, num_layers, kv).result()
-        self.work.handle(Landed(source.FetchKv(batch.batch_id, 0, 0), is_here))
+        self.work.handle(HasLanded(source.FetchKv(batch.batch_id, 0, 0), is_here))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from services.worker.core.live.machine import Action, Landed, Lost
+from services.worker.core.live.machine import Action, HasLanded, Lost
 from services.worker.core.scheduling.sequence import ActiveSequence, sequence_of, submit_of
 from services.worker.device.host import HOST
 from services.worker.engine.loop import EngineLoop, StepOutput
@@ -405,7 +405,9 @@ class SourceEnd:
 
     def has_landed(self, kind: type[Action], *batch_ids: str, result: object) -> bool:
         """Whether such actions have, of these batches, with this."""
-        landed = [event for _, event in list(self.machine.log) if isinstance(event, Landed) and event.result == result]
+        landed = [
+            event for _, event in list(self.machine.log) if isinstance(event, HasLanded) and event.result == result
+        ]
         return {a.batch_id for e in landed if isinstance(a := e.action, kind)} >= {*batch_ids}  # type: ignore[attr-defined]
 
     async def part(self) -> LiveReport:

@@ -237,8 +237,8 @@ async def test_a_loaded_target_that_is_cut_off_leaves_no_attempt_with_two_owners
         burst, gateway = Burst(cluster), cluster.gateway
         await burst.start(delay_s=0.01, max_tokens=3)
         source = await burst.live_source()
-        await eventually(lambda: source.machine._target_loaded)
-        assert len(source.machine._handed) > 2
+        await eventually(lambda: source.machine.target_loaded)
+        assert len(source.machine.handed) > 2
         burst.target.bus.go_down()  # it computes on, and nobody can ask it what
         assert (await _report(cluster)).outcome == "failed"
         burst.target.bus.go_up()

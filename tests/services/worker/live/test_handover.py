@@ -101,7 +101,7 @@ async def test_handing_over_stops_when_the_pair_parts() -> None:
 
         async def hold(message: Message) -> None:
             if _is_of(message, "b"):
-                await eventually(lambda: source.machine._is_ending)
+                await eventually(lambda: source.machine.is_ending)
             elif isinstance(message, Pull):
                 await parts.wait()
 

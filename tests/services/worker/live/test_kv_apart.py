@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker.core.live.machine import Answer
+from services.worker.core.live.machine import AnswerQuestion
 from services.worker.device.completion import Completion
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
@@ -114,7 +114,7 @@ async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> No
         burst.target.transport.tamper = wire.tamper
         source = await burst.live_source()
         await eventually(lambda: source.record.first_cooperative_s is not None)
-        assert not source.machine._target_loaded
+        assert not source.machine.target_loaded
         await burst.target.kill()
         killed.append(True)
         await burst.ends()
@@ -142,16 +142,16 @@ async def _parted_with_begun_ones(burst: Burst, before: Callable[[], None] = lam
     target = burst.live_target_of(burst.target)
     assert target is not None
     given: list[str] = []
-    answer = target._carry_out[Answer]
+    answer = target.carry_out[AnswerQuestion]
 
-    def watched(action: Answer) -> None:
+    def watched(action: AnswerQuestion) -> None:
         """The first word after the two have agreed: nothing is sent yet."""
         if isinstance(action.message, Dissolved) and not given:
             given.extend(g.batch_id for g in action.message.given if g.first_layer)
             before()
         answer(action)
 
-    target._carry_out = {**target._carry_out, Answer: watched}
+    target.carry_out = {**target.carry_out, AnswerQuestion: watched}
     return given
 
 
@@ -351,7 +351,7 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
         source = burst.source.service.parts.pair_roles.source
         assert source is not None
         await burst.submit("late", PROMPTS["r0"])
-        await eventually(lambda: source.machine._is_ending)
+        await eventually(lambda: source.machine.is_ending)
         go_on.set()
         await burst.ends()
         await burst.clean()

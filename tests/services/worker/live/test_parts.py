@@ -6,7 +6,7 @@ import pytest
 
 from services.worker.core.live import target as core
 from services.worker.core.live.batch import part_from
-from services.worker.core.live.machine import Landed
+from services.worker.core.live.machine import HasLanded, TellEnded
 from shared.zigzag.batch import State
 from tests.services.worker.live.alone import Source, Target
 from tests.services.worker.live.members import NUM_LAYERS, expected, request, run_all, tokens_of
@@ -127,7 +127,7 @@ async def test_an_engine_error_in_a_later_part_is_told() -> None:
     target.watched.failure = RuntimeError("cuda")
     target.loop.step()
     assert not target.work.ready
-    target.work.handle(Landed(core.AwaitStepEnd()))
-    (ended,) = target.all_said(core.TellEnded)
+    target.work.handle(HasLanded(core.AwaitStepEnd()))
+    (ended,) = target.all_said(TellEnded)
     assert ended.reason == "the target's engine failed: RuntimeError: cuda"
     assert target.is_empty

@@ -231,7 +231,7 @@ async def test_what_is_kept_is_announced_before_its_first_token_however_late_the
     async with running_ends(policy="stop_the_world") as ends:
         await _four(ends)
         await ends.load(NUM_LAYERS)
-        act, announce, said = ends.pair._act_on_loop, ends.requests.announce, list[StreamPart]()
+        act, announce, said = ends.pair.act_on_loop, ends.requests.announce, list[StreamPart]()
 
         def late() -> None:
             shares = ends.pair.machine.shares
@@ -244,7 +244,7 @@ async def test_what_is_kept_is_announced_before_its_first_token_however_late_the
             said.extend(ends.target.outputs)
             announce(sequences)
 
-        ends.pair._act_on_loop, ends.requests.announce = late, seen  # type: ignore[method-assign]
+        ends.pair.act_on_loop, ends.requests.announce = late, seen  # type: ignore[method-assign]
         shares = await ends.dissolve()
         assert ends.requests.announced == list(shares.kept)
         assert said == []

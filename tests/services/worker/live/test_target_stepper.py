@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.core.live import target as core
-from services.worker.core.live.machine import Landed, Refuse
+from services.worker.core.live.machine import HasLanded, RefuseQuestion, TellEnded
 from shared.messages.generation import StreamPart
 from shared.messages.live import Pull, Pulled, Settle
 from shared.zigzag.batch import State
@@ -175,9 +175,7 @@ async def test_the_end_leaves_what_has_become_this_instances() -> None:
     target.load(NUM_LAYERS)
     outputs = [o for _ in range(NUM_LAYERS) for o in (target.loop.step() or ()).outputs]  # type: ignore[union-attr]
     target.lose()
-    assert [(ended.reason, ended.finished) for ended in target.all_said(core.TellEnded)] == [
-        ("the source is lost", ("a",))
-    ]
+    assert [(ended.reason, ended.finished) for ended in target.all_said(TellEnded)] == [("the source is lost", ("a",))]
     assert tokens_of([*outputs, *run_all(target.loop)]) == {"a": expected(a)}
 
 
@@ -191,13 +189,11 @@ async def test_an_engine_error_is_told_and_everything_freed(layer: int) -> None:
     assert run_all(target.loop) == []
     assert not target.work.ready
     target.take("c", request("c", 9))  # a hand-over, before the source has heard of the error
-    assert [refusal.error.code for refusal in target.all_said(Refuse)] == ["conflict"]
+    assert [refusal.error.code for refusal in target.all_said(RefuseQuestion)] == ["conflict"]
     assert run_all(target.loop) == []
-    target.work.handle(Landed(core.AwaitStepEnd()))
+    target.work.handle(HasLanded(core.AwaitStepEnd()))
     assert target.finished == []
-    assert [ended.reason for ended in target.all_said(core.TellEnded)] == [
-        "the target's engine failed: RuntimeError: cuda"
-    ]
+    assert [ended.reason for ended in target.all_said(TellEnded)] == ["the target's engine failed: RuntimeError: cuda"]
     assert target.is_empty
 
 

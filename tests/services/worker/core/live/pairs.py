@@ -9,7 +9,16 @@ from services.worker.core.live import source as s
 from services.worker.core.live import target as t
 from services.worker.core.live.batch import Batch, Key, Request
 from services.worker.core.live.life import PairState
-from services.worker.core.live.machine import Action, Event, Landed, PartWanted
+from services.worker.core.live.machine import (
+    Action,
+    Begin,
+    Finish,
+    HasLanded,
+    PairEvent,
+    PartWanted,
+    RunPart,
+    SendHidden,
+)
 from shared.messages.codec import Message
 from shared.messages.common import Ack, LivePolicy
 from shared.messages.live import Dissolve, Given, LayerRuns, Pull, Pulled, PullKv, Seal, Settle
@@ -60,7 +69,7 @@ class _Member:
     machine: s.SourceMachine | t.TargetMachine
     now_s = 0.0
 
-    def told(self, *events: Event) -> list[Action]:
+    def told(self, *events: PairEvent) -> list[Action]:
         """What it wants done then."""
         return [action for event in events for action in self.machine.handle(event, self.now_s)]
 
@@ -80,26 +89,26 @@ class Source(_Member):
 
     def lent(self, *requests: Request, token_s: float = 0.5) -> list[Action]:
         """The pair begins with these."""
-        return self.told(s.Begin(), Landed(s.AskOffer()), Landed(s.Lend(False), s.Lent(requests, token_s)))
+        return self.told(Begin(), HasLanded(s.AskOffer()), HasLanded(s.Lend(False), s.Lent(requests, token_s)))
 
     def handed_over(self, *names: str) -> list[Action]:
         """They were, and that the queue is to be sealed is said last."""
         actions = self.lent(*map(request, names))
         while asked := of_kind(s.AskHandOver, actions):
             batch_id = asked[-1].batch.batch_id
-            actions = self.told(Landed(ASKED, s.HandedOver(taken=True)), Landed(s.SendHidden(batch_id, 0)))
+            actions = self.told(HasLanded(ASKED, s.HandOverAnswer(taken=True)), HasLanded(SendHidden(batch_id, 0)))
         return actions
 
     def cooperating(self, *names: str) -> list[Action]:
         """The queue is sealed, and the engine not free yet."""
-        return self.answered(Ack(), the(s.Ask, self.handed_over(*names)).message)
+        return self.answered(Ack(), the(s.AskTarget, self.handed_over(*names)).message)
 
     def answered(self, answer: Message, asked: Message, *, gets_prompts: bool = True) -> list[Action]:
-        return self.told(Landed(s.Ask(asked), (answer, gets_prompts)))
+        return self.told(HasLanded(s.AskTarget(asked), (answer, gets_prompts)))
 
     def pulls(self) -> Pull:
         """Its engine is free."""
-        asked = the(s.Ask, self.told(s.EngineFree())).message
+        asked = the(s.AskTarget, self.told(s.EngineFree())).message
         assert isinstance(asked, Pull)
         return asked
 
@@ -112,22 +121,22 @@ class Source(_Member):
         """A batch was pulled, and has room."""
         actions = self.given(batch_id, first_layer, **fields)
         if first_layer:
-            actions = self.told(Landed(s.ReceiveHidden(batch_id, 0), True))
+            actions = self.told(HasLanded(s.ReceiveHidden(batch_id, 0), True))
         assert the(s.BeginBatch, actions) == s.BeginBatch(batch_id, first_layer)
-        return self.told(Landed(s.BeginBatch(batch_id, 0), True))
+        return self.told(HasLanded(s.BeginBatch(batch_id, 0), True))
 
     def run(self, batch_id: str) -> list[Action]:
         """All layers that are left of the batch in hand; its first tokens are to be sampled."""
         while True:
-            part = the(s.RunPart, self.told(PartWanted()))
+            part = the(RunPart, self.told(PartWanted()))
             assert part.batch_id == batch_id
-            actions = self.told(Landed(s.RunPart(batch_id, 0, 0, 0, part.end, True), s.Ran.WELL))
-            if of_kind(s.Finish, actions):
+            actions = self.told(HasLanded(RunPart(batch_id, 0, 0, 0, part.end, True), s.Ran.WELL))
+            if of_kind(Finish, actions):
                 return actions
 
     def parts(self) -> Dissolve:
         """The target says that nothing is to be gained."""
-        asked = the(s.Ask, self.given(can_dissolve=True)).message
+        asked = the(s.AskTarget, self.given(can_dissolve=True)).message
         assert isinstance(asked, Dissolve)
         return asked
 
@@ -141,7 +150,7 @@ class Target(_Member):
         self.machine: t.TargetMachine = t.TargetMachine(pair, NUM_LAYERS, **fields)  # type: ignore[arg-type]
         self._serials = 0
         self._questions = 0
-        self.told(t.Begin())
+        self.told(Begin())
 
     def may_run(self) -> bool:
         return self.machine.may_run
@@ -160,9 +169,9 @@ class Target(_Member):
         """They were handed over."""
         for batch_id in batch_ids:
             assert of_kind(t.Reserve, self.asked_to_take(batch_id))
-            self.told(Landed(t.Reserve(batch_id), True))
+            self.told(HasLanded(t.Reserve(batch_id), True))
             if arrived:
-                self.told(Landed(t.Host(batch_id, 0), True))
+                self.told(HasLanded(t.HostBatch(batch_id, 0), True))
 
     def asked(self, message: Seal | Pull | PullKv | Settle | Dissolve) -> list[Action]:
         return self.told(t.SourceAsks(self.question(), message))
@@ -185,23 +194,23 @@ class Target(_Member):
     def loaded(self) -> list[Action]:
         """All of it, and the source knows."""
         actions = self.told(t.LayersReady(NUM_LAYERS, complete=True))
-        return actions + self.told(Landed(t.TellTaken((), True), True))
+        return actions + self.told(HasLanded(t.TellTaken((), True), True))
 
-    def part(self) -> t.RunPart:
+    def part(self) -> RunPart:
         """That it wants to run next."""
-        return the(t.RunPart, self.told(PartWanted()))
+        return the(RunPart, self.told(PartWanted()))
 
     def ran_layer(self, batch_id: str) -> list[Action]:
         """It runs the next layer, which is one of this batch."""
         while True:
             part = self.part()
             assert part.batch_id == batch_id
-            actions = self.told(Landed(t.RunPart(batch_id, 0, 0, part.end)))
+            actions = self.told(HasLanded(RunPart(batch_id, 0, 0, part.end)))
             if part.end == TOKENS:
                 return actions
 
     def finished(self, batch_id: str) -> list[Action]:
         """It runs what is left of a batch."""
-        while not of_kind(t.Finish, self.ran_layer(batch_id)):
+        while not of_kind(Finish, self.ran_layer(batch_id)):
             pass
-        return self.told(Landed(t.Finish(batch_id)))
+        return self.told(HasLanded(Finish(batch_id)))

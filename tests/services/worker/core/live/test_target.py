@@ -10,15 +10,20 @@ from services.worker.core.live.life import PairState
 from services.worker.core.live.machine import (
     Abort,
     Action,
-    Answer,
+    AnswerQuestion,
+    Cancelled,
     Detach,
     Due,
     EngineStopped,
-    Landed,
+    Finish,
+    HasLanded,
     Lost,
     Over,
     PartWanted,
-    Refuse,
+    RefuseQuestion,
+    RunPart,
+    SendHidden,
+    TellEnded,
 )
 from services.worker.core.live.target import KNOWS_S, WATCH_S
 from shared.messages.common import Ack
@@ -38,21 +43,21 @@ def pull_kv(batch_id: str, first_layer: int, last_layer: int) -> PullKv:
 
 def pulled(actions: list[Action]) -> tuple[str, int]:
     """The answer to a pull: batch and first layer."""
-    answer = the(Answer, actions).message
+    answer = the(AnswerQuestion, actions).message
     assert isinstance(answer, Pulled)
     return answer.batch_id, answer.first_layer
 
 
 def shares(actions: list[Action]) -> Dissolved:
-    answer = the(Answer, actions).message
+    answer = the(AnswerQuestion, actions).message
     assert isinstance(answer, Dissolved)
     return answer
 
 
 def refused(actions: list[Action]) -> str:
     """The code of the only answer."""
-    assert not of_kind(Answer, actions)
-    return the(Refuse, actions).error.code
+    assert not of_kind(AnswerQuestion, actions)
+    return the(RefuseQuestion, actions).error.code
 
 
 def freed(actions: list[Action]) -> list[str]:
@@ -66,33 +71,36 @@ def test_a_batch_that_is_handed_over_gets_blocks_and_its_hidden_states() -> None
     target = Target()
     assert target.asked_to_take("a") == [t.Reserve("a")]
     assert not target.machine.holds("a")
-    actions = target.told(Landed(t.Reserve("a"), True))
-    assert actions == [t.Host("a", 0), Answer(1, Ack())]
+    actions = target.told(HasLanded(t.Reserve("a"), True))
+    assert actions == [t.HostBatch("a", 0), AnswerQuestion(1, Ack())]
     assert target.machine.holds("a")
     assert target.machine.num_requests == 1
     target.told(t.LayersReady(1))
     assert target.told(PartWanted()) == [], "its hidden states are not here"
-    assert t.Wake() in target.told(Landed(t.Host("a", 0), True))
+    assert t.Wake() in target.told(HasLanded(t.HostBatch("a", 0), True))
     assert target.may_run()
-    assert target.part() == t.RunPart("a", 0, 0, TOKENS)
+    assert target.part() == RunPart("a", 0, 0, TOKENS)
 
 
 def test_a_repeated_hand_over_is_answered_with_the_first() -> None:
     target = Target()
     target.asked_to_take("a")
     assert target.asked_to_take("a") == []
-    actions = target.told(Landed(t.Reserve("a"), True))
-    assert [a.question for a in of_kind(Answer, actions)] == [1, 2]
-    assert len(of_kind(t.Host, actions)) == 1
-    assert target.asked_to_take("a") == [Answer(3, Ack())], "it is here"
+    actions = target.told(HasLanded(t.Reserve("a"), True))
+    assert [a.question for a in of_kind(AnswerQuestion, actions)] == [1, 2]
+    assert len(of_kind(t.HostBatch, actions)) == 1
+    assert target.asked_to_take("a") == [AnswerQuestion(3, Ack())], "it is here"
 
 
 def test_without_capacity_a_batch_is_refused_and_may_come_again() -> None:
     target = Target()
     target.asked_to_take("a")
     target.asked_to_take("a")
-    actions = target.told(Landed(t.Reserve("a"), False))
-    assert [(a.question, a.error.code) for a in of_kind(Refuse, actions)] == [(1, "overloaded"), (2, "overloaded")]
+    actions = target.told(HasLanded(t.Reserve("a"), False))
+    assert [(a.question, a.error.code) for a in of_kind(RefuseQuestion, actions)] == [
+        (1, "overloaded"),
+        (2, "overloaded"),
+    ]
     assert not target.machine.holds("a")
     assert target.asked_to_take("a") == [t.Reserve("a")]
 
@@ -105,7 +113,7 @@ def test_a_request_that_will_never_fit_is_refused(num_tokens: int, takes: bool) 
         assert actions == [t.Reserve("a")]
     else:
         assert refused(actions) == "bad_request"
-        assert str(num_tokens) in the(Refuse, actions).error.message
+        assert str(num_tokens) in the(RefuseQuestion, actions).error.message
 
 
 def test_of_a_batch_each_request_has_to_fit() -> None:
@@ -119,7 +127,7 @@ def test_of_a_batch_each_request_has_to_fit() -> None:
 def test_handed_over_batches_come_before_those_behind_the_seal() -> None:
     target = Target()
     target.asked_to_take("late", behind_seal=True)
-    target.told(Landed(t.Reserve("late"), True), Landed(t.Host("late", 0), True))
+    target.told(HasLanded(t.Reserve("late"), True), HasLanded(t.HostBatch("late", 0), True))
     target.has("early")
     target.told(t.LayersReady(1))
     assert target.part().batch_id == "early"
@@ -129,34 +137,37 @@ def test_a_batch_that_comes_as_the_pair_ends_is_freed() -> None:
     target = Target()
     target.asked_to_take("a")
     target.asked_to_part()
-    actions = target.told(Landed(t.Reserve("a"), True))
+    actions = target.told(HasLanded(t.Reserve("a"), True))
     assert freed(actions) == ["a"]
     assert refused(actions) == "conflict"
-    assert of_kind(t.Host, actions) == []
+    assert of_kind(t.HostBatch, actions) == []
     assert refused(target.asked_to_take("b")) == "conflict"
 
 
 def test_what_has_arrived_of_a_batch_that_is_gone_does_not_matter() -> None:
     target = Target()
-    assert target.told(Landed(t.Host("a", 0), True), Landed(t.Host("a", 0), False), Landed(t.Finish("a"))) == []
+    assert (
+        target.told(HasLanded(t.HostBatch("a", 0), True), HasLanded(t.HostBatch("a", 0), False), HasLanded(Finish("a")))
+        == []
+    )
 
 
 def test_lost_hidden_states_are_made_anew_once_everything_is_loaded() -> None:
     target = Target()
     target.has("a", "b", arrived=False)
-    assert target.told(Landed(t.Host("a", 0), False)) == []
+    assert target.told(HasLanded(t.HostBatch("a", 0), False)) == []
     target.told(t.LayersReady(NUM_LAYERS - 1))
     assert target.told(PartWanted()) == []
     assert of_kind(t.Embed, target.loaded()) == [t.Embed("a")]
-    assert of_kind(t.Embed, target.told(Landed(t.Host("b", 0), False))) == [t.Embed("b")]
-    target.told(Landed(t.Host("a", 0), True))
+    assert of_kind(t.Embed, target.told(HasLanded(t.HostBatch("b", 0), False))) == [t.Embed("b")]
+    target.told(HasLanded(t.HostBatch("a", 0), True))
     assert target.part().batch_id == "a"
 
 
 def test_the_source_may_have_back_what_never_arrived() -> None:
     target = Target()
     target.has("a", arrived=False)
-    target.told(Landed(t.Host("a", 0), False))
+    target.told(HasLanded(t.HostBatch("a", 0), False))
     assert pulled(target.pulled("1")) == ("a", 0)
 
 
@@ -169,17 +180,17 @@ def test_the_seal_counts_what_was_handed_over() -> None:
     assert refused(target.sealed(2)) == "conflict"
     assert target.state() is PairState.REDIRECTING
     target.has("b")
-    assert target.sealed(2) == [Answer(4, Ack())]
+    assert target.sealed(2) == [AnswerQuestion(4, Ack())]
     assert target.state() is PairState.COOPERATING
 
 
 def test_a_repeated_seal_changes_nothing() -> None:
     target = Target()
     target.sealed(0)
-    assert target.sealed(0) == [Answer(2, Ack())]
+    assert target.sealed(0) == [AnswerQuestion(2, Ack())]
     target.loaded()
     assert target.state() is PairState.LOADED
-    assert target.sealed(0) == [Answer(3, Ack())]
+    assert target.sealed(0) == [AnswerQuestion(3, Ack())]
     assert target.state() is PairState.LOADED
 
 
@@ -205,7 +216,7 @@ def test_a_layer_is_run_part_by_part_before_another_is_begun() -> None:
     for _ in range(3):
         part = target.part()
         parts.append((part.batch_id, part.layer, part.begin, part.end))
-        target.told(Landed(t.RunPart("a", 0, 0, part.end)))
+        target.told(HasLanded(RunPart("a", 0, 0, part.end)))
     assert parts == [("a", 0, 0, 3), ("a", 0, 3, 6), ("a", 0, 6, 9)]
     assert target.part().batch_id == "b"
 
@@ -220,10 +231,10 @@ def test_the_last_layer_counts_once_the_source_knows() -> None:
     actions = target.told(t.LayersReady(NUM_LAYERS, complete=True))
     assert of_kind(t.TellTaken, actions) == [t.TellTaken((), loaded=True)]
     assert target.told(PartWanted()) == []
-    target.told(Landed(t.TellTaken((), True), True))
-    assert of_kind(t.Finish, target.ran_layer("a")) == [t.Finish("a")]
+    target.told(HasLanded(t.TellTaken((), True), True))
+    assert of_kind(Finish, target.ran_layer("a")) == [Finish("a")]
     assert target.machine.queue.batch("a").state == "running", "its requests are not in two places, nor in none"
-    actions = target.told(Landed(t.Finish("a")))
+    actions = target.told(HasLanded(Finish("a")))
     assert of_kind(t.TellTaken, actions) == [t.TellTaken(("a",), loaded=True)]
     assert the(t.Forget, actions) == t.Forget(("a",), theirs=False)
     assert not target.machine.holds("a")
@@ -238,7 +249,7 @@ def test_that_it_is_loaded_is_told_once() -> None:
 def test_a_source_that_does_not_know_keeps_the_last_layer_out() -> None:
     target = Target()
     target.told(t.LayersReady(NUM_LAYERS, complete=True))
-    target.told(Landed(t.TellTaken((), True), False))
+    target.told(HasLanded(t.TellTaken((), True), False))
     assert target.machine.queue.layers_ready == NUM_LAYERS - 1
 
 
@@ -253,10 +264,10 @@ def test_what_the_engine_says_of_another_batch_is_ignored() -> None:
     target = Target()
     target.has("a", "b")
     target.told(t.LayersReady(1))
-    assert target.told(Landed(t.RunPart("a", 0, 0, TOKENS))) == [], "none is begun"
+    assert target.told(HasLanded(RunPart("a", 0, 0, TOKENS))) == [], "none is begun"
     target.part()
-    assert target.told(Landed(t.RunPart("b", 0, 0, TOKENS)), Landed(t.RunPart("c", 0, 0, TOKENS))) == []
-    assert target.told(Landed(t.RunPart("a", 0, 0, TOKENS))) == []
+    assert target.told(HasLanded(RunPart("b", 0, 0, TOKENS)), HasLanded(RunPart("c", 0, 0, TOKENS))) == []
+    assert target.told(HasLanded(RunPart("a", 0, 0, TOKENS))) == []
     assert target.part().batch_id == "b"
 
 
@@ -270,9 +281,9 @@ def test_a_pull_gets_the_earliest_batch_and_what_was_run_of_it() -> None:
     target.ran_layer("a")
     actions = target.pulled("1")
     assert pulled(actions) == ("a", 1)
-    assert of_kind(t.SendHidden, actions) == [t.SendHidden("a", 0)]
+    assert of_kind(SendHidden, actions) == [SendHidden("a", 0)]
     assert target.part().batch_id == "b"
-    target.told(Landed(t.RunPart("b", 0, 0, TOKENS)))
+    target.told(HasLanded(RunPart("b", 0, 0, TOKENS)))
     actions = target.pulled("2")
     assert pulled(actions) == ("b", 1)
 
@@ -282,7 +293,7 @@ def test_of_an_untouched_batch_the_source_has_everything() -> None:
     target.has("a")
     actions = target.pulled("1")
     assert pulled(actions) == ("a", 0)
-    assert of_kind(t.SendHidden, actions) == []
+    assert of_kind(SendHidden, actions) == []
 
 
 def test_a_repeated_pull_gets_the_same_batch_and_nothing_is_sent_twice() -> None:
@@ -290,10 +301,10 @@ def test_a_repeated_pull_gets_the_same_batch_and_nothing_is_sent_twice() -> None
     target.has("a", "b")
     target.told(t.LayersReady(1))
     target.ran_layer("a")
-    assert of_kind(t.SendHidden, target.pulled("1"))
+    assert of_kind(SendHidden, target.pulled("1"))
     actions = target.pulled("1")
     assert pulled(actions) == ("a", 1)
-    assert of_kind(t.SendHidden, actions) == []
+    assert of_kind(SendHidden, actions) == []
     assert pulled(target.pulled("2")) == ("b", 0)
 
 
@@ -309,8 +320,8 @@ def test_a_pull_that_waits_is_granted_at_the_end_of_the_layer_and_one_that_gave_
         target.now_s = 5.0
         actions = target.told(Due())
         assert pulled(actions) == ("", 0)
-        assert not the(Answer, actions).message.can_dissolve  # type: ignore[attr-defined]
-    actions = target.told(Landed(t.RunPart("a", 0, 0, TOKENS)))
+        assert not the(AnswerQuestion, actions).message.can_dissolve  # type: ignore[attr-defined]
+    actions = target.told(HasLanded(RunPart("a", 0, 0, TOKENS)))
     if waits:
         assert pulled(actions) == ("a", 1)
         assert target.told(PartWanted()) == [], "before another layer is begun"
@@ -323,17 +334,17 @@ def test_a_pull_that_waits_is_granted_when_a_batch_comes() -> None:
     target = Target()
     assert target.pulled("1", wait_s=5.0) == []
     target.asked_to_take("a")
-    actions = target.told(Landed(t.Reserve("a"), True))
-    assert [type(a.message) for a in of_kind(Answer, actions)] == [Ack, Pulled]
+    actions = target.told(HasLanded(t.Reserve("a"), True))
+    assert [type(a.message) for a in of_kind(AnswerQuestion, actions)] == [Ack, Pulled]
 
 
 def test_an_answer_says_how_far_the_target_is() -> None:
     target = Target()
     target.told(t.LayersReady(2))
-    answer = the(Answer, target.pulled("1")).message
+    answer = the(AnswerQuestion, target.pulled("1")).message
     assert answer == Pulled(layers_ready=2)
     target.loaded()
-    answer = the(Answer, target.pulled("2", wait_s=9.0)).message
+    answer = the(AnswerQuestion, target.pulled("2", wait_s=9.0)).message
     assert answer == Pulled(layers_ready=NUM_LAYERS, loaded=True, can_dissolve=True), "at once"
 
 
@@ -345,7 +356,7 @@ def test_the_baselines_part_as_soon_as_everything_is_loaded(policy: str) -> None
     if policy != "stop_the_world":
         target.ran_layer("a")
     target.loaded()
-    answer = the(Answer, target.pulled("1", wait_s=9.0)).message
+    answer = the(AnswerQuestion, target.pulled("1", wait_s=9.0)).message
     assert isinstance(answer, Pulled)
     assert (answer.batch_id, answer.can_dissolve) == ("", True)
 
@@ -354,7 +365,7 @@ def test_the_baselines_do_not_part_before() -> None:
     for policy in BASELINES:
         target = Target(policy)  # type: ignore[arg-type]
         target.told(t.LayersReady(1))
-        answer = the(Answer, target.pulled("1")).message
+        answer = the(AnswerQuestion, target.pulled("1")).message
         assert isinstance(answer, Pulled)
         assert not answer.can_dissolve
 
@@ -370,8 +381,8 @@ def test_zigzag_goes_on_while_begun_batches_wait() -> None:
     assert pulled(target.pulled("1")) == ("b", 1)
     assert pulled(target.pulled("2")) == ("c", 1)
     assert target.pulled("3", wait_s=1.0) == [], "it has not settled them"
-    actions = target.settled("1", "2") + target.told(Landed(t.Free(("b", "c"), 0)))
-    answers = [a.message for a in of_kind(Answer, actions)]
+    actions = target.settled("1", "2") + target.told(HasLanded(t.Free(("b", "c"), 0)))
+    answers = [a.message for a in of_kind(AnswerQuestion, actions)]
     assert Pulled(layers_ready=NUM_LAYERS, loaded=True, can_dissolve=True) in answers
 
 
@@ -381,12 +392,12 @@ def test_what_the_source_settles_is_free_once() -> None:
     target.pulled("1")
     actions = target.settled("1", "unknown")
     assert of_kind(t.Free, actions) == [t.Free(("a",), 4)]
-    assert of_kind(Answer, actions) == [], "not before the blocks are free"
-    actions = target.told(Landed(t.Free(("a",), 4)))
+    assert of_kind(AnswerQuestion, actions) == [], "not before the blocks are free"
+    actions = target.told(HasLanded(t.Free(("a",), 4)))
     assert of_kind(t.Forget, actions) == [t.Forget(("a",), theirs=True)]
-    assert of_kind(Answer, actions) == [Answer(4, Ack())]
-    assert target.settled("1") == [Answer(5, Ack())]
-    assert target.settled() == [Answer(6, Ack())], "a sign of life"
+    assert of_kind(AnswerQuestion, actions) == [AnswerQuestion(4, Ack())]
+    assert target.settled("1") == [AnswerQuestion(5, Ack())]
+    assert target.settled() == [AnswerQuestion(6, Ack())], "a sign of life"
     assert target.machine.holds("b")
 
 
@@ -397,9 +408,9 @@ def test_kv_is_sent_of_layers_that_were_run_once_each() -> None:
     for _ in range(3):
         target.ran_layer("a")
     target.pulled("1")
-    assert target.asked(pull_kv("a", 0, 2)) == [t.SendKv("a", 3, 0, 2), Answer(3, Ack())]
-    assert target.asked(pull_kv("a", 0, 2)) == [Answer(4, Ack())]
-    assert target.asked(pull_kv("a", 2, 3)) == [t.SendKv("a", 3, 2, 3), Answer(5, Ack())]
+    assert target.asked(pull_kv("a", 0, 2)) == [t.SendKv("a", 3, 0, 2), AnswerQuestion(3, Ack())]
+    assert target.asked(pull_kv("a", 0, 2)) == [AnswerQuestion(4, Ack())]
+    assert target.asked(pull_kv("a", 2, 3)) == [t.SendKv("a", 3, 2, 3), AnswerQuestion(5, Ack())]
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (-1, 1), (1, 1), (1, 0), (0, 0), (1, 2), (0, 10**9), (-5, -1)])
@@ -435,7 +446,7 @@ def test_both_sides_are_held_to_gates() -> None:
     assert target.pulled("1", wait_s=1.0) == []
     assert pulled(target.ran_layer("a")) == ("a", 1)
     target.ran_layer("b")
-    assert target.part() == t.RunPart("b", 1, 0, TOKENS)
+    assert target.part() == RunPart("b", 1, 0, TOKENS)
     target.has("late")
     assert target.machine.queue.batch("late").gate == 3
 
@@ -499,13 +510,13 @@ def test_a_cancelled_batch_is_freed_unless_the_engine_or_the_source_has_it() -> 
     target.told(t.LayersReady(1))
     target.pulled("1")
     assert target.part().batch_id == "b"
-    assert target.told(t.Cancelled((key("d"),))) == []
+    assert target.told(Cancelled((key("d"),))) == []
     keys = tuple(map(key, "abc"))
-    assert target.told(t.Cancelled((*keys, key("d")))) == [t.EndRequests(keys)]
-    assert freed(target.told(Landed(t.EndRequests(keys)))) == ["c"]
-    actions = target.told(Landed(t.RunPart("b", 0, 0, TOKENS)))
+    assert target.told(Cancelled((*keys, key("d")))) == [t.EndRequests(keys)]
+    assert freed(target.told(HasLanded(t.EndRequests(keys)))) == ["c"]
+    actions = target.told(HasLanded(RunPart("b", 0, 0, TOKENS)))
     assert freed(actions) == ["b"]
-    assert of_kind(t.Finish, actions) == []
+    assert of_kind(Finish, actions) == []
     assert freed(target.settled("1")) == ["a"]
 
 
@@ -513,34 +524,36 @@ def test_a_batch_is_cancelled_with_the_last_of_its_requests() -> None:
     target = Target()
     batch = Batch("ab", (request("a"), request("b")), 1.0)
     target.told(
-        t.HandedOver(1, batch, 0, behind_seal=False), Landed(t.Reserve("ab"), True), Landed(t.Host("ab", 0), True)
+        t.HandedOver(1, batch, 0, behind_seal=False),
+        HasLanded(t.Reserve("ab"), True),
+        HasLanded(t.HostBatch("ab", 0), True),
     )
     target.told(t.LayersReady(1))
-    assert target.told(t.Cancelled((key("a"),))) == [t.EndRequests((key("a"),))]
-    assert target.told(Landed(t.EndRequests((key("a"),)))) == []
-    assert target.told(t.Cancelled((key("a"),))) == [], "once"
-    assert freed(target.told(Landed(t.EndRequests((key("b"),))))) == ["ab"]
+    assert target.told(Cancelled((key("a"),))) == [t.EndRequests((key("a"),))]
+    assert target.told(HasLanded(t.EndRequests((key("a"),)))) == []
+    assert target.told(Cancelled((key("a"),))) == [], "once"
+    assert freed(target.told(HasLanded(t.EndRequests((key("b"),))))) == ["ab"]
 
 
 def test_a_layer_of_a_batch_that_nobody_wants_is_given_up_between_two_parts() -> None:
     target = Target(part_tokens=4)
     target.has("a", "b")
     target.told(t.LayersReady(1))
-    target.told(Landed(t.RunPart("a", 0, 0, target.part().end)))
-    assert freed(target.told(Landed(t.EndRequests((key("a"),))))) == []
+    target.told(HasLanded(RunPart("a", 0, 0, target.part().end)))
+    assert freed(target.told(HasLanded(t.EndRequests((key("a"),))))) == []
     actions = target.told(PartWanted())
     assert freed(actions) == ["a"]
-    assert the(t.RunPart, actions) == t.RunPart("b", 0, 0, 3)
+    assert the(RunPart, actions) == RunPart("b", 0, 0, 3)
 
 
 def test_a_batch_may_be_cancelled_while_its_first_tokens_are_sampled() -> None:
     target = Target()
     target.has("a")
     target.loaded()
-    while not of_kind(t.Finish, target.ran_layer("a")):
+    while not of_kind(Finish, target.ran_layer("a")):
         pass
-    assert freed(target.told(Landed(t.EndRequests((key("a"),))))) == []
-    actions = target.told(Landed(t.Finish("a")))
+    assert freed(target.told(HasLanded(t.EndRequests((key("a"),))))) == []
+    actions = target.told(HasLanded(Finish("a")))
     assert of_kind(t.Forget, actions) == [t.Forget(("a",))]
     assert freed(actions) == [], "the engine has"
     assert of_kind(t.TellTaken, actions) == []
@@ -550,7 +563,7 @@ def test_a_batch_may_be_cancelled_while_its_first_tokens_are_sampled() -> None:
 def test_a_pull_passes_by_what_nobody_wants() -> None:
     target = Target()
     target.has("a", "b")
-    target.told(Landed(t.EndRequests((key("a"),))))
+    target.told(HasLanded(t.EndRequests((key("a"),))))
     assert pulled(target.pulled("1")) == ("b", 0)
 
 
@@ -562,8 +575,8 @@ def test_a_queue_that_is_not_sealed_is_not_shared() -> None:
     target.has("a")
     asked = Dissolve(pair_id="pair", claim_id="end", first_serial=0, source_busy_s=0.0)
     assert refused(target.asked(asked)) == "conflict"
-    assert target.told(Landed(t.AwaitStepEnd())) == []
-    assert target.sealed(1) == [Answer(3, Ack())]
+    assert target.told(HasLanded(t.AwaitStepEnd())) == []
+    assert target.sealed(1) == [AnswerQuestion(3, Ack())]
     assert shares(target.asked_to_part()).given[0].batch_id == "a"
 
 
@@ -573,14 +586,14 @@ def test_sharing_waits_for_a_layer_that_only_the_source_could_go_on_from() -> No
     target.told(t.LayersReady(1))
     target.part()
     assert target.asked_to_part() == []
-    actions = target.told(Landed(t.RunPart("a", 0, 0, TOKENS)))
+    actions = target.told(HasLanded(RunPart("a", 0, 0, TOKENS)))
     assert [(g.batch_id, g.first_layer, g.serial) for g in shares(actions).given] == [
         ("a", 1, 3),
         ("b", 0, 4),
         ("c", 0, 5),
     ]
     assert [c.batch_id for c in target.machine.queue.open_claims()] == ["a"], "the source settles it with its KV"
-    assert of_kind(t.SendHidden, actions) == [t.SendHidden("a", 3)]
+    assert of_kind(SendHidden, actions) == [SendHidden("a", 3)]
     assert freed(actions) == ["b", "c"]
     assert target.state() is PairState.DISSOLVED
 
@@ -593,7 +606,7 @@ def test_with_all_layers_it_is_shared_inside_of_one() -> None:
     actions = target.asked_to_part(source_busy_s=99.0)
     assert shares(actions).kept == ("a", "b")
     assert of_kind(t.Announce, actions) == [t.Announce(("a", "b"))]
-    assert target.told(Landed(t.RunPart("a", 0, 0, TOKENS))) == []
+    assert target.told(HasLanded(RunPart("a", 0, 0, TOKENS))) == []
 
 
 def test_a_loaded_target_keeps_what_it_has_begun_and_shares_the_rest() -> None:
@@ -608,7 +621,7 @@ def test_a_loaded_target_keeps_what_it_has_begun_and_shares_the_rest() -> None:
     assert target.machine.queued == (2, 2 * TOKENS)
     for batch_id in ("a", "c"):
         assert of_kind(t.TellTaken, target.finished(batch_id)) == [], "it was told"
-    assert target.told(Landed(t.Free(("b",), -1)), Landed(t.AwaitStepEnd()))[-2:] == [Detach(), Over()]
+    assert target.told(HasLanded(t.Free(("b",), -1)), HasLanded(t.AwaitStepEnd()))[-2:] == [Detach(), Over()]
 
 
 def test_before_the_pair_dissolves_all_requests_are_the_sources() -> None:
@@ -634,7 +647,7 @@ def test_a_loaded_target_parts_once_the_source_knows_or_after_a_while() -> None:
     target.told(t.LayersReady(NUM_LAYERS, complete=True))
     assert target.asked_to_part() == []
     assert target.machine.due_s == KNOWS_S
-    assert shares(target.told(Landed(t.TellTaken((), True), True))).given == ()
+    assert shares(target.told(HasLanded(t.TellTaken((), True), True))).given == ()
     late = Target()
     late.has("a")
     late.told(t.LayersReady(NUM_LAYERS, complete=True))
@@ -648,8 +661,8 @@ def test_repeating_the_wish_to_part_gives_the_same_shares() -> None:
     target.has("a", "b")
     target.told(t.LayersReady(NUM_LAYERS, complete=True))
     assert target.asked_to_part("end") == target.asked_to_part("end") == []
-    actions = target.told(Landed(t.TellTaken((), True), True))
-    first, again = (a.message for a in of_kind(Answer, actions))
+    actions = target.told(HasLanded(t.TellTaken((), True), True))
+    first, again = (a.message for a in of_kind(AnswerQuestion, actions))
     assert first == again
     assert shares(target.asked_to_part("another", source_busy_s=50.0)) == first
 
@@ -660,7 +673,7 @@ def test_what_was_finished_is_said_in_the_end_unless_the_source_knows() -> None:
     target.loaded()
     for batch_id in ("a", "b"):
         target.finished(batch_id)
-    target.told(Landed(t.TellTaken(("a",), True), True))
+    target.told(HasLanded(t.TellTaken(("a",), True), True))
     assert shares(target.asked_to_part()).finished == ("b",)
 
 
@@ -679,12 +692,12 @@ def test_given_batches_stay_until_they_are_settled() -> None:
     target.told(t.LayersReady(2))
     target.ran_layer("a")
     target.asked_to_part()
-    assert target.told(Landed(t.Free(("b",), -1))) == [t.Forget(("b",)), t.Wake()]
+    assert target.told(HasLanded(t.Free(("b",), -1))) == [t.Forget(("b",)), t.Wake()]
     assert of_kind(t.SendKv, target.asked(pull_kv("a", 0, 1)))
     actions = target.settled("end/a")
     assert freed(actions) == ["a"]
     assert of_kind(t.AwaitStepEnd, actions) == [t.AwaitStepEnd()]
-    assert target.told(Landed(t.AwaitStepEnd())) == [Detach(), Over()]
+    assert target.told(HasLanded(t.AwaitStepEnd())) == [Detach(), Over()]
 
 
 def test_gifts_of_a_source_that_is_lost_are_freed() -> None:
@@ -695,30 +708,30 @@ def test_gifts_of_a_source_that_is_lost_are_freed() -> None:
     target.asked_to_part()
     actions = target.told(Lost("silent"))
     assert freed(actions) == ["a"]
-    assert of_kind(t.TellEnded, actions) == []
+    assert of_kind(TellEnded, actions) == []
     assert target.state() is PairState.DISSOLVED
-    assert target.told(Landed(t.AwaitStepEnd())) == [Detach(), Over()]
+    assert target.told(HasLanded(t.AwaitStepEnd())) == [Detach(), Over()]
 
 
 def test_a_batch_that_nobody_wants_is_not_freed_inside_its_layer_by_the_end_of_the_pair() -> None:
     target = Target(part_tokens=4)
     target.has("a", "b")
     target.loaded()
-    target.told(Landed(t.RunPart("a", 0, 0, target.part().end)))
-    target.told(Landed(t.EndRequests((key("a"),))))
+    target.told(HasLanded(RunPart("a", 0, 0, target.part().end)))
+    target.told(HasLanded(t.EndRequests((key("a"),))))
     actions = target.asked_to_part()
     assert shares(actions).kept == ("b",)
     assert freed(actions) == []
     actions = target.told(PartWanted())
     assert freed(actions) == ["a"]
-    assert the(t.RunPart, actions).batch_id == "b"
+    assert the(RunPart, actions).batch_id == "b"
 
 
 def test_pulls_that_wait_end_with_the_pair() -> None:
     target = Target()
     target.pulled("1", wait_s=9.0)
     actions = target.asked_to_part()
-    assert [type(a.message) for a in of_kind(Answer, actions)] == [Dissolved, Pulled]
+    assert [type(a.message) for a in of_kind(AnswerQuestion, actions)] == [Dissolved, Pulled]
 
 
 # --- the end ----------------------------------------------------------------------------------
@@ -731,16 +744,16 @@ def test_a_pair_that_fails_leaves_nothing_here() -> None:
     target.finished("a")
     actions = target.told(Lost("silent"))
     assert actions == [t.Note("pair pair failed: silent", warns=True), Abort("silent"), t.AwaitStepEnd()]
-    actions = target.told(Landed(t.AwaitStepEnd()))
-    assert actions == [t.Free(("b", "c")), t.TellEnded("silent", ("a",)), Detach(), Over()]
-    assert of_kind(t.Forget, target.told(Landed(t.Free(("b", "c"), -1)))) == [t.Forget(("b",)), t.Forget(("c",))]
-    assert target.told(PartWanted(), Landed(t.RunPart("b", 0, 0, TOKENS)), Lost("again")) == []
+    actions = target.told(HasLanded(t.AwaitStepEnd()))
+    assert actions == [t.Free(("b", "c")), TellEnded("silent", ("a",)), Detach(), Over()]
+    assert of_kind(t.Forget, target.told(HasLanded(t.Free(("b", "c"), -1)))) == [t.Forget(("b",)), t.Forget(("c",))]
+    assert target.told(PartWanted(), HasLanded(RunPart("b", 0, 0, TOKENS)), Lost("again")) == []
 
 
 def test_a_source_that_said_it_need_not_be_told() -> None:
     target = Target()
     target.told(Lost("it said so", tell=False))
-    assert target.told(Landed(t.AwaitStepEnd())) == [Detach(), Over()]
+    assert target.told(HasLanded(t.AwaitStepEnd())) == [Detach(), Over()]
 
 
 def test_questions_after_a_failure_are_refused() -> None:
@@ -763,8 +776,8 @@ def test_questions_after_a_failure_are_refused() -> None:
         target.asked_to_part(),
     ]
     assert [refused(actions) for actions in answers] == ["conflict"] * 7
-    assert "silent" in the(Refuse, answers[0]).error.message
-    actions = target.told(Landed(t.Reserve("c"), True))
+    assert "silent" in the(RefuseQuestion, answers[0]).error.message
+    actions = target.told(HasLanded(t.Reserve("c"), True))
     assert (refused(actions), freed(actions)) == ("conflict", ["c"])
 
 
@@ -781,11 +794,11 @@ def test_halted_it_runs_nothing() -> None:
     target.has("a", "b")
     target.told(t.LayersReady(1))
     target.part()
-    actions = target.told(Landed(t.RunPart("a", 0, 0, 0), "RuntimeError: out of memory"))
+    actions = target.told(HasLanded(RunPart("a", 0, 0, 0), "RuntimeError: out of memory"))
     assert Abort("the target's engine failed: RuntimeError: out of memory") in actions
     assert not target.may_run()
     assert target.told(PartWanted()) == []
-    assert freed(target.told(Landed(t.AwaitStepEnd()))) == ["a", "b"]
+    assert freed(target.told(HasLanded(t.AwaitStepEnd()))) == ["a", "b"]
     assert not target.may_run()
 
 
@@ -798,8 +811,8 @@ def test_an_engine_that_fails_on_what_was_kept_ends_that_or_computes_it_in_steps
         target.machine.loaded = False  # the source shared as if it were
     target.asked_to_part(source_busy_s=99.0)
     target.part()
-    assert target.told(Landed(t.RunPart("a", 0, 0, 0), "RuntimeError: out of memory")) == [t.AwaitStepEnd()]
-    actions = target.told(Landed(t.AwaitStepEnd()))
+    assert target.told(HasLanded(RunPart("a", 0, 0, 0), "RuntimeError: out of memory")) == [t.AwaitStepEnd()]
+    actions = target.told(HasLanded(t.AwaitStepEnd()))
     abandoned = the(t.Abandon, actions)
     assert abandoned.batch_ids == ("a", "b")
     if complete:
@@ -809,7 +822,7 @@ def test_an_engine_that_fails_on_what_was_kept_ends_that_or_computes_it_in_steps
         assert abandoned.error.code == "unavailable"
     assert freed(actions) == ["a", "b"]
     assert actions[-2:] == [Detach(), Over()]
-    assert of_kind(t.TellEnded, actions) == []
+    assert of_kind(TellEnded, actions) == []
 
 
 def test_an_engine_that_has_stopped_has_freed_everything() -> None:
@@ -820,15 +833,15 @@ def test_an_engine_that_has_stopped_has_freed_everything() -> None:
     target.asked_to_take("c")
     target.asked_to_take("c")
     actions = target.told(EngineStopped())
-    assert [(a.question, a.error.code) for a in of_kind(Refuse, actions)] == [
+    assert [(a.question, a.error.code) for a in of_kind(RefuseQuestion, actions)] == [
         (3, "engine_broken"),
         (4, "engine_broken"),
     ]
     assert of_kind(t.Forget, actions) == [t.Forget(("b",))]
     assert freed(actions) == []
-    assert the(t.TellEnded, actions).finished == ("a",)
+    assert the(TellEnded, actions).finished == ("a",)
     assert actions[-2:] == [Detach(), Over()]
-    assert of_kind(t.TellEnded, target.told(EngineStopped())) == [], "once"
+    assert of_kind(TellEnded, target.told(EngineStopped())) == [], "once"
 
 
 def test_a_question_about_blocks_that_are_not_freed_any_more_is_refused() -> None:
@@ -837,5 +850,5 @@ def test_a_question_about_blocks_that_are_not_freed_any_more_is_refused() -> Non
     target.pulled("1")
     assert of_kind(t.Free, target.settled("1"))
     actions = target.told(EngineStopped())
-    assert (the(Refuse, actions).question, refused(actions)) == (3, "engine_broken")
-    assert of_kind(Refuse, target.told(EngineStopped())) == []
+    assert (the(RefuseQuestion, actions).question, refused(actions)) == (3, "engine_broken")
+    assert of_kind(RefuseQuestion, target.told(EngineStopped())) == []
