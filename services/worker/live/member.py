@@ -151,7 +151,11 @@ class PairMember(Generic[M]):
         self._loop_acts = True
         try:
             while self._for_loop:
-                self._act(self._for_loop.popleft())
+                action = self._for_loop.popleft()
+                try:
+                    self._act(action)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the pair ends with it
+                    self._broke(error)
         finally:
             self._loop_acts = False
         self._set_timer()

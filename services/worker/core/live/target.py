@@ -660,7 +660,8 @@ class TargetMachine(Machine):
         if self.life.state is PairState.DISSOLVED:
             self._source_is_lost = True
             return
-        self._tells = event.tell
+        if not self.life.ended:
+            self._tells = event.tell
         self._fail(event.reason)
 
     def _fail(self, reason: str) -> None:

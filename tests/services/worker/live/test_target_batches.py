@@ -11,7 +11,7 @@ from shared.messages.live import Taken
 from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
 from tests.services.worker.pausing import pause, resume
-from tests.wait_until import eventually
+from tests.wait_until import WAIT_S, eventually
 
 # --- taking in -----------------------------------------------------------------------------------
 
@@ -263,3 +263,19 @@ async def test_an_engine_that_fails_ends_the_pair_and_the_source_has_everything(
         await eventually(ends.pair.ended.is_set)
         await ends.target.idle()
         assert [(e.reason, e.finished) for e in ends.ended] == [("the target's engine failed: RuntimeError: cuda", ())]
+
+
+@pytest.mark.parametrize("where", ["machine", "event loop"])
+async def test_a_bug_of_ours_ends_the_pair_and_keeps_nothing(where: str) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    async with running_ends() as ends:
+        if where == "machine":
+            ends.pair.machine.queue.arrived = broken  # type: ignore[method-assign]
+        else:
+            ends.requests.host = broken  # type: ignore[method-assign]
+        await asyncio.wait_for(ends.hand_over("a", request("a", 9)), WAIT_S)
+        await eventually(lambda: [e.reason for e in ends.ended] == ["RuntimeError: a bug of ours"])
+        await ends.target.idle()
+        assert ends.requests.unhosted == ["a"]

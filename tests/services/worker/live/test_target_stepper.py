@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.core.live import target as core
-from services.worker.core.live.machine import HasLanded, RefuseQuestion, TellEnded
+from services.worker.core.live.machine import EngineStopped, HasLanded, Lost, RefuseQuestion, TellEnded
 from shared.messages.generation import StreamPart
 from shared.messages.live import Pull, Pulled, Settle
 from shared.zigzag.batch import State
@@ -166,6 +166,25 @@ async def test_the_end_frees_everything_and_runs_nothing_more(layers_ready: int)
     assert run_all(target.loop) == []
     assert len(target.watched.ran) == ran
     assert target.loop.partial is None
+
+
+async def test_a_source_that_ended_the_pair_is_not_told_though_it_is_lost_before_the_step_ends() -> None:
+    target = Target()
+    target.take("a", request("a", 5))
+    target.work.handle(Lost("the source ended the pair", tell=False))
+    target.work.lose("the source was silent")
+    target.work.handle(HasLanded(core.AwaitStepEnd()))
+    assert target.all_said(TellEnded) == []
+    assert target.is_empty
+
+
+async def test_when_its_engine_has_stopped_the_source_is_told_once() -> None:
+    target = Target()
+    target.take("a", request("a", 5))
+    for _ in range(2):  # it hears so of each thing that it wants done there
+        target.work.handle(EngineStopped())
+    assert [ended.reason for ended in target.all_said(TellEnded)] == ["the engine has stopped"]
+    assert [action.batch_ids for action in target.all_said(core.Forget)] == [("a",)]
 
 
 async def test_the_end_leaves_what_has_become_this_instances() -> None:
