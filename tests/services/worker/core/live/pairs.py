@@ -130,7 +130,7 @@ class Source(_Member):
         while True:
             part = the(RunPart, self.told(PartWanted()))
             assert part.batch_id == batch_id
-            actions = self.told(HasLanded(RunPart(batch_id, 0, 0, 0, part.end, True), s.Ran.WELL))
+            actions = self.told(HasLanded(RunPart(batch_id, 0, 0, part.end), s.Ran.WELL))
             if of_kind(Finish, actions):
                 return actions
 

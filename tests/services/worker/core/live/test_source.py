@@ -465,7 +465,7 @@ def test_layers_are_run_in_parts_and_the_first_layer_is_the_first_that_the_targe
     for _ in range(6):
         part = the(RunPart, source.told(PartWanted()))
         parts.append((part.layer, part.begin, part.end))
-        actions = source.told(HasLanded(RunPart("pair-0", 0, 0, 0, part.end, True), s.Ran.WELL))
+        actions = source.told(HasLanded(RunPart("pair-0", 0, 0, part.end), s.Ran.WELL))
     assert parts == [(layer, *tokens) for layer in (2, 3) for tokens in ((0, 4), (4, 7), (7, 10))]
     assert the(Finish, actions) == Finish("pair-0", 2, kv_here=False, kv_direct=False)
 
