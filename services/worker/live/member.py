@@ -25,12 +25,14 @@ from services.worker.core.live.machine import (
     Detach,
     Due,
     EngineStopped,
+    Finish,
     HasLanded,
     Lost,
     Machine,
     PairEvent,
     PartWanted,
     RefuseQuestion,
+    RunPart,
 )
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
@@ -130,7 +132,13 @@ class PairMember(Generic[M]):
             self._act(action)
 
     def _act(self, action: Action) -> None:
-        done = self.carry_out[type(action)](action)
+        try:
+            done = self.carry_out[type(action)](action)
+        except Exception as error:
+            if isinstance(action, RunPart | Finish):
+                raise  # the engine's thread ends all requests, rather than go on after who knows what
+            self._broke(error)
+            done = None  # as if nothing came of it: the machine must not wait for ever
         if isinstance(done, Coroutine):
             self.under_way[type(action)] = self._start(self._until_done(action, done))
         elif action.lands and done is not LATER:
@@ -151,11 +159,7 @@ class PairMember(Generic[M]):
         self._loop_acts = True
         try:
             while self._for_loop:
-                action = self._for_loop.popleft()
-                try:
-                    self._act(action)
-                except Exception as error:  # noqa: BLE001 - whatever it is, the pair ends with it
-                    self._broke(error)
+                self._act(self._for_loop.popleft())
         finally:
             self._loop_acts = False
         self._set_timer()

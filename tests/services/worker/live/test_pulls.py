@@ -8,7 +8,7 @@ import pytest
 
 from services.worker import link
 from services.worker.core.live import source as core
-from services.worker.core.live.machine import Due
+from services.worker.core.live.machine import Action, Due, SendHidden
 from services.worker.core.live.source import BeginBatch, FetchKv
 from services.worker.live import links
 from shared.errors import DeadlineExceeded, NotFound, Overloaded
@@ -225,3 +225,27 @@ async def test_what_a_pull_takes_is_measured_and_is_the_lead_of_the_next() -> No
         second.set()
         await source.part()
         await _tokens_are_right(ends)
+
+
+@pytest.mark.parametrize("kind", [BeginBatch, SendHidden, core.ReceiveHidden, FetchKv])
+async def test_whatever_breaks_in_carrying_an_action_out_no_request_is_lost(kind: type[Action]) -> None:
+    async with running_ends(batch_tokens=9) as ends:
+        source, breaks = SourceEnd(ends), [True]
+        works = source.live.carry_out[kind]
+
+        def once(action: Action) -> object:
+            if breaks:
+                breaks.clear()
+                raise RuntimeError("a bug of ours")
+            return works(action)
+
+        source.live.carry_out = {**source.live.carry_out, kind: once}
+        ends.before = lambda message: ends.ran(4) if isinstance(message, Pull) else _nothing()
+        await ends.load(2)
+        await source.begin(*(request(name, 9) for name in NAMES))
+        assert (await source.over()).outcome == "failed"
+        await _tokens_are_right(ends)
+
+
+async def _nothing() -> None:
+    """At once."""
