@@ -563,7 +563,7 @@ class TargetMachine(Machine):
     def _free(self, batch_ids: list[str], question: int = -1) -> bool:
         """They are the source's, or every request of them has ended. One that is inside a layer is freed at its end.
         False if none of them is here."""
-        inside = "" if self._inside is None else self._inside.batch_id
+        inside = None if self._inside is None else self._inside.batch_id
         here = tuple([i for i in batch_ids if i != inside and self._runs.pop(i, None) is not None])
         if here:
             if question >= 0:

@@ -1,0 +1,1 @@
+"""The two machines of a pair, in a world where what is under way comes in any order."""
