@@ -105,9 +105,9 @@ class PairMember(Generic[M]):
         """From the event loop or the engine's thread. Never raises: a pair whose machine breaks is lost."""
         for_engine = self._decide(event)
         if threading.get_ident() == self._loop_thread:
+            self.act_on_loop()  # first: what gateways find here is told before the scheduler forgets it
             if for_engine:
                 self._call(functools.partial(self._act_on_engine, for_engine))
-            self.act_on_loop()
             return
         self._act_on_engine(for_engine)
         if self._for_loop or self.machine.due_s < self._timer_s:
@@ -121,11 +121,18 @@ class PairMember(Generic[M]):
             except Exception as error:  # a bug of ours must not keep what clients wait for
                 before = [told for _, told in list(self.machine.log)[-_NUM_TOLD:]]
                 log.exception("a pair cannot go on after %s", before)
-                if isinstance(event, Lost):
-                    return []
-                actions = self.machine.handle(Lost(f"{type(error).__name__}: {error}"), time.monotonic())
+                actions = self._lost_by(event, error)
             self._for_loop += [action for action in actions if not action.on_engine]
         return [action for action in actions if action.on_engine]
+
+    def _lost_by(self, event: PairEvent, error: Exception) -> list[Action]:
+        if isinstance(event, Lost):
+            return []
+        try:
+            return self.machine.handle(Lost(f"{type(error).__name__}: {error}"), time.monotonic())
+        except Exception:
+            log.exception("nor can it end")
+            return []
 
     def _act_on_engine(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -20,7 +20,7 @@ from services.worker.core.live.batch import Key, Request
 from services.worker.core.live.machine import Abort, Begin, Cancelled, Finish, Over, RunPart, SendHidden, TellEnded
 from services.worker.core.live.source import SourceMachine
 from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.link import LinkLost
@@ -127,18 +127,9 @@ class LiveSource(PairMember[SourceMachine]):
         self.handle(core.RequestArrived())
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """A request was cancelled, which the scheduler hears at the end of its step: the target is told before."""
-        key = request_id, attempt
-        if key in self._engine.loop.scheduler.table.accepted:
-            self.handle(Cancelled((key,)))
-            return
-
-        def look_again(loop: EngineLoop) -> None:
-            """It may have been submitted inside this layer: then it is accepted before this is looked at."""
-            if key in loop.scheduler.table.accepted:
-                self.handle(Cancelled((key,)))
-
-        self._engine.call(look_again, between_layers=True)
+        """A request was cancelled, which the scheduler may hear at the end of its step, or have heard: the target is
+        told in any case."""
+        self.handle(Cancelled(((request_id, attempt),)))
 
     async def on_taken(self, message: Taken) -> Message:
         """The target finished batches: their requests are its own. Raises ``Conflict`` once the pair has failed: the
@@ -310,6 +301,8 @@ class LiveSource(PairMember[SourceMachine]):
         The transport cuts nothing off what it is given: the next hand-over need not wait for these to be there."""
         tokens, engine = self.batch(action.batch_id).token_ids(), self._engine.loop.engine
         hidden = (await asyncio.to_thread(engine.embed_tokens, tokens)).result()
+        if self.machine.life.ended:
+            return  # nobody would wait for it, nor give it up
         self._connected.send(hidden, action.serial, Kind.HANDED_HIDDEN)
 
     async def _ask(self, action: core.AskTarget) -> tuple[Message, bool]:

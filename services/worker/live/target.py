@@ -13,6 +13,7 @@ import msgspec
 
 from services.worker.core.live import target as core
 from services.worker.core.live.batch import Batch, Key, Request
+from services.worker.core.live.life import PairState
 from services.worker.core.live.machine import (
     Abort,
     AnswerQuestion,
@@ -310,6 +311,8 @@ class LiveTarget(PairMember[TargetMachine]):
         except Exception:  # an engine may raise anything; the source waits in vain, and computes it
             log.exception("batch %s is not sent back: the source computes it", batch_id)
             return
+        if self.machine.life.state is PairState.FAILED:
+            return  # nobody would give it up
         failure = await self._tensors.sent(self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN))
         if failure is not None:
             log.info("batch %s: %s; the source computes it from the beginning", batch_id, failure)

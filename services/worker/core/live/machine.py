@@ -161,13 +161,15 @@ class Machine:
         """What is to be done now, in order. ``now_s``: seconds of any clock; of one machine always the same one."""
         self.now_s = now_s
         self.log.append((now_s, event))
-        if isinstance(event, HasLanded):
-            if (landing := self.landings.get(type(event.action))) is not None:
-                landing(self, event.action, event.result)
-        else:
-            self.handlers[type(event)](self, event)
-        self.look()
-        actions, self._actions = self._actions, []
+        try:
+            if isinstance(event, HasLanded):
+                if (landing := self.landings.get(type(event.action))) is not None:
+                    landing(self, event.action, event.result)
+            else:
+                self.handlers[type(event)](self, event)
+            self.look()
+        finally:  # of an event that breaks it, nothing is done
+            actions, self._actions = self._actions, []
         return actions
 
     @property

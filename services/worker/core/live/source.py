@@ -60,6 +60,8 @@ LOOK_S = 0.05
 """How often a batch that lacks room here is tried again, whatever the engine says."""
 MAX_LEAD_LAYERS = 1.0
 """A batch is asked for at most so long before the one in hand is done."""
+MAX_UNWANTED = 65_536
+"""Of a pair's cancelled requests so many are remembered; of others its target may hear late."""
 _SMOOTHING = 0.5
 _SLOTS_SHARE = 4
 """A batch takes at most this part of an instance's slots: all of its requests need theirs at once."""
@@ -619,8 +621,9 @@ class SourceMachine(Machine):
         self._arrived = True
 
     def _cancelled(self, event: Cancelled) -> None:
-        self._unwanted.update(event.keys)
         for key in event.keys:
+            if len(self._unwanted) < MAX_UNWANTED:
+                self._unwanted.add(key)
             if any(key in batch.batch.keys for batch in self.handed.values()):
                 self.do(TellCancelled((key,)))
 

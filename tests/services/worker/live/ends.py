@@ -164,7 +164,7 @@ class Requests:
         self.announced += [s.request_id for s in sequences]
 
     def moved(self, sequences: Iterable[ActiveSequence], worker_id: str) -> None:
-        self.moves += [(s.request_id, worker_id) for s in sequences]
+        self.moves += [(s.request_id, worker_id) for s in sequences if not s.finished]
 
     def on_output(self, output: StepOutput) -> None:
         self.outputs += output.outputs

@@ -147,7 +147,7 @@ async def test_a_target_that_is_lost_on_the_way_leaves_every_request_here(number
         await _all_computed_here(ends)
 
 
-@pytest.mark.parametrize("when", ["waits", "is asked about", "is there"])
+@pytest.mark.parametrize("when", ["waits", "is asked about", "is there", "is there, and the scheduler knows"])
 async def test_cancelled_a_request_is_handed_over_no_more_or_the_target_is_told(when: str) -> None:
     async with running_ends(batch_tokens=9) as ends:
 
@@ -162,6 +162,9 @@ async def test_cancelled_a_request_is_handed_over_no_more_or_the_target_is_told(
             source.live.cancel("b", 2)  # another attempt
             source.live.cancel("b", 1)
             await ends.source.on_engine(lambda loop: loop.scheduler.cancel("b", 1))
+        if when == "is there, and the scheduler knows":
+            await ends.source.on_engine(lambda loop: loop.scheduler.cancel("b", 1))
+            source.live.cancel("b", 1)
         if when == "waits":
             assert [name for name, _ in _handed(ends)] == ["a", "c", "d"]
         else:
