@@ -14,7 +14,7 @@ LATE_LAYERS = 1.0
 
 
 class Gates:
-    """Gates of one pair. The caller holds the queue's lock."""
+    """Of one pair."""
 
     def __init__(self, assignment: ZigzagAssignment) -> None:
         self._gates: dict[str, int] = {}
