@@ -19,7 +19,7 @@ from bench.sim.instance import SimInstance
 from bench.sim.pair_member import OnTheirWay, PairPaths
 from bench.sim.pair_source import SimSource
 from bench.sim.pair_target import SimTarget
-from services.worker.core.live import target as target_core
+from services.worker.core.live import target_words as target_core
 from services.worker.core.live.batch import Batch
 from services.worker.core.live.life import PairState
 from services.worker.core.live.machine import Begin, Lost

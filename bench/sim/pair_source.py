@@ -8,10 +8,11 @@ from bench.sim.clock import Clock
 from bench.sim.instance import SimInstance
 from bench.sim.pair_member import LATER, TOKEN, Carriers, OnTheirWay, PairMember, PairPaths, Reply, unseen
 from bench.sim.pair_target import SimTarget
-from services.worker.core.live import source as core
-from services.worker.core.live import target as target_core
+from services.worker.core.live import source_words as core
+from services.worker.core.live import target_words as target_core
 from services.worker.core.live.batch import Batch, Key, Request
 from services.worker.core.live.machine import Abort, Cancelled, Finish, Lost, RunPart, SendHidden, TellEnded
+from services.worker.core.live.source import LOOK_S, SourceMachine
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.codec import Message
 from shared.messages.common import TAKES_PROMPTS, ErrorInfo
@@ -21,7 +22,7 @@ MAX_BATCHES = 1_000_000
 """A simulated report may be as long as it is."""
 
 
-class SimSource(PairMember[core.SourceMachine]):
+class SimSource(PairMember[SourceMachine]):
     """Of one pair."""
 
     def __init__(
@@ -44,7 +45,7 @@ class SimSource(PairMember[core.SourceMachine]):
         super().__init__(
             clock,
             instance,
-            core.SourceMachine(
+            SourceMachine(
                 assignment,
                 instance.compute.num_layers,
                 chunk_tokens=config.prefill_chunk_tokens,
@@ -221,7 +222,7 @@ class SimSource(PairMember[core.SourceMachine]):
         if self.is_dead:
             return
         if any(not s.finished and s.decode_at is not None for s in self.of_batch(batch_id)):
-            self._clock.after(core.LOOK_S, self._look_at_rests, batch_id)
+            self._clock.after(LOOK_S, self._look_at_rests, batch_id)
         else:
             self._direct.remove(batch_id)
             self.handle(core.RestOver(batch_id))

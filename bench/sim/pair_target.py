@@ -7,15 +7,16 @@ from collections.abc import Callable
 from bench.sim.clock import Clock
 from bench.sim.instance import SimInstance
 from bench.sim.pair_member import LATER, TOKEN, Carriers, OnTheirWay, PairMember, PairPaths, Reply, later, unseen
-from services.worker.core.live import target as core
+from services.worker.core.live import target_words as core
 from services.worker.core.live.batch import Batch, Key
 from services.worker.core.live.machine import Begin, Cancelled, Finish, RunPart, SendHidden, TellEnded
+from services.worker.core.live.target import TargetMachine
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.common import ErrorInfo
 from shared.messages.live import Taken, ZigzagAssignment
 
 
-class SimTarget(PairMember[core.TargetMachine]):
+class SimTarget(PairMember[TargetMachine]):
     """Questions have taken their time when they get here."""
 
     def __init__(
@@ -35,7 +36,7 @@ class SimTarget(PairMember[core.TargetMachine]):
         super().__init__(
             clock,
             instance,
-            core.TargetMachine(
+            TargetMachine(
                 assignment,
                 instance.compute.num_layers,
                 part_tokens=config.prefill_chunk_tokens,

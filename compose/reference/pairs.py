@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
 from compose.reference.table import table
-from services.worker.core.live import life, machine, source, target
+from services.worker.core.live import life, machine, source_words, target_words
 from services.worker.core.live.batch import MOVES
 from services.worker.core.live.machine import Machine
+from services.worker.core.live.source import SourceMachine
+from services.worker.core.live.target import TargetMachine
 
 
 def pairs_page() -> str:
@@ -17,7 +20,7 @@ def pairs_page() -> str:
         (f"`{a}`", ", ".join(f"`{b}`" for b in life.PairState if b in after)) for a, after in life.TRANSITIONS.items()
     )
     moves = ((f"`{a}`", f"`{b}`", when) for a, after in MOVES.items() for b, when in after.items())
-    members = (("source", source, source.SourceMachine), ("target", target, target.TargetMachine))
+    members = (("source", source_words, SourceMachine), ("target", target_words, TargetMachine))
     return (
         "".join(
             [
@@ -37,7 +40,7 @@ def pairs_page() -> str:
 
 def _member(name: str, module: ModuleType, made: type[Machine]) -> str:
     events = ((f"`{event.__name__}`", _words(event)) for event in made.handlers)
-    kinds = [kind for owner in (module, machine) for kind in _actions(owner) if owner is module or _used(kind, module)]
+    kinds = [kind for owner in (module, machine) for kind in _actions(owner) if owner is module or _used(kind, made)]
     actions = ((f"`{kind.__name__}`", "engine" if kind.on_engine else "event loop", _words(kind)) for kind in kinds)
     return "".join(
         [
@@ -57,8 +60,9 @@ def _actions(module: ModuleType) -> list[Any]:
     ]
 
 
-def _used(kind: type, module: ModuleType) -> bool:
-    return getattr(module, kind.__name__, None) is kind or kind is machine.RefuseQuestion
+def _used(kind: type, made: type[Machine]) -> bool:
+    known = vars(sys.modules[made.__module__])
+    return known.get(kind.__name__) is kind or kind is machine.RefuseQuestion
 
 
 def _words(kind: type) -> str:

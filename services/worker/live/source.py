@@ -15,7 +15,7 @@ from typing import Any
 
 from opentelemetry import trace
 
-from services.worker.core.live import source as core
+from services.worker.core.live import source_words as core
 from services.worker.core.live.batch import Key, Request
 from services.worker.core.live.machine import Abort, Begin, Cancelled, Finish, Over, RunPart, SendHidden, TellEnded
 from services.worker.core.live.source import SourceMachine

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from services.worker.core.live import target as core
+from services.worker.core.live import target_words as core
 from services.worker.core.live.batch import Batch, Key, Request
 from services.worker.core.live.life import PairState
 from services.worker.core.live.machine import (
@@ -28,7 +28,7 @@ from services.worker.core.live.machine import (
     SendHidden,
     TellEnded,
 )
-from services.worker.core.live.target import TargetMachine
+from services.worker.core.live.target import WATCH_S, TargetMachine
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import StepOutput
@@ -157,7 +157,7 @@ class LiveTarget(PairMember[TargetMachine]):
     async def _watch(self) -> None:
         """Until it is over: does the source still live?"""
         while not self.ended.is_set():
-            await asyncio.sleep(core.WATCH_S)
+            await asyncio.sleep(WATCH_S)
             if reason := self._link.why_lost():
                 self.lose(reason)
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.worker import link
 from services.worker.core.live.machine import Lost
-from services.worker.core.live.source import BeginBatch
+from services.worker.core.live.source_words import BeginBatch
 from services.worker.live import links
 from shared.errors import BadRequest, BlitzError, DeadlineExceeded, NotFound, Overloaded, PayloadTooLarge
 from shared.messages.codec import Message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.live import target as core
+from services.worker.core.live import target_words as core
 from services.worker.core.live.batch import part_from
 from services.worker.core.live.machine import HasLanded, TellEnded
 from shared.zigzag.batch import State

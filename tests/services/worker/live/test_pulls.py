@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from services.worker import link
-from services.worker.core.live import source as core
+from services.worker.core.live import source
 from services.worker.core.live.machine import Action, Due, SendHidden
-from services.worker.core.live.source import BeginBatch, FetchKv
+from services.worker.core.live.source_words import BeginBatch, FetchKv, ReceiveHidden
 from services.worker.live import links
 from shared.errors import DeadlineExceeded, NotFound, Overloaded
 from shared.messages.codec import Message
@@ -25,7 +25,7 @@ NAMES = "ab"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "PULL_WAIT_S", 0.01)
+    monkeypatch.setattr(source, "PULL_WAIT_S", 0.01)
     monkeypatch.setattr(link, "RETRY_S", 0.001)
     monkeypatch.setattr(link, "ASK_TIMEOUT_S", WAIT_S)  # a busy machine answers late, and is asked once
     monkeypatch.setattr(links, "LAST_WORD_S", 0.001)
@@ -227,7 +227,7 @@ async def test_what_a_pull_takes_is_measured_and_is_the_lead_of_the_next() -> No
         await _tokens_are_right(ends)
 
 
-@pytest.mark.parametrize("kind", [BeginBatch, SendHidden, core.ReceiveHidden, FetchKv])
+@pytest.mark.parametrize("kind", [BeginBatch, SendHidden, ReceiveHidden, FetchKv])
 async def test_whatever_breaks_in_carrying_an_action_out_no_request_is_lost(kind: type[Action]) -> None:
     async with running_ends(batch_tokens=9) as ends:
         source, breaks = SourceEnd(ends), [True]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from services.worker.core.live import target as core
+from services.worker.core.live import target
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.live.tensors import Kind
 from shared.errors import BadRequest, Conflict, DeadlineExceeded
@@ -300,7 +300,7 @@ async def test_parting_waits_for_the_end_of_a_layer_and_ends_with_the_pair() -> 
 
 
 async def test_parting_that_waits_for_a_long_layer_waits_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "KNOWS_S", 0.01)
+    monkeypatch.setattr(target, "KNOWS_S", 0.01)
     async with running_ends() as ends, InsideLayer(ends.target) as layer:
         machine = ends.pair.machine
         await ends.hand_over("a", request("a", 9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.live import target as core
+from services.worker.core.live import target_words as core
 from services.worker.core.live.machine import EngineStopped, HasLanded, Lost, RefuseQuestion, TellEnded
 from shared.messages.generation import StreamPart
 from shared.messages.live import Pull, Pulled, Settle

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from services.worker.core.live import source as s
-from services.worker.core.live import target as t
+from services.worker.core.live import source_words as s
+from services.worker.core.live import target_words as t
 from services.worker.core.live.batch import Batch, Key, Request
 from services.worker.core.live.life import PairState
 from services.worker.core.live.machine import (
@@ -19,6 +19,8 @@ from services.worker.core.live.machine import (
     RunPart,
     SendHidden,
 )
+from services.worker.core.live.source import SourceMachine
+from services.worker.core.live.target import TargetMachine
 from shared.messages.codec import Message
 from shared.messages.common import Ack, LivePolicy
 from shared.messages.live import Dissolve, Given, LayerRuns, Pull, Pulled, PullKv, Seal, Settle
@@ -66,7 +68,7 @@ def shares(kept: Iterable[str] = (), given: Iterable[tuple[str, int]] = (), fini
 class _Member:
     """What both have: the machine, and the time."""
 
-    machine: s.SourceMachine | t.TargetMachine
+    machine: SourceMachine | TargetMachine
     now_s = 0.0
 
     def told(self, *events: PairEvent) -> list[Action]:
@@ -82,7 +84,7 @@ class Source(_Member):
 
     def __init__(self, policy: LivePolicy = "zigzag", **settings: float) -> None:
         fields = {"chunk_tokens": TOKENS, "max_sequences": 64, "max_batches": 99} | settings
-        self.machine: s.SourceMachine = s.SourceMachine(assignment(policy=policy), NUM_LAYERS, **fields)  # type: ignore[arg-type]
+        self.machine: SourceMachine = SourceMachine(assignment(policy=policy), NUM_LAYERS, **fields)  # type: ignore[arg-type]
 
     def is_idle(self) -> bool:
         return self.machine.is_idle
@@ -147,7 +149,7 @@ class Target(_Member):
     def __init__(self, policy: LivePolicy = "zigzag", **settings: float) -> None:
         fields = {"part_tokens": TOKENS, "limit_tokens": 100} | settings
         pair = assignment(policy=policy, layers_ready_s=PLANNED_S)
-        self.machine: t.TargetMachine = t.TargetMachine(pair, NUM_LAYERS, **fields)  # type: ignore[arg-type]
+        self.machine: TargetMachine = TargetMachine(pair, NUM_LAYERS, **fields)  # type: ignore[arg-type]
         self._serials = 0
         self._questions = 0
         self.told(Begin())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.live import source as s
-from services.worker.core.live import target as t
+from services.worker.core.live import source_words as s
+from services.worker.core.live import target_words as t
 from services.worker.core.live.batch import Batch
 from services.worker.core.live.machine import (
     Action,
@@ -26,6 +26,8 @@ from services.worker.core.live.machine import (
     RunPart,
     SendHidden,
 )
+from services.worker.core.live.source import SourceMachine
+from services.worker.core.live.target import TargetMachine
 from shared.messages.codec import Message
 from shared.messages.common import Ack, LivePolicy
 from shared.messages.live import Dissolve, Gate, Given, Pull, Pulled, PullKv, Seal, Settle, Taken
@@ -55,7 +57,7 @@ class Chance(random.Random):
 class _Engine:
     """Does at once what it is asked, but for layers."""
 
-    def __init__(self, machine: s.SourceMachine | t.TargetMachine, chance: Chance) -> None:
+    def __init__(self, machine: SourceMachine | TargetMachine, chance: Chance) -> None:
         self.machine = machine
         self.chance = chance
         self.now_s = 0.0
@@ -74,7 +76,7 @@ class _Engine:
 
 
 class _SourceEngine(_Engine):
-    def __init__(self, machine: s.SourceMachine, chance: Chance) -> None:
+    def __init__(self, machine: SourceMachine, chance: Chance) -> None:
         super().__init__(machine, chance)
         self.asked: Message | None = None
         self.ends: Counter[str] = Counter()
@@ -161,7 +163,7 @@ def test_whatever_a_target_says_each_batch_has_one_end(policy: LivePolicy) -> No
 
 
 class _TargetEngine(_Engine):
-    def __init__(self, machine: t.TargetMachine, chance: Chance) -> None:
+    def __init__(self, machine: TargetMachine, chance: Chance) -> None:
         super().__init__(machine, chance)
         self.questions: list[int] = []
         """That are not answered."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.live import source as s
+from services.worker.core.live import source_words as s
 from services.worker.core.live.life import PairState
 from services.worker.core.live.machine import (
     Abort,
@@ -25,7 +25,8 @@ from services.worker.core.live.machine import (
     SendHidden,
     TellEnded,
 )
-from services.worker.core.live.source import LOOK_S, PULL_WAIT_S, How, PullTime
+from services.worker.core.live.source import LOOK_S, PULL_WAIT_S, PullTime
+from services.worker.core.live.source_words import How
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import ActiveSequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.live import target as t
+from services.worker.core.live import target_words as t
 from services.worker.core.live.batch import Batch
 from services.worker.core.live.life import PairState
 from services.worker.core.live.machine import (

@@ -10,8 +10,8 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from services.worker.core.live import source as s
-from services.worker.core.live import target as t
+from services.worker.core.live import source_words as s
+from services.worker.core.live import target_words as t
 from services.worker.core.live.machine import (
     Action,
     AnswerQuestion,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from services.worker.core.live import source as s
-from services.worker.core.live import target as t
+from services.worker.core.live import source_words as s
+from services.worker.core.live import target_words as t
 from services.worker.core.live.batch import Key, Request
 from services.worker.core.live.machine import (
     Abort,
@@ -21,6 +21,7 @@ from services.worker.core.live.machine import (
     SendHidden,
     TellEnded,
 )
+from services.worker.core.live.source import SourceMachine
 from shared.messages.live import Gate, PullKv, Settle, Taken
 from tests.services.worker.core.live.small_world.engine import SOURCE, TARGET
 from tests.services.worker.core.live.small_world.member import Member, Question
@@ -52,9 +53,9 @@ class SourceMember(Member):
     """The source, and its scheduler."""
 
     side = SOURCE
-    machine: s.SourceMachine
+    machine: SourceMachine
 
-    def __init__(self, world: World, machine: s.SourceMachine, room: int) -> None:
+    def __init__(self, world: World, machine: SourceMachine, room: int) -> None:
         super().__init__(world, machine, room)
         self.requests: dict[Key, str] = {}
         """What they are: ``waits``, ``lent``, ``in steps``, ``computed``, ``target's``, ``ended``, ``error``."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from services.worker.core.live import source as s
-from services.worker.core.live import target as t
+from services.worker.core.live import source_words as s
+from services.worker.core.live import target_words as t
 from services.worker.core.live.batch import Key
 from services.worker.core.live.machine import (
     Abort,
@@ -18,6 +18,7 @@ from services.worker.core.live.machine import (
     SendHidden,
     TellEnded,
 )
+from services.worker.core.live.target import TargetMachine
 from shared.messages.common import Ack
 from shared.messages.live import Dissolve
 from tests.services.worker.core.live.small_world.engine import NUM_LAYERS, SOURCE, TARGET
@@ -31,9 +32,9 @@ class TargetMember(Member):
     """The target. It loads layers."""
 
     side = TARGET
-    machine: t.TargetMachine
+    machine: TargetMachine
 
-    def __init__(self, world: World, machine: t.TargetMachine, room: int) -> None:
+    def __init__(self, world: World, machine: TargetMachine, room: int) -> None:
         super().__init__(world, machine, room)
         self.has_begun = False
         self._layers_ready = 0
