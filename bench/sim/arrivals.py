@@ -150,7 +150,7 @@ class Arrivals:
             if older is not None:  # another instance computes it from the beginning
                 self.release(older)
             if not self._instance.scheduler.reservations.reserve([sequence], behind_waiting=True):
-                window.close()
+                window.release()
                 answer(Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now"))
                 return
             self._reserved[sequence.key] = reservation
@@ -169,7 +169,7 @@ class Arrivals:
             raise Conflict(f"attempt {key[1]} of request {key[0]} was decoded here already")
         room.check_fits(transfer.num_tokens, transfer.context_tokens, self._instance.scheduler.config.limit_tokens)
         num_tokens = min(transfer.num_tokens, transfer.chunk_tokens or transfer.num_tokens)
-        window = self._staging.window(max(1, num_tokens * self._layer_bytes), compute.num_layers)
+        window = self._staging.reserve(max(1, num_tokens * self._layer_bytes), compute.num_layers)
         if window is None:
             raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
         return window
@@ -190,7 +190,7 @@ class Arrivals:
                 return
             extended = self._instance.scheduler.reservations.extend(sequence, [TOKEN.token_id] * num_tokens)
             if not extended:
-                window.close()
+                window.release()
             answer(extended)
 
         self._instance.call(extend, between_layers=True)
@@ -225,7 +225,7 @@ class Arrivals:
                 self._instance.cancel(sequence.key)
             return
         del self._reserved[sequence.key]
-        reservation.window.close()
+        reservation.window.release()
         self._reporter.remove(sequence)
         reservations = self._instance.scheduler.reservations
         self._instance.call(lambda: reservations.release([sequence]), between_layers=True)

@@ -337,7 +337,7 @@ class Departures:
         self._send(transfer)
         whole = transfer.rest or transfer
         if whole.is_there and whole.reservation is not None:
-            whole.reservation.window.close()
+            whole.reservation.window.release()
         whole.departures._begin_if_whole(whole)
 
     def _begin_if_whole(self, transfer: KvTransfer) -> None:

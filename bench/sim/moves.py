@@ -113,7 +113,7 @@ class Move:
         since_s = self._clock.now_s
         yield from self._pause(2 * self._paths.message_s)
         yield from self._send(self.num_tokens)
-        reserved.window.close()
+        reserved.window.release()
         yield from self._pause(self._paths.message_s)
         num_bytes = self.num_tokens * self._instance.compute.kv_bytes_per_token
         self._history.measured(num_bytes, self._clock.now_s - since_s)
@@ -124,7 +124,7 @@ class Move:
                 raise _Refused
             self.num_tokens += more
             yield from self._send(more)
-            reserved.window.close()
+            reserved.window.release()
         yield from self._pause(self._paths.message_s)
         if not (yield from self._ask(lambda answer: arrivals.begin(reserved, answer))):
             raise _Refused

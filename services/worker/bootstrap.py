@@ -15,6 +15,7 @@ from services.worker.instance.instance import InstanceSlot
 from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import ClockSkew, Registration, WorkerStanding
+from services.worker.kv_transfer.connector import KvConnector
 from services.worker.kv_transfer.departures import Departures
 from services.worker.kv_transfer.migration import Migrator
 from services.worker.kv_transfer.receiver import KvReceiver
@@ -112,7 +113,8 @@ class Parts:
             prefill_listener=self.kv_sender,
             step_listener=step_listener,
         )
-        self.kv_receiver = KvReceiver(bus, transport, info, peers, inbox, slot.current, device)
+        connector = KvConnector(transport, device)
+        self.kv_receiver = KvReceiver(bus, connector, info, peers, inbox, slot.current)
         self.migrator = Migrator(bus, worker_id, self.departures, slot.current, self.kv_receiver.begun_at_s)
         self.scaling = Scaling(
             worker_id,
@@ -126,7 +128,7 @@ class Parts:
             fatal=fatal,
         )
         self.pair_roles = PairRoles(
-            bus, transport, info.process, peers, inbox, self.kv_sender, progress, slot, device, silence_s=silence_s
+            bus, connector, info.process, peers, inbox, self.kv_sender, progress, slot, silence_s=silence_s
         )
         slot.when_loaded(self.pair_roles.loaded)
         for part in (self.pair_roles, self.departures, self.kv_receiver):

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from services.worker.core.kv_admission import room
-from services.worker.core.kv_admission.staging import Staging, Window
+from services.worker.core.kv_admission.staging import Window
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.device.device import Device
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.connector import KvConnector
 from services.worker.kv_transfer.incoming import IncomingKv
 from services.worker.kv_transfer.reservation import DecodeReservation
 from services.worker.kv_transfer.transfer import Chunk
@@ -38,7 +38,6 @@ from shared.messages.disaggregated import (
 )
 from shared.messages.generation import Cancel, Submit
 from shared.messages.registry import WorkerInfo
-from shared.transport.base import TensorTransport
 
 log = logging.getLogger(__name__)
 
@@ -66,26 +65,23 @@ class KvReceiver(Cooperation):
     def __init__(
         self,
         bus: Bus,
-        transport: TensorTransport,
+        connector: KvConnector,
         me: WorkerInfo,
         peers: PeerChannels,
         inbox: Inbox,
         instance: Callable[[], Instance | None],
-        device: Device,
     ) -> None:
         self._bus = bus
-        self._transport = transport
+        self._connector = connector
         self._me = me
         self._peers = peers
         self._inbox = inbox
         self._instance = instance
-        self._device = device
         self.reservations: dict[Key, DecodeReservation] = {}
         """Changed here alone."""
         self._begun: OrderedDict[Key, _Begun] = OrderedDict()
         """Those that are, or were, decoded here: the answer may have been lost."""
         self._tickets = itertools.count()
-        self._staging = Staging()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By request id."""
         self._drops = OwnedTasks()
@@ -136,11 +132,9 @@ class KvReceiver(Cooperation):
             raise refusal
         instance = reservation.instance
         window = self._window(before.num_tokens, instance, before.last_layer - layer)
-        kv = IncomingKv(
-            message, reservation.sequence, instance, next(self._tickets), window, self._device, behind=before
-        )
+        kv = IncomingKv(message, reservation.sequence, instance, next(self._tickets), window, behind=before)
         try:
-            await kv.connect(self._transport, self._peers)
+            await kv.connect(self._connector, self._peers)
         except BlitzError as error:
             await kv.stop()
             raise Conflict(f"the KV cannot come: {error}") from error
@@ -155,9 +149,9 @@ class KvReceiver(Cooperation):
 
     def _window(self, num_tokens: int, instance: Instance, num_layers: int) -> Window:
         layer_bytes = num_tokens * instance.engine.loop.engine.kv_bytes_per_token_layer
-        window = self._staging.window(layer_bytes, num_layers)
+        window = self._connector.reserve(layer_bytes, num_layers)
         if window is None:
-            raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
+            raise Overloaded(f"{self._connector.used_bytes} bytes of KV are on their way here already")
         return window
 
     def _receive(self, reservation: DecodeReservation, kv: IncomingKv) -> None:
@@ -193,14 +187,14 @@ class KvReceiver(Cooperation):
             reserved = await asyncio.wrap_future(call)
         finally:
             if not reserved:
-                window.close()
+                window.release()
         if not reserved:
             raise Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now")
-        kv = IncomingKv(message, sequence, instance, next(self._tickets), window, self._device)
+        kv = IncomingKv(message, sequence, instance, next(self._tickets), window)
         reservation = DecodeReservation(sequence, instance, kv)
         self._inbox.host((request,))
         try:
-            await kv.connect(self._transport, self._peers)
+            await kv.connect(self._connector, self._peers)
             if self._instance() is not instance or instance.state not in ("serving", "draining"):
                 raise Conflict(f"instance {request.instance_id} is about to stop")
         except BlitzError as error:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import logging
-import math
-import time
 from collections import deque
-from collections.abc import Iterable
 
-import numpy as np
-
+from services.worker.kv_transfer.connector import KvOutflow, KvRange
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.incoming import kv_tag
 from services.worker.kv_transfer.transfer import Chunk, KvTransfer, StaysHere
@@ -30,7 +24,7 @@ class Shipment:
     def __init__(self, transfer: KvTransfer, client: DecodeClient, reserved: DecodeReserved, channel: Channel) -> None:
         self._transfer = transfer
         self._client = client
-        self._channel = channel
+        self._outflow = KvOutflow(transfer.instance.engine.loop.engine, channel)
         self._ticket = reserved.ticket
         self._window = max(1, reserved.window_layers)
         self._chunk_tokens = transfer.chunk_tokens or transfer.num_tokens
@@ -40,13 +34,11 @@ class Shipment:
         self._sent = self._here = 0
         """Layers, counted over the chunks: those that were posted, and those that are known to be there."""
         self._posted: deque[Transfer] = deque()
-        self._busy: list[tuple[float, float]] = []
-        """When KV was copied, or on its way; the transport's thread adds to it."""
 
     @property
     def busy_s(self) -> float:
         """Seconds in which KV was copied, or on its way."""
-        return covered(self._busy)
+        return self._outflow.busy_s
 
     async def send_all(self) -> None:
         """Returns when all KV is there; called again, what has come since. Raises ``RequestEnded``, ``DecodeRefused``,
@@ -64,8 +56,7 @@ class Shipment:
 
     def abort(self) -> None:
         """Nothing is sent any more."""
-        for sent in self._posted:
-            sent.abort()
+        self._outflow.release()
 
     async def _send(self, chunk: Chunk) -> None:
         transfer = self._transfer
@@ -76,10 +67,11 @@ class Shipment:
                 self._here = await self._client.until_here(self._ticket, self._sent - self._window + 1)
             most = min(self._window - (self._sent - self._here), EXPORTED_LAYERS)
             last = min(self._ran(chunk), first + most)
-            layers = await self._export(chunk, first, last) if last > first else []
-            for kv in layers:
-                self._post(kv)
-            first += len(layers)
+            if last > first:
+                sent = await self._export(chunk, range(first, last))
+                self._posted += sent
+                self._sent += len(sent)
+                first += len(sent)
             while self._posted and self._posted[0].done:
                 await self._posted.popleft().wait()
 
@@ -87,40 +79,18 @@ class Shipment:
         """Layers that have KV of the whole chunk."""
         return self._transfer.layers_of(chunk.end)
 
-    def _post(self, kv: np.ndarray) -> None:
-        since_s, sending = time.monotonic(), self._channel.send(kv, kv_tag(self._ticket, self._sent))
-        sending.add_done_callback(lambda _: self._busy.append((since_s, time.monotonic())))
-        self._posted.append(sending)
-        self._sent += 1
-
-    async def _export(self, chunk: Chunk, first: int, last: int) -> list[np.ndarray]:
-        """KV of these layers, one by one; nothing if the request was preempted in the meantime: its blocks are
-        another's by now, and it is computed again. Raises ``RequestEnded``, ``DecodeRefused``."""
-        transfer = self._transfer
-        engine, table = transfer.instance.engine.loop.engine, transfer.block_table
-        export = functools.partial(
-            engine.export_kv, [table], [chunk.end], last, first_layer=first, first_tokens=[chunk.start]
-        )
-        since_s = time.monotonic()
+    async def _export(self, chunk: Chunk, layers: range) -> tuple[Transfer, ...]:
+        """Send these layers, one by one; none if the request was preempted in the meantime: its blocks are another's by
+        now, and it is computed again. Raises ``RequestEnded``, ``DecodeRefused``."""
+        transfer, table = self._transfer, self._transfer.block_table
+        tags = [kv_tag(self._ticket, self._sent + number) for number in range(len(layers))]
+        kv = KvRange.of([table], [chunk.end], layers, starts=[chunk.start])
         try:
-            exported = (await asyncio.to_thread(export)).result()
-        except Exception as error:  # an engine may raise anything; the blocks of an ended request are another's
-            transfer.check()
-            if not transfer.lies_in(table):
-                return []
+            sent = await self._outflow.send(
+                kv, tags, lies_there=lambda: transfer.lies_in(table) and not transfer.is_over
+            )
+        except Exception as error:  # an engine may raise anything
             log.exception("KV of request %s", transfer.sequence.request_id)
             raise StaysHere(f"its KV cannot be read: {type(error).__name__}: {error}") from error
         transfer.check()
-        if not transfer.lies_in(table):
-            return []
-        self._busy.append((since_s, time.monotonic()))
-        return np.split(np.frombuffer(exported, dtype=np.uint8), last - first)
-
-
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds in at least one of these intervals."""
-    seconds, until_s = 0.0, -math.inf
-    for begin_s, end_s in sorted(intervals):
-        seconds += max(0.0, end_s - max(begin_s, until_s))
-        until_s = max(until_s, end_s)
-    return seconds
+        return sent

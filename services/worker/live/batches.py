@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.worker.core.scheduling.sequence import ActiveSequence, submit_of
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.kv_transfer.connector import KvRange
 from shared.messages.generation import Submit
 from shared.transport.base import Buffer
 
@@ -43,9 +43,9 @@ class PromptBatch:
         """All of its requests have."""
         return all(s.finished for s in self.sequences)
 
-    @property
-    def block_tables(self) -> tuple[Sequence[int], ...]:
-        return tuple(s.block_table for s in self.sequences)
+    def kv(self, first_layer: int, last_layer: int) -> KvRange:
+        """Of these layers, in the blocks that it has now."""
+        return KvRange.of([s.block_table for s in self.sequences], self.lengths, range(first_layer, last_layer))
 
     def token_ids(self) -> list[int]:
         """All tokens, one prefix after another."""

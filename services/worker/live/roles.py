@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from services.worker.core.live.life import check_target, why_no_source
 from services.worker.core.scheduling.gateways import Gone
-from services.worker.device.device import Device
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
+from services.worker.kv_transfer.connector import KvConnector
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.links import LinkToTarget
 from services.worker.live.report import REPORT_EVERY_S, annotate, declined
@@ -47,7 +47,6 @@ from shared.messages.live import (
 from shared.messages.plans import ChainMember
 from shared.subjects import Process
 from shared.telemetry import tracer
-from shared.transport.base import TensorTransport
 
 log = logging.getLogger(__name__)
 
@@ -65,20 +64,19 @@ class PairRoles:
     def __init__(
         self,
         bus: Bus,
-        transport: TensorTransport,
+        connector: KvConnector,
         worker: Process,
         peers: PeerChannels,
         inbox: Inbox,
         kv_sender: KvSender,
         progress: ProgressReporter,
         slot: InstanceSlot,
-        device: Device,
         *,
         silence_s: float,
     ) -> None:
         """``slot``: this worker's. ``silence_s``: a member that says nothing for so long is gone."""
         self._bus = bus
-        self._transport = transport
+        self._connector = connector
         self._worker = worker
         self._peers = peers
         self._inbox = inbox
@@ -86,7 +84,6 @@ class PairRoles:
         self._progress = progress
         self._instance = slot.current
         self._changed = slot.changed
-        self._device = device
         self._silence_s = silence_s
         self.source: LiveSource | None = None
         """The pair whose source this worker is."""
@@ -345,4 +342,4 @@ class PairRoles:
     async def _connect(self, other: ChainMember, epoch: int) -> Tensors:
         """For tensors to and from the other member, under the target's epoch."""
         channel = await self._peers.channel(other.transport_address, other.host, lane=TENSOR_LANE)
-        return Tensors(self._transport, channel, epoch, self._device, timeout_s=self._silence_s)
+        return Tensors(self._connector, channel, epoch, timeout_s=self._silence_s)

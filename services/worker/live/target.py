@@ -319,22 +319,17 @@ class LiveTarget(PairMember[TargetMachine]):
 
     async def _send_kv(self, action: core.SendKv) -> None:
         """A failure of the transport is the source's to notice."""
-        batch, engine = self.held.get(action.batch_id), self._engine.loop.engine
+        batch = self.held.get(action.batch_id)
         if batch is None:
             return  # settled meanwhile
-        first, last = action.first_layer, action.last_layer
-        export = functools.partial(engine.export_kv, batch.block_tables, batch.lengths, last, first_layer=first)
-        try:
-            kv = (await asyncio.to_thread(export)).result()
-        except Exception:  # what an engine finds in blocks that are another batch's by now does not matter
-            if self.machine.holds(action.batch_id):
-                raise
-            return
-        # Its blocks may have been freed by now, and written by another batch.
-        if self.machine.holds(action.batch_id):
-            failure = await self._tensors.sent(self._tensors.send_kv(kv, action.serial, first))
-            if failure is not None:
-                log.info("KV of batch %s: %s; the source computes it again", action.batch_id, failure)
+        kv = batch.kv(action.first_layer, action.last_layer)
+        tag = self._tensors.kv_tag(action.serial, action.first_layer)
+        # Its blocks may be freed meanwhile, and written by another batch.
+        outflow = self._tensors.kv_outflow(self._engine.loop.engine)
+        sent = await outflow.send(kv, [tag], lies_there=lambda: self.machine.holds(action.batch_id))
+        failure = await self._tensors.sent(*sent)
+        if failure is not None:
+            log.info("KV of batch %s: %s; the source computes it again", action.batch_id, failure)
 
     def _forget(self, action: core.Forget) -> None:
         for batch_id in action.batch_ids:

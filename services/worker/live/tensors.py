@@ -7,11 +7,13 @@ transport's until its transfer is done.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from enum import IntEnum
 
-from services.worker.device.device import Device
+from services.worker.engine.base import Engine
+from services.worker.kv_transfer.connector import KvConnector, KvInflow, KvOutflow, KvRange
 from shared.errors import BlitzError, DeadlineExceeded, TransportError
-from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
+from shared.transport.base import Buffer, Channel, Transfer
 from shared.transport.tags import MAX_NUMBER, Carries, tag_of
 
 _KINDS = 4
@@ -49,15 +51,13 @@ def kv_tag(epoch: int, serial: int, layer: int) -> int:
 class Tensors:
     """One member's end. Owns the transfers that it posted until they are done."""
 
-    def __init__(
-        self, transport: TensorTransport, channel: Channel, epoch: int, device: Device, *, timeout_s: float
-    ) -> None:
-        """``device``: receives land in its staging. ``timeout_s``: one that takes longer has failed."""
-        self._transport = transport
+    def __init__(self, connector: KvConnector, channel: Channel, epoch: int, *, timeout_s: float) -> None:
+        """``timeout_s``: a receive that takes longer has failed."""
+        self._connector = connector
         self._channel = channel
         self._epoch = epoch
-        self._device = device
         self._timeout_s = timeout_s
+        self._outflow: KvOutflow | None = None
         self.posted: set[Transfer] = set()
         """Transfers that are not done; changed here alone."""
 
@@ -70,21 +70,36 @@ class Tensors:
         """Post a send; the buffer is kept until it is done."""
         return self._keep(self._channel.send(buffer, live_tag(self._epoch, serial, kind)))
 
-    def send_kv(self, buffer: Buffer, serial: int, layer: int) -> Transfer:
-        """As ``send``, of a claim's KV from a layer on."""
-        return self._keep(self._channel.send(buffer, kv_tag(self._epoch, serial, layer)))
+    def kv_outflow(self, engine: Engine) -> KvOutflow:
+        """KV goes to the other member by it: one, of this member's engine."""
+        if self._outflow is None:
+            self._outflow = self._connector.outflow(engine, self._channel)
+        return self._outflow
+
+    def kv_inflow(
+        self,
+        engine: Engine,
+        piece_bytes: int,
+        num_pieces: int,
+        ask: Callable[[KvRange], Awaitable[object]],
+        before_each: Callable[[], Awaitable[None]],
+    ) -> KvInflow:
+        """KV that comes from the other member in such pieces."""
+        window = self._connector.reserve(piece_bytes, num_pieces, is_promised=True)
+        assert window is not None  # it was promised: the batch is this member's by now
+        return self._connector.inflow(
+            engine, self._channel, window, timeout_s=self._timeout_s, ask=ask, before_each=before_each
+        )
+
+    def kv_tag(self, serial: int, layer: int) -> int:
+        """Of a claim's KV from a layer on."""
+        return kv_tag(self._epoch, serial, layer)
 
     async def receive(self, num_bytes: int, serial: int, kind: Kind) -> Buffer:
         """The message's bytes. Raises ``TransportError`` or ``DeadlineExceeded``."""
-        return await self._receive(num_bytes, live_tag(self._epoch, serial, kind))
-
-    async def receive_kv(self, num_bytes: int, serial: int, layer: int) -> Buffer:
-        """As ``receive``, of a claim's KV from a layer on. The receive is posted before this first waits."""
-        return await self._receive(num_bytes, kv_tag(self._epoch, serial, layer))
-
-    async def _receive(self, num_bytes: int, tag: int) -> Buffer:
-        buffer = self._device.staging(num_bytes)
-        transfer = self._keep(self._transport.recv(buffer, tag, source=self._channel))
+        buffer = self._connector.device.staging(num_bytes)
+        tag = live_tag(self._epoch, serial, kind)
+        transfer = self._keep(self._connector.transport.recv(buffer, tag, source=self._channel))
         try:
             await transfer.wait(self._timeout_s)
         except asyncio.CancelledError:
@@ -106,6 +121,8 @@ class Tensors:
         """Give up what is posted. Buffers stay quarantined until their transfers are done."""
         for transfer in list(self.posted):
             transfer.abort()
+        if self._outflow is not None:
+            self._outflow.release()
 
     def _keep(self, transfer: Transfer) -> Transfer:
         self.posted.add(transfer)

@@ -307,7 +307,7 @@ async def test_no_layer_is_sent_that_nobody_receives(
     patient_pair: Disaggregated, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     """However slowly KV is taken in."""
-    monkeypatch.setattr(staging, "WINDOW_LAYERS", window)
+    monkeypatch.setattr(staging, "WINDOW_PIECES", window)
     there, rooms = patient_pair.decode, patient_pair.decode.service.parts.kv_receiver.reservations
     engine = there.serving.engine.loop.engine
     assert isinstance(engine, MockEngine)

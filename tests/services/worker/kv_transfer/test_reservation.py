@@ -117,7 +117,7 @@ async def test_who_waits_for_layers_hears_of_them_at_once_and_else_after_a_while
 async def test_receives_are_posted_a_window_ahead(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "WINDOW_LAYERS", 2)
+    monkeypatch.setattr(staging, "WINDOW_PIECES", 2)
     request = prefill.request()
     reserved = await prefill.reserve(request)
     assert reserved.window_layers == 2
@@ -152,7 +152,7 @@ async def test_kv_on_its_way_to_all_requests_together_is_bounded_in_bytes(
 ) -> None:
     layer_bytes = len(PROMPT) * alone.worker.serving.engine.loop.engine.kv_bytes_per_token_layer
     monkeypatch.setattr(staging, "STAGING_BYTES", int(3.5 * layer_bytes))
-    monkeypatch.setattr(staging, "WINDOW_LAYERS", 2)
+    monkeypatch.setattr(staging, "WINDOW_PIECES", 2)
     requests = [prefill.request(f"r{i}") for i in range(3)]
     reserved = [await prefill.reserve(request) for request in requests[:2]]
     assert [r.window_layers for r in reserved] == [2, 1]

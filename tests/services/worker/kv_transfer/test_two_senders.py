@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.worker.core.kv_admission import staging
+from services.worker.kv_transfer.connector import KvConnector
 from services.worker.kv_transfer.incoming import IncomingKv
 from services.worker.weights.peers import PeerChannels
 from shared.errors import Conflict
 from shared.messages.disaggregated import DecodeReserved
 from shared.messages.generation import Submit
-from shared.transport.base import TensorTransport
 from tests.services.worker.kv_transfer.decode_side import decoded, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
@@ -116,8 +116,8 @@ async def test_layers_that_come_while_somebody_joins_are_not_taken_back(
     first = await prefill.reserve(request)
     connect = IncomingKv.connect
 
-    async def late(kv: IncomingKv, transport: TensorTransport, peers: PeerChannels) -> None:
-        await connect(kv, transport, peers)
+    async def late(kv: IncomingKv, connector: KvConnector, peers: PeerChannels) -> None:
+        await connect(kv, connector, peers)
         await prefill.send(first, dict(enumerate(layers[:3])))
         while await prefill.renew(request, first, wait_layers=3) < 3:
             pass

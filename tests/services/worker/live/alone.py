@@ -154,7 +154,7 @@ class Target(Alone):
     def state_of(self, batch_id: str, num_layers: int) -> tuple[Buffer, Buffer]:
         """Hidden states and KV of what was run of a batch."""
         batch, engine = self.work.held[batch_id], self.loop.engine
-        kv = engine.export_kv(batch.block_tables, batch.lengths, num_layers)
+        kv = engine.export_kv(batch.kv(0, num_layers).tables, batch.lengths, num_layers)
         return engine.hidden_states(batch.activation).result(), kv.result()
 
 
@@ -240,5 +240,5 @@ class Source(Alone):
         """Its KV has come, or will not."""
         if is_here:
             kv, num_layers = self._kv[batch.batch_id]
-            self.loop.engine.import_kv(batch.block_tables, batch.lengths, num_layers, kv).result()
+            self.loop.engine.import_kv(batch.kv(0, num_layers).tables, batch.lengths, num_layers, kv).result()
         self.work.handle(HasLanded(source.FetchKv(batch.batch_id, 0, 0), is_here))

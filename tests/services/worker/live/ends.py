@@ -20,6 +20,7 @@ from services.worker.device.host import HOST
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.connector import KvConnector
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.links import LinkToTarget
 from services.worker.live.source import LiveSource
@@ -218,8 +219,8 @@ class Ends:
         source, target = self.transports
         there = await source.connect(target.address, same_host=False, lane=1)
         here = await target.connect(source.address, same_host=False, lane=1)
-        self.source_tensors = Tensors(source, there, 2, HOST, timeout_s=self.tensors_s)
-        self.target_tensors = Tensors(target, here, 2, HOST, timeout_s=self.tensors_s)
+        self.source_tensors = Tensors(KvConnector(source, HOST), there, 2, timeout_s=self.tensors_s)
+        self.target_tensors = Tensors(KvConnector(target, HOST), here, 2, timeout_s=self.tensors_s)
         await self.buses[0].respond(subjects.worker_live(process("w0"), "taken"), Taken, self._on_taken)
         await self.buses[0].subscribe(subjects.worker_pair_ended(process("w0")), PairEnded, self._on_ended)
         await self.buses[1].subscribe(subjects.worker_cancel(process("w1")), Cancel, self._on_cancel)

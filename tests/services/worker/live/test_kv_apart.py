@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.worker.core.kv_admission import staging
 from services.worker.core.live.machine import AnswerQuestion
 from services.worker.device.completion import Completion
 from services.worker.engine.mock.mock_engine import MockEngine
@@ -82,7 +83,7 @@ async def test_kv_comes_in_pieces_a_window_ahead(
         await burst.start(until_split=True, delay_s=0.05)
         layer_bytes = NUM_TOKENS * burst.source.serving.engine.loop.engine.kv_bytes_per_token_layer
         monkeypatch.setattr(kv_fetch, "PIECE_BYTES", piece_layers * layer_bytes)
-        monkeypatch.setattr(kv_fetch, "WINDOW_BYTES", ahead * piece_layers * layer_bytes)
+        monkeypatch.setattr(staging, "WINDOW_BYTES", ahead * piece_layers * layer_bytes)
         burst.target.transport.tamper = wire.tamper
         await burst.ends()
         assert await _split(cluster, burst) > 0

@@ -74,9 +74,9 @@ async def test_what_the_source_has_is_free_and_not_run_and_the_others_go_on(num_
     answer = target.ask(PULL)
     assert isinstance(answer, Pulled)
     assert (answer.batch_id, answer.first_layer) == ("a", num_layers)
-    assert batch.block_tables[0], "its KV is still to be sent"
+    assert batch.kv(0, 1).tables[0], "its KV is still to be sent"
     target.ask(Settle(pair_id="pair", claim_ids=("claim",)))
-    assert batch.block_tables == ([],)
+    assert batch.kv(0, 1).tables == ((),)
     target.load(NUM_LAYERS)
     assert tokens_of(run_all(target.loop)) == {"b": expected(b)}
     assert [layer for size, layer in target.watched.ran if size == 5] == list(range(num_layers))
@@ -102,7 +102,7 @@ async def test_the_engine_gets_whole_prefixes_in_the_blocks_that_were_reserved()
         (1, (*b.prompt, 7, 8), 0, 2),
     ]
     tables = [list(s.block_table) for s in slices]
-    assert tables == [a.block_table, b.block_table] == list(batch.block_tables)
+    assert tables == [a.block_table, b.block_table] == [list(table) for table in batch.kv(0, 1).tables]
     assert batch.sequences == (a, b), "they are sampled in this order"
     assert [tuple(s.output) for s in batch.sequences] == [(), (7, 8)]
 

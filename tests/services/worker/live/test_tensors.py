@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from services.worker.device.host import HOST
+from services.worker.kv_transfer.connector import KvConnector
 from services.worker.live.tensors import Kind, Tensors, live_tag
 from shared.errors import DeadlineExceeded, TransferAborted, TransportError
 from shared.transport.tags import tag_of
@@ -34,7 +35,7 @@ class Pair:
 
     async def _end(self, mine: MemoryTransport, other: MemoryTransport) -> Tensors:
         channel = await mine.connect(other.address, same_host=self.same_host, lane=1)
-        return Tensors(mine, channel, EPOCH, HOST, timeout_s=self.timeout_s)
+        return Tensors(KvConnector(mine, HOST), channel, EPOCH, timeout_s=self.timeout_s)
 
     def kill_target(self) -> None:
         self.fabric.kill(self.transports[1].address)

@@ -22,7 +22,8 @@ import pytest
 from tests.moved_clock import moved_time  # before the product, which keeps ``time.monotonic``
 # isort: on
 
-from services.worker.live import kv_fetch as pulls
+from services.worker.core.kv_admission import staging
+from services.worker.live import kv_fetch
 from shared import subjects
 from shared.messages.common import Ack, LivePolicy, Role
 from shared.messages.live import Gate, PlanSplit
@@ -319,8 +320,8 @@ def trace(case: Case, seed: int) -> dict[str, object]:
 
     with pytest.MonkeyPatch.context() as patch:
         if case.piece_layers:
-            patch.setattr(pulls, "PIECE_BYTES", case.piece_layers * KV_LAYER_BYTES)
-            patch.setattr(pulls, "WINDOW_BYTES", 2 * case.piece_layers * KV_LAYER_BYTES)
+            patch.setattr(kv_fetch, "PIECE_BYTES", case.piece_layers * KV_LAYER_BYTES)
+            patch.setattr(staging, "WINDOW_BYTES", 2 * case.piece_layers * KV_LAYER_BYTES)
         with moved_time(), asyncio.Runner(loop_factory=TurnLoop) as runner:
             return runner.run(run())
 

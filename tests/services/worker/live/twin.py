@@ -20,6 +20,7 @@ from services.worker.engine.mock.mock_engine import BYTE_TOKENS, MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
+from services.worker.kv_transfer.connector import KvConnector
 from services.worker.kv_transfer.departures import Departures
 from services.worker.kv_transfer.receiver import KvReceiver
 from services.worker.kv_transfer.sender import KvSender
@@ -124,17 +125,17 @@ class TwinWorker:
         self.inbox = Inbox(bus, info.process, self.slot.current, looks_every_s=1.0)
         self.departures = Departures(bus, info, peers, self.inbox, silence_s=silence_s, metrics=metrics)
         self.kv_sender = KvSender(self.departures, self.slot.current, metrics=metrics)
-        self.kv_receiver = KvReceiver(bus, self.transport, info, peers, self.inbox, self.slot.current, HOST)
+        connector = KvConnector(self.transport, HOST)
+        self.kv_receiver = KvReceiver(bus, connector, info, peers, self.inbox, self.slot.current)
         self.roles = PairRoles(
             bus,
-            self.transport,
+            connector,
             info.process,
             peers,
             self.inbox,
             self.kv_sender,
             ProgressReporter(bus, self.worker_id),
             self.slot,
-            HOST,
             silence_s=silence_s,
         )
         self.slot.when_loaded(self.roles.loaded)

@@ -11,7 +11,6 @@ import pytest
 from services.worker.device.completion import Completion, Landed
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.tokens import next_token
-from services.worker.kv_transfer.shipment import covered
 from shared.errors import Conflict
 from shared.messages.disaggregated import DecodeRoom, RenewDecode
 from shared.transport.base import Buffer
@@ -147,8 +146,3 @@ async def test_how_much_of_the_transfer_prefill_hid_is_counted(alone: LoneWorker
     assert samples["blitz_worker_kv_transfer_seconds_sum"] > 0
     assert samples["blitz_worker_kv_exposed_seconds_count"] == 1
     assert samples["blitz_worker_kv_exposed_seconds_sum"] >= 0
-
-
-def test_what_overlaps_counts_once() -> None:
-    assert covered([]) == 0
-    assert covered([(5.0, 7.0), (1.0, 3.0), (2.0, 2.5), (2.0, 4.0)]) == 5.0
