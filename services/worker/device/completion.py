@@ -1,15 +1,22 @@
 """What a call to a device gives: the device may still have to do what was asked.
 
 A call that returns has checked its arguments, and been put in order behind what its stream has to do; nothing more. Who
-acts on what it does acts on its completion.
+acts on what it does acts on its completion: on the device's thread (``then``), or on the event loop (``landed``).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -33,6 +40,10 @@ class Completion(Protocol[T_co]):
     def result(self) -> T_co:
         """What it made. Raises its error, and ``RuntimeError`` while it is not done."""
 
+    def then(self, told: Callable[[], object]) -> None:
+        """Have ``told()`` called once, when it is done: at once if it is, else on its stream's thread, which it must
+        not keep. It raises nothing."""
+
 
 class Landed(Generic[T]):
     """A completion of what has ended."""
@@ -50,6 +61,59 @@ class Landed(Generic[T]):
         if self.error is not None:
             raise self.error
         return self._value  # type: ignore[return-value]
+
+    def then(self, told: Callable[[], object]) -> None:
+        told()
+
+
+class Pending(Generic[T]):
+    """A completion of what its stream still has to do."""
+
+    __slots__ = ("_came_to", "_gate", "_told")
+
+    def __init__(self) -> None:
+        # One reference: who looks from another thread sees all of what it came to, or nothing.
+        self._came_to: Completion[T] | None = None
+        self._told: list[Callable[[], object]] = []
+        self._gate = threading.Lock()
+        """Between who settles it and who wants to be told: nobody is forgotten, nobody is told twice."""
+
+    @property
+    def done(self) -> bool:
+        return self._came_to is not None
+
+    @property
+    def error(self) -> Exception | None:
+        return None if self._came_to is None else self._came_to.error
+
+    @property
+    def device_s(self) -> float:
+        return 0.0 if self._came_to is None else self._came_to.device_s
+
+    def result(self) -> T:
+        if self._came_to is None:
+            raise RuntimeError("the device has not done this yet")
+        return self._came_to.result()
+
+    def then(self, told: Callable[[], object]) -> None:
+        with self._gate:
+            if self._came_to is None:
+                self._told.append(told)
+                return
+        told()
+
+    def settle(self, came_to: Completion[T]) -> None:
+        """It is done, and this is how it ended. Raises ``RuntimeError`` if that was said before."""
+        with self._gate:
+            if self._came_to is not None:
+                raise RuntimeError("this has ended before")
+            self._came_to = came_to
+            told, self._told = self._told, []
+        for one in told:
+            try:
+                one()
+            except Exception:  # noqa: BLE001 - whatever it is, the stream has others to serve
+                _log.exception("who was told that something is done failed")
 
 
 class Stream(Protocol):
@@ -108,10 +172,40 @@ class Combined:
         """What each made."""
         return tuple(part.result() for part in self._parts)
 
+    def then(self, told: Callable[[], object]) -> None:
+        self._when_done(0, told)
+
+    def _when_done(self, first: int, told: Callable[[], object]) -> None:
+        """Those before ``first`` are. The next that is not tells this to look further: the last one tells ``told``."""
+        for index in range(first, len(self._parts)):
+            if not self._parts[index].done:
+                self._parts[index].then(functools.partial(self._when_done, index + 1, told))
+                return
+        told()
+
 
 def combined(*parts: Completion[Any]) -> Completion[tuple[Any, ...]]:
     """The completion of all of them."""
     return Combined(parts)
+
+
+async def landed(completion: Completion[T]) -> T:
+    """What it made, once it is done. The event loop is free meanwhile; who is cancelled changes nothing."""
+    if not completion.done:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def told() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(wake)
+
+        completion.then(told)
+        await done
+    return completion.result()
 
 
 HOST_STREAMS = DeviceStreams(HostStream(), HostStream(), HostStream())
