@@ -67,7 +67,7 @@ class _TimedEngine(TorchEngine):
 
     def sample(self, activation: Activation) -> Completion[list[Sampled]]:
         sampled = super().sample(activation)
-        if len(activation.batch.rows) > 1:
+        if len(activation.result().batch.rows) > 1:
             self.sample_s.append(time.perf_counter() - self._logits_at_s)
         return sampled
 

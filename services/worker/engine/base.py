@@ -5,8 +5,10 @@ turns a ``ForwardBatch`` into sampled tokens. All methods are called on the engi
 otherwise. Nothing here imports torch, so that the core, the mock and the tests start without it.
 
 What a method computes is there when its ``Completion`` is done, and an error of the computing is the completion's; what
-the caller got wrong is raised at once. Calls of one stream take effect in their order: layers, embedding at the
-beginning of a batch and sampling are of one, exports and imports each of another.
+the caller got wrong is raised at once, or where only the device knows how far a batch is, and has not come to it, is
+the completion's. Calls of one stream take effect in their order: layers, embedding at the beginning of a batch and
+sampling are of one, exports and imports each of another. A batch is used by what ``embed`` or ``resume`` returned, done
+or not: if it fails, so does with its error whatever is asked of the batch.
 
 A batch can move between two engines of the same model half-way: one exports the KV of the layers it has
 run and the hidden states, the other resumes and imports the KV in the meantime (live scaling; see ``handoff`` for the
@@ -24,9 +26,9 @@ from services.worker.device.completion import Completion
 from services.worker.engine.forward_batch import ForwardBatch
 from shared.transport.base import Buffer
 
-Activation = Any
-"""Opaque state of a batch inside the engine: its attention plan and hidden states
-[num_tokens, hidden_size]."""
+Activation = Completion[Any]
+"""What ``embed`` or ``resume`` returned. It comes to the state of a batch inside the engine, opaque: its attention plan
+and hidden states [num_tokens, hidden_size]."""
 
 
 class Engine(Protocol):
@@ -59,7 +61,7 @@ class Engine(Protocol):
         """Make the first steps that use KV blocks ``first <= i < last`` as quick as later ones will be. From any
         thread, also while batches run: it changes nothing that they read."""
 
-    def embed(self, batch: ForwardBatch) -> Completion[Activation]:
+    def embed(self, batch: ForwardBatch) -> Activation:
         """Plan the batch's attention and embed its tokens."""
 
     def embed_tokens(self, token_ids: Sequence[int]) -> Completion[Buffer]:
@@ -68,7 +70,7 @@ class Engine(Protocol):
         From any thread. Raises ``BadRequest`` for a token outside of the vocabulary.
         """
 
-    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Completion[Activation]:
+    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Activation:
         """As ``embed``, from hidden states that were computed elsewhere up to ``next_layer``.
 
         ``hidden``: bytes of ``embed_tokens`` or ``hidden_states``; they belong to the activation from now on and

@@ -108,7 +108,7 @@ class _Bisection:
         block = sequence.block_table[piece.start // engine.block_size]
         probe = self._batches.of([Slice(sequence.id, (0,), 0, (block,), _PROBE)])
         try:
-            activation = engine.embed(probe).result()
+            activation = engine.embed(probe)
             engine.run_layers(activation, 0, engine.num_layers).result()
             engine.sample(activation).result()
         except Exception as broken:

@@ -9,16 +9,27 @@ is each engine's own affair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.device.completion import Completion
 from services.worker.engine.forward_batch import ForwardBatch
 from shared.errors import BadRequest
 from shared.transport.base import Buffer
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+T = TypeVar("T")
+
+
+def asked_of(activation: Completion[Any], operation: Completion[T]) -> Completion[T]:
+    """``operation``, begun on a batch. How far the batch is it looks at when it runs; where it has run already, this
+    raises the ``BadRequest`` of a caller who took the batch to be elsewhere."""
+    error = operation.error
+    if error is not None and error is not activation.error and isinstance(error, BadRequest):
+        raise error
+    return operation
 
 
 def host_bytes(buffer: Buffer, num_bytes: int, what: str) -> Bytes:
@@ -86,6 +97,15 @@ def check_layers(first_layer: int, last_layer: int, num_layers: int) -> None:
     """Raises ``BadRequest`` unless ``first_layer <= i < last_layer`` are layers of the model, or none."""
     if not 0 <= first_layer <= last_layer <= num_layers:
         raise BadRequest(f"KV of layers {first_layer}..{last_layer} of a model of {num_layers}")
+
+
+def check_next(first: int, last: int, next_layer: int, next_token: int, num_layers: int) -> None:
+    """Raises ``BadRequest`` unless layers ``first <= i < last`` follow what has run of a batch."""
+    if first != next_layer or next_token or not first <= last <= num_layers:
+        raise BadRequest(
+            f"layers {first}..{last} of {num_layers}, of a batch whose next layer is {next_layer}, "
+            f"where it is at token {next_token}"
+        )
 
 
 def check_whole(next_layer: int, next_token: int, num_layers: int) -> None:

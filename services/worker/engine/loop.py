@@ -204,7 +204,7 @@ class EngineLoop:
 
     def _compute(self, pieces: Sequence[ScheduledSlice]) -> list[Sampled]:
         engine, batch = self.engine, self.batches.of_step(pieces)
-        activation = engine.embed(batch).result()
+        activation = engine.embed(batch)
         if any(_is_prefill(piece) for piece in pieces):
             self._run_prompts(activation, pieces)
         else:

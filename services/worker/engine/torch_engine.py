@@ -16,8 +16,10 @@ from services.worker.engine.attention.kinds import ATTENTION, attention_backend
 from services.worker.engine.forward_batch import ForwardBatch, SampledSteps
 from services.worker.engine.handoff import (
     Bytes,
+    asked_of,
     check_batch,
     check_layers,
+    check_next,
     check_next_layer,
     check_part,
     check_tokens,
@@ -43,7 +45,7 @@ times as many. Where memory is committed slowly, those of a prompt took longer t
 
 
 @dataclass(slots=True)
-class Activation:
+class TorchActivation:
     """A batch between two layers."""
 
     batch: ForwardBatch
@@ -58,6 +60,9 @@ class Activation:
     """Of the next layer: those before it have run."""
     ended: list[torch.Tensor] = field(default_factory=list)
     """The last layer's sampled rows so far."""
+
+
+Activation = Completion[TorchActivation]
 
 
 def _host_bytes(tensor: torch.Tensor) -> Bytes:
@@ -105,7 +110,7 @@ class TorchEngine:
         """See ``Engine``. Commits their memory."""
         self._kv_pool.populate_blocks(self.cache, first, last)
 
-    def embed(self, batch: ForwardBatch) -> Completion[Activation]:
+    def embed(self, batch: ForwardBatch) -> Activation:
         """Plan and embed. Raises ``BadRequest`` for an empty batch or slice, a short block table, an unknown token."""
         batch = self._steps.known(batch)
         check_batch(batch, self.block_size)
@@ -126,7 +131,7 @@ class TorchEngine:
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self._model.embed(ids)
 
-    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Completion[Activation]:
+    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Activation:
         """See ``Engine``. Layers before ``next_layer`` are neither run nor read: their KV serves later tokens."""
         check_next_layer(next_layer, self.num_layers)
         check_batch(batch, self.block_size)
@@ -137,12 +142,12 @@ class TorchEngine:
         )
 
     @torch.inference_mode()
-    def _begin(self, batch: ForwardBatch, hidden: torch.Tensor, next_layer: int) -> Activation:
+    def _begin(self, batch: ForwardBatch, hidden: torch.Tensor, next_layer: int) -> TorchActivation:
         """Takes ``hidden [num_tokens, hidden_size]`` over."""
         last_rows = np.cumsum([len(piece.token_ids) for piece in batch.slices]) - 1
         sampled = [int(row) for row, piece in zip(last_rows, batch.slices, strict=True) if piece.row is not None]
         sampled_rows = torch.tensor(sampled, dtype=torch.int64)
-        return Activation(batch, None, hidden, sampled_rows, next_layer)
+        return TorchActivation(batch, None, hidden, sampled_rows, next_layer)
 
     def _tensor(self, flat: Bytes) -> torch.Tensor:
         """Bytes as ``[n]`` in the model's dtype, where they lie if a tensor can lie there."""
@@ -154,8 +159,11 @@ class TorchEngine:
 
     def hidden_states(self, activation: Activation) -> Completion[Buffer]:
         """See ``Engine``. From any thread, unless the engine thread runs a layer of this very batch."""
+        return asked_of(activation, self._streams.out.run(lambda: self._hidden_states(activation.result())))
+
+    def _hidden_states(self, activation: TorchActivation) -> Bytes:
         check_whole(activation.next_layer, activation.next_token, self.num_layers)
-        return self._streams.out.run(lambda: _host_bytes(activation.hidden.clone()))
+        return _host_bytes(activation.hidden.clone())
 
     def export_kv(
         self,
@@ -231,12 +239,13 @@ class TorchEngine:
 
     def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
         """Run ``first <= i < last``. Raises ``BadRequest`` if ``first`` is not the batch's next layer, or has begun."""
-        if first != activation.next_layer or activation.next_token or not first <= last <= self.num_layers:
-            raise BadRequest(f"layers {first}..{last} of a batch whose next layer is {activation.next_layer}")
-        return self._streams.compute.run(lambda: self._run_layers(activation, first, last))
+        return asked_of(
+            activation, self._streams.compute.run(lambda: self._run_layers(activation.result(), first, last))
+        )
 
     @torch.inference_mode()
-    def _run_layers(self, activation: Activation, first: int, last: int) -> None:
+    def _run_layers(self, activation: TorchActivation, first: int, last: int) -> None:
+        check_next(first, last, activation.next_layer, activation.next_token, self.num_layers)
         if activation.placement is None:
             activation.placement = self._place(activation.batch)
         for index in range(first, last):
@@ -247,15 +256,18 @@ class TorchEngine:
     def run_part(self, activation: Activation, layer: int, begin: int, end: int) -> Completion[None]:
         """See ``Engine``. A part's attention is planned each time: kept for all parts, the masks of a prompt of 32k
         tokens would take half a gigabyte."""
+        return asked_of(
+            activation, self._streams.compute.run(lambda: self._run_part(activation.result(), layer, begin, end))
+        )
+
+    @torch.inference_mode()
+    def _run_part(self, activation: TorchActivation, layer: int, begin: int, end: int) -> None:
         num_tokens = activation.batch.num_tokens
         at = {"next_layer": activation.next_layer, "next_token": activation.next_token}
         check_part(layer, begin, end, **at, num_layers=self.num_layers, num_tokens=num_tokens)
         if end - begin == num_tokens:
-            return self.run_layers(activation, layer, layer + 1)
-        return self._streams.compute.run(lambda: self._run_part(activation, layer, begin, end))
-
-    @torch.inference_mode()
-    def _run_part(self, activation: Activation, layer: int, begin: int, end: int) -> None:
+            self._run_layers(activation, layer, layer + 1)
+            return
         placement, rows = self._place(activation.batch.part(begin, end)), None
         if layer == self.num_layers - 1:
             rows = activation.sampled_rows
@@ -264,14 +276,17 @@ class TorchEngine:
         if rows is not None:
             activation.ended.append(hidden)
         activation.next_token = end
-        if end == activation.batch.num_tokens:
+        if end == num_tokens:
             activation.next_layer, activation.next_token = layer + 1, 0
             if rows is not None:
                 activation.hidden = torch.cat(activation.ended)
 
-    @torch.inference_mode()
     def head(self, activation: Activation) -> torch.Tensor:
         """Logits ``[num_sampled, vocab_size]``, float32. Raises ``BadRequest`` before the last layer has run."""
+        return self._head(activation.result())
+
+    @torch.inference_mode()
+    def _head(self, activation: TorchActivation) -> torch.Tensor:
         if activation.next_layer != self.num_layers:
             raise BadRequest(f"head of a batch whose next layer is {activation.next_layer} of {self.num_layers}")
         return self._model.head(activation.hidden)
@@ -285,6 +300,7 @@ class TorchEngine:
         return self._streams.compute.run(lambda: self._sample(activation))
 
     def _sample(self, activation: Activation) -> list[Sampled]:
-        sampled = sample_rows(self.head(activation), activation.batch.rows)
-        self._steps.add(activation.batch.number, sampled)
+        batch = activation.result().batch
+        sampled = sample_rows(self.head(activation), batch.rows)
+        self._steps.add(batch.number, sampled)
         return sampled

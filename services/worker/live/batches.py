@@ -23,7 +23,7 @@ class PromptBatch:
     """At the target, as they were handed over."""
     hidden: Buffer = None
     """What the other member sent, until a layer is begun."""
-    activation: Activation = None
+    activation: Activation | None = None
     broken: Exception | None = None
     """It cannot be resumed."""
     busy_s: float = 0.0
@@ -72,6 +72,8 @@ class PromptBatch:
     def finish(self, loop: EngineLoop, *, kv_here: bool = True) -> StepOutput:
         """Norm, head and sampling of a batch that ran all layers: its requests decode here from now on, or with
         ``kv_here`` false once their KV is whole."""
+        if self.activation is None:
+            raise RuntimeError(f"batch {self.batch_id} was not begun")
         sampled = loop.engine.sample(self.activation).result()
         reservations, now_s = loop.scheduler.reservations, time.monotonic()
         outputs = [

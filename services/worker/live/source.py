@@ -195,8 +195,7 @@ class LiveSource(PairMember[SourceMachine]):
         if action.first_layer and not batch.ended:
             try:
                 steps = loop.batches.of_prompts(batch.sequences)
-                resumed = loop.engine.resume(steps, batch.hidden, next_layer=action.first_layer)
-                batch.activation = resumed.result()
+                batch.activation = loop.engine.resume(steps, batch.hidden, next_layer=action.first_layer)
             except Exception as error:  # noqa: BLE001 - whatever it is, the batch ends with it in its turn
                 batch.broken = error
         now_s = time.monotonic()
@@ -215,7 +214,7 @@ class LiveSource(PairMember[SourceMachine]):
             if batch.broken is not None:
                 raise batch.broken
             if batch.activation is None:
-                batch.activation = loop.engine.embed(loop.batches.of_prompts(batch.sequences)).result()
+                batch.activation = loop.engine.embed(loop.batches.of_prompts(batch.sequences))
             loop.engine.run_part(batch.activation, action.layer, action.begin, action.end).result()
         except Exception as error:  # noqa: BLE001 - an engine may raise anything
             return self._failed(batch, error)

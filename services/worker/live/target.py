@@ -224,7 +224,7 @@ class LiveTarget(PairMember[TargetMachine]):
         try:
             if batch.activation is None:
                 steps = loop.batches.of_prompts(batch.sequences)
-                batch.activation = loop.engine.resume(steps, batch.hidden, next_layer=0).result()
+                batch.activation = loop.engine.resume(steps, batch.hidden, next_layer=0)
                 batch.hidden = None
                 batch.tell_layers(loop, 0)
             loop.engine.run_part(batch.activation, layer, action.begin, action.end).result()

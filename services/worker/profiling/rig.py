@@ -65,7 +65,7 @@ class Rig:
     def _step(self, slices: Sequence[Slice]) -> float:
         engine = self._engine
         started_s = self._clock()
-        activation = engine.embed(self._batches.of(slices)).result()
+        activation = engine.embed(self._batches.of(slices))
         if len(slices[0].token_ids) == 1 and slices[0].row is not None:
             engine.run_layers(activation, 0, engine.num_layers).result()
         else:

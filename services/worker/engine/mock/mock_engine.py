@@ -21,8 +21,11 @@ from services.worker.device.device import Device
 from services.worker.device.host import HOST
 from services.worker.engine.forward_batch import ForwardBatch, SampledSteps
 from services.worker.engine.handoff import (
+    Bytes,
+    asked_of,
     check_batch,
     check_layers,
+    check_next,
     check_next_layer,
     check_part,
     check_tokens,
@@ -63,6 +66,9 @@ class MockActivation:
     """KV slots of the batch's tokens, from its first layer here on."""
     resumed: bool = False
     """Its first layers ran elsewhere: their KV comes by import."""
+
+
+Activation = Completion[MockActivation]
 
 
 def _context_tokens(batch: ForwardBatch) -> int:
@@ -137,7 +143,7 @@ class MockEngine:
     def prepare(self, first: int, last: int) -> None:
         """Nothing to do."""
 
-    def embed(self, batch: ForwardBatch) -> Completion[MockActivation]:
+    def embed(self, batch: ForwardBatch) -> Activation:
         """Start a batch."""
         return self._streams.compute.run(lambda: self._begin(self._steps.known(batch), 0))
 
@@ -146,7 +152,7 @@ class MockEngine:
         check_tokens(np.asarray(token_ids, dtype=np.int64), self.vocab_size)
         return self._streams.out.run(lambda: hidden_of(token_ids, 0, self.hidden_bytes_per_token))
 
-    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Completion[MockActivation]:
+    def resume(self, batch: ForwardBatch, hidden: Buffer, *, next_layer: int) -> Activation:
         """See ``Engine``. It fails with ``RuntimeError`` for hidden states of other tokens or of another layer."""
         check_next_layer(next_layer, self.num_layers)
         check_batch(batch, self.block_size)
@@ -165,12 +171,13 @@ class MockEngine:
         self._sleep(self._timing.step_overhead_s)
         return MockActivation(batch, batch.num_tokens, self._layer_s(batch), layers_done)
 
-    def hidden_states(self, activation: MockActivation) -> Completion[Buffer]:
+    def hidden_states(self, activation: Activation) -> Completion[Buffer]:
         """See ``Engine``."""
+        return asked_of(activation, self._streams.out.run(lambda: self._hidden_states(activation.result())))
+
+    def _hidden_states(self, activation: MockActivation) -> Bytes:
         check_whole(activation.layers_done, activation.next_token, self.num_layers)
-        return self._streams.out.run(
-            lambda: hidden_of(_tokens_of(activation.batch), activation.layers_done, self.hidden_bytes_per_token)
-        )
+        return hidden_of(_tokens_of(activation.batch), activation.layers_done, self.hidden_bytes_per_token)
 
     def export_kv(
         self,
@@ -205,17 +212,18 @@ class MockEngine:
         host_bytes(kv, (last_layer - first_layer) * len(slots) * self.kv_bytes_per_token_layer, "KV")
         return self._streams.into.run(lambda: self._kv.load(slots, positions, first_layer, last_layer, kv))
 
-    def run_layers(self, activation: MockActivation, first: int, last: int) -> Completion[None]:
+    def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
         """Take the layers' time; the first one of a batch that was not resumed writes the KV.
 
-        Raises ``ValueError`` for layers out of order. It fails with ``RuntimeError`` for a block table that
+        Raises ``BadRequest`` for layers out of order. It fails with ``RuntimeError`` for a block table that
         does not hold the context, or for blocks that another batch has written.
         """
-        if first != activation.layers_done or activation.next_token or not first <= last <= self.num_layers:
-            raise ValueError(f"layers {first}..{last} of {self.num_layers}, but {activation.layers_done} are done")
-        return self._streams.compute.run(lambda: self._run_layers(activation, first, last))
+        return asked_of(
+            activation, self._streams.compute.run(lambda: self._run_layers(activation.result(), first, last))
+        )
 
     def _run_layers(self, activation: MockActivation, first: int, last: int) -> None:
+        check_next(first, last, activation.layers_done, activation.next_token, self.num_layers)
         if first == last:
             return
         started = time.perf_counter()
@@ -223,21 +231,23 @@ class MockEngine:
         self._run(activation, slots, first, last, activation.layer_s, started)
         activation.layers_done = last
 
-    def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> Completion[None]:
+    def run_part(self, activation: Activation, layer: int, begin: int, end: int) -> Completion[None]:
         """See ``Engine``. A part reads the weights as a whole batch does."""
-        num_tokens = activation.num_tokens
-        at = {"next_layer": activation.layers_done, "next_token": activation.next_token}
-        check_part(layer, begin, end, **at, num_layers=self.num_layers, num_tokens=num_tokens)
-        return self._streams.compute.run(lambda: self._run_part(activation, layer, begin, end))
+        return asked_of(
+            activation, self._streams.compute.run(lambda: self._run_part(activation.result(), layer, begin, end))
+        )
 
     def _run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> None:
         started = time.perf_counter()
+        num_tokens = activation.num_tokens
+        at = {"next_layer": activation.layers_done, "next_token": activation.next_token}
+        check_part(layer, begin, end, **at, num_layers=self.num_layers, num_tokens=num_tokens)
         # Whoever runs parts looks after each one which batch's is next, and whether it may begin: none is in the queue.
         activation.due = None
         layer_s = self._layer_s(activation.batch.part(begin, end))
         self._run(activation, self._place(activation)[begin:end], layer, layer + 1, layer_s, started)
         activation.next_token = end
-        if end == activation.num_tokens:
+        if end == num_tokens:
             activation.layers_done, activation.next_token = layer + 1, 0
 
     def _layer_s(self, batch: ForwardBatch) -> float:
@@ -284,22 +294,23 @@ class MockEngine:
             activation.slots = np.array(slots, dtype=np.int64)
         return activation.slots
 
-    def head(self, activation: MockActivation) -> list[int]:
+    def head(self, activation: Activation) -> list[int]:
         """The prefix hash of each slice that samples. Raises ``ValueError`` before the last layer."""
-        if activation.layers_done != self.num_layers:
-            raise ValueError(f"head after {activation.layers_done} of {self.num_layers} layers")
+        begun = activation.result()
+        if begun.layers_done != self.num_layers:
+            raise ValueError(f"head after {begun.layers_done} of {self.num_layers} layers")
         self._sleep(self._timing.head_s)
-        return activation.hashes
+        return begun.hashes
 
     def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Nothing is penalised."""
 
-    def sample(self, activation: MockActivation) -> Completion[list[Sampled]]:
+    def sample(self, activation: Activation) -> Completion[list[Sampled]]:
         """The token behind each context."""
         return self._streams.compute.run(lambda: self._sample(activation))
 
-    def _sample(self, activation: MockActivation) -> list[Sampled]:
-        batch, hashes = activation.batch, self.head(activation)
+    def _sample(self, activation: Activation) -> list[Sampled]:
+        batch, hashes = activation.result().batch, self.head(activation)
         settings = {"eos_every": self._eos_every, "vocab_size": self.vocab_size}
         sampled = [sample(prefix_hash, row, **settings) for prefix_hash, row in zip(hashes, batch.rows, strict=True)]
         self._steps.add(batch.number, sampled)

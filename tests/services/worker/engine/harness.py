@@ -95,7 +95,7 @@ class DrivenSequence:
 
 def compute(engine: TorchEngine, slices: Sequence[Slice], *, cuts: Sequence[int] = ()) -> torch.Tensor:
     """Logits of one batch; ``cuts`` splits the layers into ranges."""
-    activation = engine.embed(forward(*slices)).result()
+    activation = engine.embed(forward(*slices))
     bounds = [0, *cuts, engine.num_layers]
     for first, last in pairwise(bounds):
         engine.run_layers(activation, first, last).result()

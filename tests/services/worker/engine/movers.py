@@ -82,7 +82,7 @@ def run_part(
 ) -> Moved:
     """Run the first layers of the prompts, one by one or each in parts of so many tokens, and export."""
     lengths = [len(s.tokens) for s in sequences]
-    activation = engine.embed(batch_of(sequences)).result()
+    activation = engine.embed(batch_of(sequences))
     for layer in range(num_layers):
         step = part_tokens or sum(lengths)
         for begin in range(0, sum(lengths), step):
@@ -95,7 +95,7 @@ def take_over(
     engine: Engine, sequences: Sequence[DrivenSequence], moved: Moved, *, kv_after: int | None = None
 ) -> Activation:
     """Resume, import, and run the rest. ``kv_after``: the KV comes after so many more layers, layer by layer."""
-    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=moved.num_layers).result()
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=moved.num_layers)
     if kv_after is None:
         import_whole(engine, sequences, moved)
         engine.run_layers(activation, moved.num_layers, engine.num_layers).result()
@@ -123,7 +123,7 @@ def import_by_layer(engine: Engine, sequences: Sequence[DrivenSequence], moved: 
 
 def run_in_parts(engine: Engine, activation: Activation, first: int, part_tokens: int) -> None:
     """The layers from ``first`` on, each in parts of so many tokens."""
-    num_tokens = activation.batch.num_tokens
+    num_tokens = activation.result().batch.num_tokens
     for layer in range(first, engine.num_layers):
         for begin in range(0, num_tokens, part_tokens):
             engine.run_part(activation, layer, begin, min(num_tokens, begin + part_tokens)).result()
@@ -131,7 +131,7 @@ def run_in_parts(engine: Engine, activation: Activation, first: int, part_tokens
 
 def run_whole(engine: Engine, sequences: Sequence[DrivenSequence]) -> Activation:
     """All layers here."""
-    activation = engine.embed(batch_of(sequences)).result()
+    activation = engine.embed(batch_of(sequences))
     engine.run_layers(activation, 0, engine.num_layers).result()
     return activation
 

@@ -13,7 +13,7 @@ from services.worker.device.completion import Completion, Landed, combined
 from services.worker.engine.base import Activation, Engine
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock.mock_engine import MockActivation, MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockFaults
 from services.worker.engine.mock.tokens import next_token
 from services.worker.engine.thread import EngineThread
@@ -53,7 +53,7 @@ class StagedEngine(MockEngine):
                 self.left -= 1
             raise self.failure
 
-    def embed(self, batch: ForwardBatch) -> Completion[MockActivation]:
+    def embed(self, batch: ForwardBatch) -> Activation:
         self.num_batches += 1
         self._strike("embed", batch)
         return super().embed(batch)
@@ -61,16 +61,16 @@ class StagedEngine(MockEngine):
     def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
         ran = super().run_layers(activation, first, last)
         if last == self.num_layers - 1 or last - first > 1:
-            self._strike("run_layers", activation.batch)
+            self._strike("run_layers", activation.result().batch)
         return ran
 
-    def head(self, activation: MockActivation) -> list[int]:
-        self._strike("head", activation.batch)
+    def head(self, activation: Activation) -> list[int]:
+        self._strike("head", activation.result().batch)
         return super().head(activation)
 
-    def sample(self, activation: MockActivation) -> Completion[list[Sampled]]:
+    def sample(self, activation: Activation) -> Completion[list[Sampled]]:
         sampled = super().sample(activation)
-        self._strike("sample", activation.batch)
+        self._strike("sample", activation.result().batch)
         return sampled
 
 
@@ -257,7 +257,7 @@ class TorchThatFails(TorchEngine):
     bad_token = -1
 
     def run_layers(self, activation: Activation, first: int, last: int) -> Completion[Any]:
-        bad = has_token(activation.batch, self.bad_token)
+        bad = has_token(activation.result().batch, self.bad_token)
         ran: list[Completion[None]] = []
         for layer in range(first, last):
             if bad and layer == 2:

@@ -89,7 +89,7 @@ def written(kind: str, *, by_row: bool, num_steps: int = 6) -> list[list[int]]:
                 msgspec.structs.replace(s, token_ids=(0,), token_from=RowOf(number - 1, row))
                 for row, s in enumerate(slices)
             ]
-        activation = engine.embed(forward(*slices, number=number)).result()
+        activation = engine.embed(forward(*slices, number=number))
         engine.run_layers(activation, 0, engine.num_layers).result()
         for sequence, token_ids, sampled in zip(sequences, found, engine.sample(activation).result(), strict=True):
             token_ids.append(sampled.token_id)

@@ -84,7 +84,7 @@ def test_a_prompt_is_decoded_where_its_kv_went_while_it_was_computed(
 
     prefill, decoding = (make(block_size=size) for size in block_sizes)
     sequences, taken = sequences_of(prefill, LENGTHS, backwards=True), sequences_of(decoding, LENGTHS)
-    activation = prefill.embed(batch_of(sequences)).result()
+    activation = prefill.embed(batch_of(sequences))
     for first, last in pairwise(cuts):
         prefill.run_layers(activation, first, last).result()
         load(decoding, taken, first, last, export(prefill, sequences, first, last))
@@ -151,7 +151,7 @@ def test_ranges_of_tokens_that_are_none_are_refused(kind: str) -> None:
 def test_layers_exported_between_later_ones_are_those_of_the_whole(kind: str) -> None:
     engine = maker(kind)()
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.embed(batch_of(sequences)).result()
+    activation = engine.embed(batch_of(sequences))
     found: list[list[np.ndarray]] = []
     for layer in range(NUM_LAYERS):
         engine.run_layers(activation, layer, layer + 1).result()
@@ -173,7 +173,7 @@ def test_another_thread_exports_layers_in_the_middle_of_a_later_one(kind: str, m
     decode(alone, expected, 3)
 
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.embed(batch_of(sequences)).result()
+    activation = engine.embed(batch_of(sequences))
     engine.run_layers(activation, 0, 2).result()
     before = export(engine, sequences, 0, 2), export(engine, sequences, 1, 2)
     found: list[tuple[np.ndarray, np.ndarray]] = []
@@ -303,7 +303,7 @@ def test_a_layer_that_still_runs_cannot_be_exported(first: int, last: int, monke
     engine = mock_engine()
     run_whole(engine, sequences_of(engine, LENGTHS))  # all layers of what was there before
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.embed(batch_of(sequences)).result()
+    activation = engine.embed(batch_of(sequences))
     engine.run_layers(activation, 0, first).result()
     refused: list[str] = []
 
@@ -323,8 +323,8 @@ def test_the_last_chunk_of_a_prompt_lets_the_whole_prompt_go_layer_by_layer() ->
     (sequence,), (whole,) = (sequences_of(e, (40,)) for e in (engine, other))
     run_whole(other, [whole])
     for _ in range(3):
-        engine.run_layers(engine.embed(batch_of([sequence], max_tokens=10)).result(), 0, NUM_LAYERS).result()
-    last = engine.embed(batch_of([sequence], max_tokens=10)).result()
+        engine.run_layers(engine.embed(batch_of([sequence], max_tokens=10)), 0, NUM_LAYERS).result()
+    last = engine.embed(batch_of([sequence], max_tokens=10))
     for layer in range(NUM_LAYERS):
         with pytest.raises(RuntimeError, match="slot"):
             export(engine, [sequence], layer, layer + 1)

@@ -69,7 +69,7 @@ def test_a_batch_may_move_twice(kind: str) -> None:
 
     moved = run_part(first, sequences_of(first, lengths), 1)
     at_second = sequences_of(second, lengths, backwards=True)
-    activation = second.resume(batch_of(at_second), moved.hidden, next_layer=1).result()
+    activation = second.resume(batch_of(at_second), moved.hidden, next_layer=1)
     import_whole(second, at_second, moved)
     second.run_layers(activation, 1, 3).result()
     moved.hidden, moved.num_layers = second.hidden_states(activation).result(), 3
@@ -105,7 +105,7 @@ def test_another_thread_imports_while_later_layers_and_other_batches_run(kind: s
     first, *others = sequences_of(taker, lengths)
     decode(giver, expected, NUM_STEPS)
     moved = run_part(giver, sequences_of(giver, lengths)[:1], 3)
-    activation = taker.resume(batch_of([first]), moved.hidden, next_layer=3).result()
+    activation = taker.resume(batch_of([first]), moved.hidden, next_layer=3)
     failures: list[Exception] = []
 
     def bring() -> None:
@@ -136,7 +136,7 @@ def test_a_batch_run_in_parts_is_that_batch(kind: str, part_tokens: int, num_lay
 
     moved = run_part(giver, sequences_of(giver, lengths), num_layers, part_tokens=part_tokens)
     taken = sequences_of(taker, lengths, backwards=True)
-    activation = taker.resume(batch_of(taken), moved.hidden, next_layer=num_layers).result()
+    activation = taker.resume(batch_of(taken), moved.hidden, next_layer=num_layers)
     run_in_parts(taker, activation, num_layers, part_tokens)
     import_by_layer(taker, taken, moved)
     same_logits(sample(taker, taken, activation), decoded[0])
@@ -151,7 +151,7 @@ def test_other_batches_run_between_two_parts(kind: str) -> None:
     expected = sequences_of(alone, (40, 9))
     decode(alone, expected, NUM_STEPS)
     long, short = sequences_of(engine, (40, 9))
-    activation = engine.embed(batch_of([long])).result()
+    activation = engine.embed(batch_of([long]))
     for layer in range(NUM_LAYERS):
         engine.run_part(activation, layer, 0, 15).result()
         decode(engine, [short], 1)
@@ -166,7 +166,7 @@ def test_other_batches_run_between_two_parts(kind: str) -> None:
 @each_engine
 def test_parts_out_of_order_are_refused_and_so_is_what_needs_a_whole_layer(kind: str) -> None:
     engine = maker(kind)()
-    activation = engine.embed(batch_of(sequences_of(engine, (20,)))).result()
+    activation = engine.embed(batch_of(sequences_of(engine, (20,))))
     for layer, begin, end in ((0, 1, 5), (1, 0, 5), (0, 0, 21), (0, 0, 0)):
         with pytest.raises(BadRequest, match=f"tokens {begin}..{end} of layer {layer}"):
             engine.run_part(activation, layer, begin, end).result()
@@ -193,7 +193,7 @@ def test_embedded_tokens_resumed_at_layer_0_are_an_embedded_batch(kind: str) -> 
     logits = decode(source, expected, NUM_STEPS)
     # The source embeds each request on its own: rows follow one another.
     hidden = np.concatenate([source.embed_tokens(s.tokens).result() for s in sequences])
-    resumed = target.resume(batch_of(sequences), hidden, next_layer=0).result()
+    resumed = target.resume(batch_of(sequences), hidden, next_layer=0)
     target.run_layers(resumed, 0, NUM_LAYERS).result()
     same_logits(sample(target, sequences, resumed), logits[0])
     decode(target, sequences, NUM_STEPS - 1)
@@ -246,7 +246,7 @@ def _content(content: bytes, form: str) -> object:
 def test_exports_are_copies_that_later_layers_do_not_change(kind: str) -> None:
     engine = maker(kind)()
     sequences = sequences_of(engine, (20,))
-    activation = engine.embed(batch_of(sequences)).result()
+    activation = engine.embed(batch_of(sequences))
     engine.run_layers(activation, 0, 2).result()
     hidden = engine.hidden_states(activation).result()
     kv = engine.export_kv([sequences[0].blocks], [20], 2).result()
@@ -262,7 +262,7 @@ def test_exports_are_copies_that_later_layers_do_not_change(kind: str) -> None:
 def test_another_thread_exports_one_batch_while_others_run(kind: str) -> None:
     engine = maker(kind)(num_blocks=128)
     kept, *others = sequences_of(engine, (150, 40, 33, 20))
-    activation = engine.embed(batch_of([kept])).result()
+    activation = engine.embed(batch_of([kept]))
     engine.run_layers(activation, 0, 3).result()
     expected = (
         engine.hidden_states(activation).result().copy(),
@@ -301,7 +301,7 @@ def begun(engine: Engine) -> ForwardBatch:
 def test_a_layer_that_no_batch_can_be_resumed_at_is_refused(kind: str, next_layer: int) -> None:
     engine = maker(kind)()
     batch = begun(engine)
-    hidden = engine.hidden_states(engine.embed(batch).result()).result()
+    hidden = engine.hidden_states(engine.embed(batch)).result()
     with pytest.raises(BadRequest, match=f"resumed at layer {next_layer} of {NUM_LAYERS}"):
         engine.resume(batch, hidden, next_layer=next_layer).result()
 
@@ -310,7 +310,7 @@ def test_a_layer_that_no_batch_can_be_resumed_at_is_refused(kind: str, next_laye
 def test_hidden_states_of_another_size_and_batches_without_room_are_refused(kind: str) -> None:
     engine = maker(kind)()
     batch = begun(engine)
-    hidden = engine.hidden_states(engine.embed(batch).result()).result()
+    hidden = engine.hidden_states(engine.embed(batch)).result()
     for wrong in (hidden[:-1], np.append(hidden, hidden[:1]), hidden[: engine.hidden_bytes_per_token], hidden[:0]):
         with pytest.raises(BadRequest, match="hidden states"):
             engine.resume(batch, wrong, next_layer=0).result()

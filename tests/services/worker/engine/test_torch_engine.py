@@ -89,7 +89,7 @@ def test_layer_ranges_give_the_logits_of_a_whole_run(cuts: tuple[int, ...]) -> N
 def test_kv_on_the_wire_is_layers_k_and_v_tokens_heads() -> None:
     engine = loaded_engine("qwen2", block_size=4)
     sequences = [DrivenSequence(i, prompt_of(n, i), blocks) for i, (n, blocks) in enumerate([(6, (9, 2)), (3, (5,))])]
-    engine.run_layers(engine.embed(forward(*[s.next_slice() for s in sequences])).result(), 0, 3).result()
+    engine.run_layers(engine.embed(forward(*[s.next_slice() for s in sequences])), 0, 3).result()
     kv = torch.from_numpy(engine.export_kv([(9, 2), (5,)], [6, 3], 3).result()).view(torch.float32)
     heads_and_dim = engine.cache.k[0].shape[2:]
     kv = kv.view(3, 2, 9, *heads_and_dim)
@@ -156,7 +156,7 @@ def test_an_engine_built_before_its_weights_computes_once_they_are_there() -> No
     load_unit(checkpoint, layout, layout.embed, arena)
     load_unit(checkpoint, layout, layout.units[0], arena)
     tokens = prompt_of(20)
-    activation = engine.embed(forward(DrivenSequence(1, tokens, range(2)).next_slice())).result()
+    activation = engine.embed(forward(DrivenSequence(1, tokens, range(2)).next_slice()))
     engine.run_layers(activation, 0, 1).result()
     for unit in [*layout.units[1 : layout.num_layers], layout.final]:
         load_unit(checkpoint, layout, unit, arena)
@@ -226,7 +226,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused(token: int) -> None:
 
 def test_layers_out_of_order_and_an_early_head_are_refused() -> None:
     engine = loaded_engine("llama")
-    activation = engine.embed(forward(slice_of(1, (1, 2), 0, (0,), True))).result()
+    activation = engine.embed(forward(slice_of(1, (1, 2), 0, (0,), True)))
     with pytest.raises(BadRequest, match="next layer is 0"):
         engine.run_layers(activation, 1, 2).result()
     with pytest.raises(BadRequest, match="head"):

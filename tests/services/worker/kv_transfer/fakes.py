@@ -94,7 +94,7 @@ class FakePrefill:
             kv_bytes_per_token_layer=there.kv_bytes_per_token_layer,
         )
         blocks = tuple(range(-(-len(tokens) // 16)))
-        activation = engine.embed(forward(slice_of(0, tokens, 0, blocks, True))).result()
+        activation = engine.embed(forward(slice_of(0, tokens, 0, blocks, True)))
         engine.run_layers(activation, 0, there.num_layers).result()
         kv = engine.export_kv([blocks], [len(tokens)], there.num_layers, first_tokens=[start]).result()
         return np.split(np.frombuffer(kv, dtype=np.uint8).copy(), there.num_layers)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion
+from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.mock.mock_engine import MockActivation, MockEngine
+from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
 from services.worker.live.batches import PromptBatch
 from shared.messages.generation import SamplingParams, StreamPart
@@ -35,32 +36,32 @@ class WatchedEngine(MockEngine):
         self.fails_on: int | None = None
         self.inside: Callable[[int], None] = lambda layer: None
 
-    def run_layers(self, activation: MockActivation, first: int, last: int) -> Completion[None]:
+    def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
         self._watch(activation, first, last)
         ran = super().run_layers(activation, first, last)
         if ran.error is None:
             self._ran(activation, first, last)
         return ran
 
-    def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> Completion[None]:
+    def run_part(self, activation: Activation, layer: int, begin: int, end: int) -> Completion[None]:
         self._watch(activation, layer, layer + 1)
         ran = super().run_part(activation, layer, begin, end)
         if ran.error is None:
             self.parts.append((layer, begin, end))
-            if end == activation.num_tokens:
+            if end == activation.result().num_tokens:
                 self._ran(activation, layer, layer + 1)
         return ran
 
-    def _watch(self, activation: MockActivation, first: int, last: int) -> None:
+    def _watch(self, activation: Activation, first: int, last: int) -> None:
         self.inside(first)
         if self.failure is not None and first <= self.fails_at < last:
             raise self.failure
-        tokens = [token for piece in activation.batch.slices for token in piece.token_ids]
+        tokens = [token for piece in activation.result().batch.slices for token in piece.token_ids]
         if self.fails_on in tokens and first <= self.fails_at < last:
             raise RuntimeError(f"cannot compute token {self.fails_on}")
 
-    def _ran(self, activation: MockActivation, first: int, last: int) -> None:
-        piece = activation.batch.slices[0]
+    def _ran(self, activation: Activation, first: int, last: int) -> None:
+        piece = activation.result().batch.slices[0]
         self.ran += [(piece.start + len(piece.token_ids), layer) for layer in range(first, last)]
 
 

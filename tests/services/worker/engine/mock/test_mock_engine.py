@@ -11,6 +11,7 @@ from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.mock.tokens import next_token
+from shared.errors import BadRequest
 from shared.messages.generation import SamplingParams
 from tests.records import profile
 from tests.services.worker.engine.batches import forward, slice_of
@@ -25,7 +26,7 @@ def sampling(output=(), eos=(256,), **params):
 def run(engine, *slices, rows=None):
     rows = iter(rows or [sampling() for s in slices if s.row is not None])
     slices = [msgspec.structs.replace(s, row=s.row and next(rows)) for s in slices]
-    activation = engine.embed(forward(*slices)).result()
+    activation = engine.embed(forward(*slices))
     engine.run_layers(activation, 0, engine.num_layers).result()
     return engine.sample(activation).result()
 
@@ -60,9 +61,9 @@ def test_kv_overwritten_by_another_sequence_is_caught_when_verifying():
 
 def test_layers_must_run_in_order_and_to_the_end():
     engine = MockEngine(num_layers=4)
-    activation = engine.embed(forward(slice_of(0, [1], 0, [0], True))).result()
+    activation = engine.embed(forward(slice_of(0, [1], 0, [0], True)))
     engine.run_layers(activation, 0, 2).result()
-    with pytest.raises(ValueError, match="2 are done"):
+    with pytest.raises(BadRequest, match="next layer is 2"):
         engine.run_layers(activation, 3, 4).result()
     with pytest.raises(ValueError, match="head after 2"):
         engine.head(activation)
@@ -149,7 +150,7 @@ def test_layers_of_a_batch_wait_for_no_host_that_is_a_little_late(lag_s, makes_u
     monkeypatch.setattr(sleeping, "select", clock)
     monkeypatch.setattr(engine_module, "time", clock)
     engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=10e-3))
-    activation = engine.embed(forward(slice_of(0, [1, 2, 3], 0, [0, 1], True))).result()
+    activation = engine.embed(forward(slice_of(0, [1, 2, 3], 0, [0, 1], True)))
     for layer in range(4):
         engine.run_layers(activation, layer, layer + 1).result()
         clock.now += lag_s
@@ -164,7 +165,7 @@ def test_parts_of_two_batches_in_turns_take_as_long_as_both(monkeypatch):
     monkeypatch.setattr(engine_module, "time", clock)
     engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=3e-3))
     slices = [slice_of(n, [1, 2, 3], 0, [2 * n, 2 * n + 1], True) for n in range(2)]
-    activations = [engine.embed(forward(piece)).result() for piece in slices]
+    activations = [engine.embed(forward(piece)) for piece in slices]
     for layer in range(4):
         for activation in activations:
             engine.run_part(activation, layer, 0, 3).result()
@@ -177,7 +178,7 @@ def test_a_part_that_waited_for_its_weights_takes_its_whole_time(monkeypatch):
     monkeypatch.setattr(sleeping, "select", clock)
     monkeypatch.setattr(engine_module, "time", clock)
     engine = MockEngine(num_layers=4, timing=MockTiming(layer_base_s=3e-3))
-    activation = engine.embed(forward(slice_of(0, [1, 2, 3], 0, [0, 1], True))).result()
+    activation = engine.embed(forward(slice_of(0, [1, 2, 3], 0, [0, 1], True)))
     for layer in range(4):
         clock.now += 4e-3
         engine.run_part(activation, layer, 0, 3).result()

@@ -62,7 +62,7 @@ def test_kv_imported_into_the_wrong_sequence_is_noticed(moved: Moved) -> None:
     engine = mock_engine()
     sequences = sequences_of(engine, LENGTHS)
     first, second, third = (s.blocks for s in sequences)
-    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2).result()
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2)
     engine.import_kv([second, first, third], LENGTHS, 2, moved.kv).result()
     with pytest.raises(RuntimeError, match="KV of 0 layers, not of 2"):
         engine.run_layers(activation, 2, 4).result()
@@ -111,7 +111,7 @@ def test_kv_that_was_not_imported_is_noticed_also_where_the_same_prompt_was_befo
     if before:
         run_whole(engine, sequences_of(engine, LENGTHS))
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2).result()
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2)
     engine.run_layers(activation, 2, 4).result()
     sample(engine, sequences, activation)
     with pytest.raises(RuntimeError, match="has KV of 0 layers, not of all 4"):
@@ -121,7 +121,7 @@ def test_kv_that_was_not_imported_is_noticed_also_where_the_same_prompt_was_befo
 def test_too_few_layers_imported_are_noticed(moved: Moved) -> None:
     engine = mock_engine()
     sequences = sequences_of(engine, LENGTHS)
-    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2).result()
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2)
     engine.import_kv([s.blocks for s in sequences], LENGTHS, 1, layers_of(moved)[:1].reshape(-1)).result()
     engine.run_layers(activation, 2, 4).result()
     sample(engine, sequences, activation)
@@ -135,16 +135,14 @@ def test_kv_of_layers_that_ran_here_is_not_imported(moved: Moved) -> None:
     giver, engine = mock_engine(), mock_engine()
     sequences = sequences_of(engine, LENGTHS)
     further = run_part(giver, sequences_of(giver, LENGTHS), 3)
-    engine.run_layers(engine.resume(batch_of(sequences), moved.hidden, next_layer=2).result(), 2, 3).result()
+    engine.run_layers(engine.resume(batch_of(sequences), moved.hidden, next_layer=2), 2, 3).result()
     with pytest.raises(RuntimeError, match="KV of layer 2 is imported where it was run, from 2 on"):
         engine.import_kv([s.blocks for s in sequences], LENGTHS, 3, further.kv).result()
 
 
 def test_what_a_batch_that_is_no_more_left_in_its_blocks_harms_nobody(moved: Moved) -> None:
     engine = mock_engine()
-    engine.run_layers(
-        engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=2).result(), 2, 3
-    ).result()
+    engine.run_layers(engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=2), 2, 3).result()
     lengths = (18, 20, 3)
     giver = mock_engine()
     there, here = sequences_of(giver, lengths), sequences_of(engine, lengths)
