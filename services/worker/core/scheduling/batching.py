@@ -11,7 +11,10 @@ Rules, in order:
 4. A decode that finds no block preempts the latest arrival: its blocks are freed, it returns
    to the head of ``waiting`` with its output kept, and computes prompt and output again. The
    latest arrival itself just waits. So the oldest request always advances, and nothing starves.
-5. A request that is to be computed alone is in no step with others. It is admitted like any other; then those that are
+5. While a step is in flight, the next one can be made: a request goes on behind what is computed of it, from a token
+   that is not known yet. Whose last token that is by its limits, or who is to be decoded elsewhere, is left out. Blocks
+   that are touched are free when the step lands; who needs them waits.
+6. A request that is to be computed alone is in no step with others. It is admitted like any other; then those that are
    alone and all others together take turns: every second step, while there is one, is one of those, in rotation.
 """
 
@@ -55,7 +58,9 @@ class ContinuousBatching:
         """None if there is nothing to compute, or no capacity for it."""
         if not self._table.running and not self._table.may_admit:
             return None
-        return self._in_turn(now_s) if self._some_alone else self._together(now_s)
+        if not self._some_alone:
+            return self._together(now_s)
+        return None if self._table.flight else self._in_turn(now_s)
 
     def _in_turn(self, now_s: float) -> ScheduledBatch | None:
         batch = self._alone() if self._alone_next else None
@@ -79,7 +84,7 @@ class ContinuousBatching:
             start = sequence.num_computed
             budget = self._budgets.next()
             if len(sequence.tokens) - start > 1:
-                _prefill(sequence, budget, slices)
+                _prefill(sequence, start, budget, slices)
             else:
                 full = start >= len(sequence.block_table) * self._table.pool.block_size
                 if full and not self._grow(sequence, running.index(sequence) + 1, preempted):
@@ -96,17 +101,22 @@ class ContinuousBatching:
         slices: list[ScheduledSlice] = []
         preempted: list[ActiveSequence] = []
         block_size = self._table.pool.block_size
-        running = self._table.running
-        prefills: list[ActiveSequence] = []
+        running, held_back = self._table.running, self._table.held_back
+        ahead = self._ahead() if self._table.flight else None
+        prefills: list[tuple[ActiveSequence, int]] = []
         index = 0
         while index < len(running) and len(slices) < self._config.max_batch_tokens:
             sequence = running[index]
             index += 1
-            if sequence.alone:
+            if sequence.alone or (held_back and id(sequence) in held_back):
                 continue
-            start = sequence.num_computed
-            if len(sequence.tokens) - start > 1:
-                prefills.append(sequence)
+            start, known = sequence.num_computed, len(sequence.tokens)
+            if ahead is not None and (piece := ahead.get(id(sequence))) is not None:
+                start, known = piece.start + piece.num_tokens, known + piece.sample
+                if piece.sample and self._ends_with_next(sequence):
+                    continue
+            if known - start > 1:
+                prefills.append((sequence, start))
                 continue
             if start >= len(sequence.block_table) * block_size and not self._grow(sequence, index, preempted):
                 break
@@ -114,25 +124,43 @@ class ContinuousBatching:
         num_decode_tokens = len(slices)
         budget = self._budgets.next(num_decode_tokens)
         # A victim arrived later than the decode it yields to, so it is not among these.
-        for sequence in prefills:
-            if not budget.room(sequence.num_computed):
+        for sequence, start in prefills:
+            if not budget.room(start):
                 break
-            _prefill(sequence, budget, slices)
+            _prefill(sequence, start, budget, slices)
         while budget.room() and not preempted and (admitted := self._admit(now_s)) is not None:
             if not admitted.alone:
-                _prefill(admitted, budget, slices)
+                _prefill(admitted, 0, budget, slices)
         if not slices:
             return None  # what is computed outside of steps leaves no capacity
         return ScheduledBatch(tuple(slices), budget.num_tokens, num_decode_tokens, tuple(preempted), budget.num_pairs)
+
+    def _ahead(self) -> dict[int, ScheduledSlice]:
+        """What is in flight of whom, by ``id``."""
+        return {
+            id(piece.sequence): piece
+            for batch in self._table.flight
+            if isinstance(batch, ScheduledBatch)
+            for piece in batch.slices
+        }
+
+    def _ends_with_next(self, sequence: ActiveSequence) -> bool:
+        """Whether the token that is being sampled is its last one here."""
+        at_limit = (
+            len(sequence.output) + 1 >= sequence.params.max_tokens
+            or len(sequence.tokens) + 1 >= self._config.limit_tokens
+        )
+        return at_limit or sequence.decode_at is not None
 
     def _grow(self, sequence: ActiveSequence, index: int, preempted: list[ActiveSequence]) -> bool:
         """Give a decode its next block; ``running[index:]`` may be preempted for it."""
         table = self._table
         while not table.pool.can_allocate(1):
-            if len(table.running) <= index:
+            if len(table.running) <= index or table.landing_blocks:
                 return False
             victim = table.running.pop()
-            table.free(victim)
+            if not table.free(victim):
+                table.torn.add(id(victim))
             victim.num_computed = 0
             table.wait(victim)
             table.preemptions_total += 1
@@ -162,8 +190,8 @@ class ContinuousBatching:
         return sequence
 
 
-def _prefill(sequence: ActiveSequence, budget: StepBudget, slices: list[ScheduledSlice]) -> None:
+def _prefill(sequence: ActiveSequence, start: int, budget: StepBudget, slices: list[ScheduledSlice]) -> None:
     """Give it its share of the step, of which something must be left."""
-    remaining = len(sequence.tokens) - sequence.num_computed
-    count = budget.take(sequence.num_computed, remaining)
-    slices.append(ScheduledSlice(sequence, sequence.num_computed, count, count == remaining))
+    remaining = len(sequence.tokens) - start
+    count = budget.take(start, remaining)
+    slices.append(ScheduledSlice(sequence, start, count, count == remaining))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from services.worker.core.scheduling.blocks import BlockPool
-from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
+from services.worker.core.scheduling.schedule import PartialBatch, Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.generation import StreamPart
 
@@ -32,6 +32,16 @@ class RequestTable:
         self.preemptions_total = 0
         self.ended_requests_total = 0
         self.ended_tokens_total = 0
+        self.flight: list[ScheduledBatch | PartialBatch] = []
+        """What the engine was given to compute and has not computed yet, oldest first."""
+        self.held_back: set[int] = set()
+        """Requests, by ``id``, that are in no further step until something was done with them."""
+        self.torn: set[int] = set()
+        """Requests, by ``id``, that were preempted while they were in flight: what lands of them is a token at most."""
+        self.landing_blocks = 0
+        """That are free once what touches them has landed."""
+        self._landing: dict[int, list[int]] = {}
+        """By what touches them last, by ``id``."""
         self._next_id = 0
 
     @property
@@ -85,18 +95,41 @@ class RequestTable:
         self.ended_tokens_total += len(sequence.output)
         self.forget(sequence)
 
-    def forget(self, sequence: ActiveSequence, *, free: bool = True) -> None:
+    def forget(self, sequence: ActiveSequence) -> None:
         """It has ended, or is another instance's. Its blocks are freed unless it is reserved: then ``release`` does."""
         sequence.finished = True
         del self.accepted[sequence.key]
-        if free and not sequence.reserved:
+        if not sequence.reserved:
             self.free(sequence)
 
-    def free(self, sequence: ActiveSequence) -> None:
-        """Give its blocks back to the pool."""
+    def free(self, sequence: ActiveSequence) -> bool:
+        """Give its blocks back to the pool, or once what touches them has landed: then this is False."""
         # A new list, not a cleared one: an engine may still hold the old table.
         blocks, sequence.block_table = sequence.block_table, []
+        for batch in reversed(self.flight):
+            if blocks and batch.touches(sequence):
+                self._landing.setdefault(id(batch), []).extend(blocks)
+                self.landing_blocks += len(blocks)
+                return False
         self.pool.free(blocks)
+        return True
+
+    def flies(self, sequence: ActiveSequence) -> bool:
+        """Whether anything in flight touches its blocks."""
+        return any([batch.touches(sequence) for batch in self.flight])
+
+    def landed(self, batch: ScheduledBatch | PartialBatch) -> None:
+        """Nothing is read or written by it any more: what has waited for that is free."""
+        self.flight = [other for other in self.flight if other is not batch]
+        blocks = self._landing.pop(id(batch), None)
+        if blocks is not None:
+            self.landing_blocks -= len(blocks)
+            self.pool.free(blocks)
+
+    @property
+    def landing(self) -> Collection[list[int]]:
+        """The blocks of ``landing_blocks``."""
+        return self._landing.values()
 
 
 def _arrival(sequence: ActiveSequence) -> int:

@@ -58,6 +58,21 @@ class ScheduledBatch:
     alone: bool = False
     """Its only slice is of a request that is computed alone."""
 
+    def touches(self, sequence: ActiveSequence) -> bool:
+        """Whether it reads or writes blocks of this request."""
+        return any([piece.sequence is sequence for piece in self.slices])
+
+
+@dataclass(frozen=True, slots=True)
+class PartialBatch:
+    """Requests of which some layers are computed outside of the scheduler's steps."""
+
+    sequences: tuple[ActiveSequence, ...]
+
+    def touches(self, sequence: ActiveSequence) -> bool:
+        """See ``ScheduledBatch``."""
+        return any([one is sequence for one in self.sequences])
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:

@@ -7,12 +7,13 @@ While ``lending`` (live scaling), requests that have not begun are not admitted:
 instance to run layers of. Those that have begun (and were preempted) stay, and go on here; so do those that are
 computed alone. A lent request ends here like any other, unless it is taken back, adopted, or the target's for good.
 
-Pure: no clock, no engine. One batch is in flight at a time.
+Pure: no clock, no engine. Two batches are in flight at most: the second is made before the first one's tokens are known.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -36,6 +37,7 @@ from shared.messages.generation import FinishReason, StreamPart
 
 LENT_QUEUE_FACTOR = 2
 """Two instances work on a queue that is lent: it may be twice as long."""
+MAX_IN_FLIGHT = 2
 NO_FAILURES: Mapping[int, ErrorInfo] = MappingProxyType({})
 
 
@@ -51,7 +53,7 @@ class Scheduler:
         self.budgets = StepBudgets(config)
         """What steps may take. Their times are to be told to it."""
         self._batching = ContinuousBatching(self.table, self.reservations, self.budgets)
-        self._in_flight: ScheduledBatch | None = None
+        self._flight: deque[ScheduledBatch] = deque()
         self._ended: list[StreamPart] = []
         self._decode_tokens_total = 0
 
@@ -99,7 +101,7 @@ class Scheduler:
         self._batching.accepted(sequence)
 
     def cancel(self, request_id: str, attempt: int) -> ActiveSequence | None:
-        """End a request as cancelled. Its blocks are free at once, or when the batch in flight completes."""
+        """End a request as cancelled. Its blocks are free at once, or when what touches them has landed."""
         sequence = self.table.accepted.get((request_id, attempt))
         if sequence is not None:
             self._end([sequence], "cancelled")
@@ -139,29 +141,33 @@ class Scheduler:
                 self.table.forget(sequence)
 
     def schedule(self, now_s: float = 0.0) -> ScheduledBatch | None:
-        """The next batch, or None if there is nothing to compute. ``complete`` must follow."""
-        if self._in_flight is not None:
-            raise RuntimeError("a batch is in flight")
+        """The next batch, or None if there is nothing to compute, or only behind what is in flight. ``complete`` must
+        follow, or ``drop``. Raises ``RuntimeError`` for a third one."""
+        if len(self._flight) == MAX_IN_FLIGHT:
+            raise RuntimeError(f"{MAX_IN_FLIGHT} batches are in flight")
         batch = self._batching.next_batch(now_s)
         if batch is not None:
             self.table.prefill_tokens_total += batch.num_prefill_tokens
             self._decode_tokens_total += batch.num_decode_tokens
-            self._in_flight = batch
+            self._flight.append(batch)
+            self.table.flight.append(batch)
         return batch
 
     def complete(
         self, batch: ScheduledBatch, sampled: Sequence[Sampled], failures: Mapping[int, ErrorInfo] = NO_FAILURES
     ) -> list[StreamPart]:
-        """Take the tokens of the batch in flight, one per slice that samples, in their order.
+        """Take the tokens of the oldest batch in flight, one per slice that samples, in their order.
 
         Slices in ``failures``, by their place in the batch, could not be computed: they have no token, and their
-        requests end with that. Returns the new outputs. Requests that ended in between get none: their blocks are freed
-        here.
+        requests end with that. Returns the new outputs. Requests that ended in between get none. A request that was
+        preempted in between has its token, unless it is to be decoded elsewhere: it is computed again with it.
         """
-        if batch is not self._in_flight:
-            raise RuntimeError("this batch is not in flight")
-        self._in_flight = None
+        if not self._flight or batch is not self._flight[0]:
+            raise RuntimeError("this batch is not the oldest in flight")
+        self._flight.popleft()
         table = self.table
+        table.landed(batch)
+        torn, table.torn = table.torn, set()
         outputs: list[StreamPart] = []
         tokens = iter(sampled)
         leave = False
@@ -170,12 +176,15 @@ class Scheduler:
             failure = failures.get(place)
             token = next(tokens) if piece.sample and failure is None else None
             if sequence.finished:
-                table.free(sequence)
                 continue
             if failure is not None:
                 outputs.append(sequence.end("error", failure))
                 table.forget(sequence)
                 leave = True
+                continue
+            if torn and id(sequence) in torn:
+                if token is not None and sequence.decode_at is None:
+                    outputs.append(table.take_token(sequence, token))
                 continue
             sequence.num_computed = piece.start + piece.num_tokens
             if token is None:
@@ -186,14 +195,24 @@ class Scheduler:
             leave = leave or sequence.finished or sequence.reserved
         if leave:
             table.running = [s for s in table.running if not (s.finished or s.reserved)]
+        if torn:
+            table.stop_waiting(lambda s: s.finished)
+            table.waiting_tokens = sum(s.num_tokens for s in table.waiting)
         return outputs
+
+    def drop(self, batch: ScheduledBatch) -> None:
+        """The newest batch in flight is over, and counts for nothing: it was made behind one that failed."""
+        if not self._flight or batch is not self._flight[-1]:
+            raise RuntimeError("this batch is not the newest in flight")
+        self._flight.pop()
+        self.table.landed(batch)
 
     def decode_steps(self) -> int:
         """How many of the next steps would do the same: decode all that runs, without admitting or preempting
         anything. Requests reach their limits with the last of them at most. 0: the next step is another one, or there
         is something to take first."""
         table, reservations, running = self.table, self.reservations, self.table.running
-        if self._in_flight is not None or self._ended or reservations.has_prefilled or self._batching.some_alone:
+        if self._flight or self._ended or reservations.has_prefilled or self._batching.some_alone:
             return 0
         if not running or len(running) > self.config.max_batch_tokens or self._batching.can_admit:
             return 0
@@ -290,10 +309,10 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants that hold between calls. For tests."""
         table, reservations = self.table, self.reservations
-        in_flight = [p.sequence for p in self._in_flight.slices] if self._in_flight else []
         lent = [s for s in table.accepted.values() if not s.block_table]
         here = [*table.running, *table.waiting, *reservations.for_prefill, *reservations.for_decode, *lent]
-        self.pool.check({id(s): s.block_table for s in [*here, *in_flight]}.values())
+        self.pool.check([*{id(s): s.block_table for s in here}.values(), *table.landing])
+        assert table.landing_blocks == sum(map(len, table.landing))
         for name, sequences in (("running", table.running), ("waiting", table.waiting)):
             order = [s.id for s in sequences]
             assert order == sorted(order), f"{name} is not in order of arrival"
@@ -314,10 +333,9 @@ class Scheduler:
         return Queued(len(queued), sum(s.num_tokens for s in queued), oldest_s)
 
     def _end(self, sequences: Iterable[ActiveSequence], reason: FinishReason, error: ErrorInfo | None = None) -> None:
-        """End requests outside a step; those of the batch in flight keep their blocks until it lands."""
-        flying = {id(p.sequence) for p in self._in_flight.slices} if self._in_flight else set()
+        """End requests outside a step."""
         for sequence in sequences:
             self._ended.append(sequence.end(reason, error))
-            self.table.forget(sequence, free=id(sequence) not in flying)
+            self.table.forget(sequence)
         self.table.running = [s for s in self.table.running if not s.finished]
         self.table.stop_waiting(lambda s: s.finished)

@@ -169,9 +169,8 @@ class HoldForDecode(SchedulerMachine):
         held = [s for s in self.all.values() if s.reserved]
         assert len(scheduler.table.running) + len(held) <= 4
         assert not any(s.reserved for s in scheduler.table.running)
-        flying = [p.sequence for p in self.flying.slices] if self.flying else []
-        holders = {id(s): s for s in [*scheduler.table.running, *held, *flying]}
-        scheduler.pool.check(s.block_table for s in holders.values())
+        holders = {id(s): s for s in [*scheduler.table.running, *held]}
+        scheduler.pool.check([*(s.block_table for s in holders.values()), *scheduler.table.landing])
         assert all(s.block_table for s in held)
         known = set(self.leaving) | set(self.guests)
         untold = {s.request_id for s in held} - known

@@ -236,7 +236,7 @@ def test_a_cancel_at_every_stage_ends_it_once_and_frees_it(when: str) -> None:
         assert a.block_table, "the engine may be writing there"
         assert scheduler.reservations.adopt(a, sampled(a)) is None
     if batch is not None:
-        assert a.block_table, "the batch in flight writes there"
+        assert scheduler.table.landing_blocks, "the batch in flight writes there"
         assert scheduler.complete(batch, [sampled(a)]) == []
     assert a.block_table == []
     scheduler.reservations.release(lent)

@@ -136,11 +136,10 @@ class Lending(SchedulerMachine):
     @invariant()
     def no_block_is_lost_and_no_request_forgotten(self) -> None:
         scheduler = self.scheduler
-        flying = [p.sequence for p in self.flying.slices] if self.flying else []
         lent_here = [s for s in self.lent.values() if not s.finished]
         queued = [*scheduler.table.running, *scheduler.table.waiting]
-        tables = {id(s): s.block_table for s in [*queued, *flying, *self.lent.values(), *self.guests.values()]}
-        scheduler.pool.check(tables.values())
+        tables = {id(s): s.block_table for s in [*queued, *self.lent.values(), *self.guests.values()]}
+        scheduler.pool.check([*tables.values(), *scheduler.table.landing])
         assert {s.key for s in [*queued, *lent_here]} == set(scheduler.table.accepted)
         waiting = [s.id for s in scheduler.table.waiting]
         assert waiting == sorted(waiting)
