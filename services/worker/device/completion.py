@@ -66,6 +66,10 @@ class Landed(Generic[T]):
         told()
 
 
+LANDED: Completion[None] = Landed()
+"""Of what was done long ago."""
+
+
 class Pending(Generic[T]):
     """A completion of what its stream still has to do."""
 
@@ -205,6 +209,15 @@ async def landed(completion: Completion[T]) -> T:
 
         completion.then(told)
         await done
+    return completion.result()
+
+
+def waited(completion: Completion[T]) -> T:
+    """What it made, once it is done. The caller's thread does nothing else meanwhile."""
+    if not completion.done:
+        done = threading.Event()
+        completion.then(done.set)
+        done.wait()
     return completion.result()
 
 

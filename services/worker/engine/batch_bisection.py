@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice
+from services.worker.device.completion import waited
 from services.worker.engine.base import Engine
 from services.worker.engine.forward_batch import ForwardBatches, SamplingRow, Slice
 from shared.errors import BlitzError, EngineBroken, RequestFailed
@@ -36,19 +37,17 @@ class Computed:
     """Nothing was run twice."""
 
 
-def compute(slices: Sequence[ScheduledSlice], run: Run, engine: Engine, batches: ForwardBatches) -> Computed:
-    """Run a batch; in parts, if it fails. What fails alone is at fault, if the engine computes anything else.
+def halve(
+    slices: Sequence[ScheduledSlice], failure: Exception, run: Run, engine: Engine, batches: ForwardBatches
+) -> Computed:
+    """Run a batch that failed again, in parts. What fails alone is at fault, if the engine computes anything else.
 
     n slices of which one fails cost about twice their work in 2 log2(n) runs more. Raises ``EngineBroken`` when the
     engine does not even compute a single token.
     """
-    computed = Computed()
-    try:
-        computed.sampled = run(slices)
-    except Exception as failure:  # noqa: BLE001 - an engine may raise anything; what did it is found below
-        _log.warning("an engine step of %d slices failed, it is run again in parts: %s", len(slices), failure)
-        computed.at_once = False
-        _Bisection(slices, run, engine, batches, computed).run_again()
+    _log.warning("an engine step of %d slices failed, it is run again in parts: %s", len(slices), failure)
+    computed = Computed(at_once=False)
+    _Bisection(slices, run, engine, batches, computed).run_again()
     return computed
 
 
@@ -109,8 +108,8 @@ class _Bisection:
         probe = self._batches.of([Slice(sequence.id, (0,), 0, (block,), _PROBE)])
         try:
             activation = engine.embed(probe)
-            engine.run_layers(activation, 0, engine.num_layers).result()
-            engine.sample(activation).result()
+            waited(engine.run_layers(activation, 0, engine.num_layers))
+            waited(engine.sample(activation))
         except Exception as broken:
             raise EngineBroken(f"the engine computes nothing any more: {_describe(failure)}") from broken
         self._engine_works = True

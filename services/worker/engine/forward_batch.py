@@ -97,29 +97,46 @@ class ForwardBatches:
     def __init__(self, counts_of: CountsOf) -> None:
         self._counts_of = counts_of
         self._next_number = 0
+        self._last_step: tuple[int, Sequence[ScheduledSlice]] = (0, ())
+        self._last_rows: dict[int, RowOf] | None = None
+        """Of that step, by a sequence's ``id``; None: to be found out."""
 
-    def of_step(self, pieces: Iterable[ScheduledSlice]) -> ForwardBatch:
-        """What a scheduler's step computes, as it is now."""
+    def of_step(self, pieces: Sequence[ScheduledSlice]) -> ForwardBatch:
+        """What a scheduler's step computes, as it is now. A slice behind all known tokens has the one that the step
+        before samples."""
         slices: list[Slice] = []
         for piece in pieces:
             sequence, start, count = piece.sequence, piece.start, piece.num_tokens
             tokens = sequence.tokens
+            if start == len(tokens):
+                behind = self._row(sequence, len(sequence.output) + 1)
+                slices.append(Slice(sequence.id, (0,), start, sequence.placed(), behind, self._row_of(sequence)))
+                continue
             token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
-            row = self._row(sequence) if piece.sample else None
+            row = self._row(sequence, len(sequence.output)) if piece.sample else None
             slices.append(Slice(sequence.id, token_ids, start, sequence.placed(), row))
+        self._last_step, self._last_rows = (self._next_number, pieces), None
         return self.of(slices)
+
+    def _row_of(self, sequence: ActiveSequence) -> RowOf:
+        """Which samples its next token."""
+        if self._last_rows is None:
+            number, pieces = self._last_step
+            sampling = [piece.sequence for piece in pieces if piece.sample]
+            self._last_rows = {id(sampled): RowOf(number, row) for row, sampled in enumerate(sampling)}
+        return self._last_rows[id(sequence)]
 
     def of_prompts(self, sequences: Iterable[ActiveSequence]) -> ForwardBatch:
         """Whole contexts, which have their blocks."""
-        return self.of([Slice(s.id, tuple(s.tokens), 0, s.placed(), self._row(s)) for s in sequences])
+        return self.of([Slice(s.id, tuple(s.tokens), 0, s.placed(), self._row(s, len(s.output))) for s in sequences])
 
     def of(self, slices: Iterable[Slice]) -> ForwardBatch:
         """With the next number."""
         number, self._next_number = self._next_number, self._next_number + 1
         return ForwardBatch(number, tuple(slices))
 
-    def _row(self, sequence: ActiveSequence) -> SamplingRow:
-        params, position = sequence.params, len(sequence.output)
+    def _row(self, sequence: ActiveSequence, position: int) -> SamplingRow:
+        params = sequence.params
         if sequence.is_penalised and sequence.counts is None:
             sequence.counts = self._counts_of(sequence.prompt, sequence.output)
         return SamplingRow(params, position, sequence.end_ids, position < params.min_tokens, sequence.counts)

@@ -1,27 +1,44 @@
-"""The engine loop: schedule, compute, sample, report. Synchronous; ``engine.thread`` runs it.
+"""The engine loop: schedule, compute, sample, report. ``engine.thread`` runs it.
 
-Between two steps the owner may add, cancel and read. A step is one batch through all layers; one with
-prompt tokens is run layer by layer, and between two layers requests may be added and lent as well. In
-live scaling (``partial``) there are steps of one layer, too.
+The engine is given operations, and what they do is there when they land: layers of prompts and of a pair's batches
+(``partial``) one by one, a decode step as a whole. At most ``LEAD`` are in flight. What has landed is taken first, so
+where an operation has ended when the call returns, as on a CPU, nothing is ever begun before what is known of the one
+before. Otherwise the next decode step begins behind tokens that are not known yet: what ended with them is computed in
+vain once, and put out never.
+
+Between two operations the owner may add, cancel, lend and read. What must not meet a request in flight waits for its
+landing (``is_quiet``, ``is_free``).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
-from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice, SchedulerConfig, SchedulerLoad
-from services.worker.core.scheduling.scheduler import Scheduler
+from services.worker.core.scheduling.schedule import (
+    PartialBatch,
+    Sampled,
+    ScheduledBatch,
+    ScheduledSlice,
+    SchedulerConfig,
+    SchedulerLoad,
+)
+from services.worker.core.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import Speed
 from services.worker.core.scheduling.turns import StepTurns
+from services.worker.device.completion import LANDED, Completion, waited
 from services.worker.engine.base import Activation, Engine
-from services.worker.engine.batch_bisection import compute
+from services.worker.engine.batch_bisection import Computed, halve
 from services.worker.engine.forward_batch import ForwardBatches
 from shared.errors import Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart
+
+LEAD = 2
+"""Most operations in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +82,8 @@ class PartialWork(Protocol):
     def decode_interval_s(self) -> float:
         """Decode steps come at least this often between its layers."""
 
-    def step(self) -> StepOutput | None:
-        """Run one layer; None if there was none to run."""
+    def step(self) -> None:
+        """Begin one layer (``EngineLoop.launch``), if there is one to run."""
 
     def ran_layer(self) -> None:
         """The scheduler's own batch, one with prompt tokens, has run a layer."""
@@ -97,6 +114,29 @@ class StepListener(Protocol):
         """Its step is over, and what it brought was sent. Returns as ``begins``."""
 
 
+class _Launched(NamedTuple):
+    completion: Completion[Any]
+    land: Callable[[], StepOutput | None]
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A batch of the scheduler's that the engine was given, as far as it was."""
+
+    batch: ScheduledBatch
+    started_s: float
+    num_rows: int
+    activation: Activation | None = None
+    leaving: list[ScheduledSlice] = field(default_factory=list)
+    """Slices of requests that are decoded elsewhere."""
+    next_layer: int = 0
+    """Of those that run one by one."""
+    layers: Completion[None] = LANDED
+    """The last that was given."""
+    is_over: bool = False
+    """It has failed, or the one before it has: what is still in flight of it does not count."""
+
+
 class EngineLoop:
     """A scheduler and an engine. ``clock`` gives seconds; ``ActiveSequence.arrived_s`` is in the same clock."""
 
@@ -113,16 +153,44 @@ class EngineLoop:
         self._turns = StepTurns(self.scheduler)
         self._clock = clock
         self._busy_s_total = 0.0
+        self._landed_s = 0.0
+        """The latest landing."""
+        self._flight: deque[_Launched] = deque()
+        self._steps: deque[_Step] = deque()
+        """Those of the scheduler that have not landed, oldest first."""
+        self._begun: _Step | None = None
+        """Of which the engine was not given everything yet."""
+        self._failed: tuple[_Step, Exception] | None = None
+        """It is run again once nothing is in flight."""
+        self.halts = False
+        """Nothing is begun, but what is begun is ended."""
         self.partial: PartialWork | None = None
         self.prefill_listener: PrefillListener | None = None
         self.step_listener: StepListener | None = None
         self.between_layers: Callable[[], None] = lambda: None
         """Called between two layers of a step with prompt tokens. It must not step."""
+        self.wake: Callable[[], object] = lambda: None
+        """Called when something in flight has ended, on a thread of the device."""
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do or to report."""
-        return self.scheduler.has_work or (self.partial is not None and self.partial.ready)
+        partial = self.partial
+        return bool(self._flight or self.scheduler.has_work or (partial is not None and partial.ready))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Operations that have not landed."""
+        return len(self._flight)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is in flight, and no step is begun."""
+        return not self._flight and not self._steps
+
+    def is_free(self, sequence: ActiveSequence) -> bool:
+        """Nothing in flight touches this request."""
+        return not self.scheduler.table.flies(sequence)
 
     @property
     def num_requests(self) -> int:
@@ -142,15 +210,12 @@ class EngineLoop:
         self.scheduler.add(sequence, self._clock())
 
     def step(self) -> StepOutput | None:
-        """Compute one batch, or one layer of a partial one; None if there was nothing to do or to report.
+        """Take what has landed and begin what is next, until there is an output. None: there is nothing to do or to
+        report, before something lands or is changed from outside.
 
         Raises ``EngineBroken``; then this loop must run no more.
         """
-        partial = self.partial
-        due = partial is None or self._turns.is_own(partial.decode_interval_s, self._clock())
-        output = self._step_batch() if due or partial is None else partial.step()
-        if output is None and partial is not None:
-            output = partial.step() if due else self._step_batch()
+        output = self._advance()
         for sequence, token in self.scheduler.reservations.take_prefilled():
             if self.prefill_listener is None:
                 self.scheduler.reservations.decode_here(sequence)
@@ -161,36 +226,221 @@ class EngineLoop:
             self.partial.stepped(output)
         return output
 
-    def _step_batch(self) -> StepOutput | None:
+    def _advance(self) -> StepOutput | None:
+        flight = self._flight
+        while True:
+            if flight and flight[0].completion.done:
+                output = self._land()
+                if self._begun is not None:
+                    self.between_layers()
+                elif output is not None:
+                    return output
+            elif self._failed is not None:
+                return self._ended() if flight else self._run_again(*self._failed)
+            elif len(flight) >= LEAD or not self._begin():
+                return self._ended()
+
+    def _ended(self) -> StepOutput | None:
+        """What ended outside of steps."""
+        outputs = self.scheduler.take_ended()
+        return StepOutput(tuple(outputs)) if outputs else None
+
+    def _begin(self) -> bool:
+        """Give the engine the next operation. Whether there was one."""
+        if self._begun is not None:
+            self._run_layer(self._begun)
+            return True
+        if self.halts or (self._steps and self._steps[0].batch.alone):
+            return False
+        partial = self.partial
+        if partial is None or self._turns.is_own(partial.decode_interval_s, self._clock()):
+            return self._begin_step() or self._begin_partial()
+        return self._begin_partial() or self._begin_step()
+
+    def _begin_partial(self) -> bool:
+        before = len(self._flight)
+        if self.partial is not None:
+            self.partial.step()
+        return len(self._flight) > before
+
+    # --- what is in flight -----------------------------------------------------------------------
+
+    def launch(self, completion: Completion[Any], land: Callable[[], StepOutput | None]) -> None:
+        """The engine was given this. ``land()`` is called when it is done, behind those before it, and gives what came
+        of it."""
+        self._flight.append(_Launched(completion, land))
+        if not completion.done:
+            completion.then(self.wake)
+
+    def launch_part(
+        self,
+        completion: Completion[Any],
+        sequences: Sequence[ActiveSequence],
+        land: Callable[[float], StepOutput | None],
+        *,
+        begun_s: float,
+    ) -> None:
+        """As ``launch``, of a batch outside of the scheduler's steps, begun then: these requests' blocks are touched by
+        it. ``land(seconds)`` is told what it took, and gives nothing if more was launched for what has landed."""
+        batch = PartialBatch(tuple(sequences))
+        self.scheduler.table.flight.append(batch)
+
+        def landed() -> StepOutput | None:
+            self.scheduler.table.landed(batch)
+            return land(self._busy_since(begun_s))
+
+        self.launch(completion, landed)
+
+    def _land(self) -> StepOutput | None:
+        return self._flight.popleft().land()
+
+    def _busy_since(self, begun_s: float) -> float:
+        """Seconds that an operation took which was begun then, and has landed now."""
+        landed_s = self._clock()
+        busy_s, self._landed_s = landed_s - max(begun_s, self._landed_s), landed_s
+        self._busy_s_total += busy_s
+        return busy_s
+
+    def land_all(self) -> None:
+        """Wait for what is in flight: nothing is written any more then."""
+        while self._flight:
+            waited(self._flight.popleft().completion)
+
+    # --- the scheduler's steps -------------------------------------------------------------------
+
+    def _begin_step(self) -> bool:
         started_s = self._clock()
+        if len(self._steps) == MAX_IN_FLIGHT:
+            return False
         batch = self.scheduler.schedule(started_s)
         if batch is None:
-            outputs = self.scheduler.take_ended()
-            return StepOutput(tuple(outputs)) if outputs else None
-        alone = batch.slices[0].sequence if batch.alone else None
-        if alone is not None and self.step_listener is not None:
-            self.step_listener.begins(alone)
+            return False
+        if batch.alone and self.step_listener is not None:
+            self.step_listener.begins(batch.slices[0].sequence)
             started_s = self._clock()
-        computed = compute(batch.slices, self._compute, self.engine, self.batches)
+        self._turns.stepped(started_s)
+        step = _Step(batch, started_s, sum([piece.sample for piece in batch.slices]))
+        self._steps.append(step)
+        try:
+            step.activation = self.engine.embed(self.batches.of_step(batch.slices))
+            if batch.num_prefill_tokens:
+                step.leaving = [p for p in batch.slices if p.sequence.decode_at is not None]
+                self._begun = step
+                self._run_layer(step)
+            else:
+                step.layers = self.engine.run_layers(step.activation, 0, self.engine.num_layers)
+                self._sample(step)
+        except Exception as error:  # noqa: BLE001 - an engine may raise anything; what did it is found in parts
+            self._fail(step, error)
+        return True
+
+    def _run_layer(self, step: _Step) -> None:
+        """Its next layer, or behind the last one what the step ends with."""
+        layer, activation = step.next_layer, step.activation
+        assert activation is not None
+        try:
+            if layer == self.engine.num_layers:
+                self._begun = None
+                self._sample(step)
+                return
+            step.next_layer += 1
+            ran = step.layers = self.engine.run_layers(activation, layer, layer + 1)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(step, error)
+            return
+        self.launch(ran, lambda: self._layer_landed(step, ran, layer + 1))
+
+    def _layer_landed(self, step: _Step, ran: Completion[None], num_layers: int) -> None:
+        if step.is_over:
+            return
+        if ran.error is not None:
+            self._fail(step, ran.error)
+            return
+        if self.partial is not None:
+            self.partial.ran_layer()
+        if step.leaving and self.prefill_listener is not None:
+            _tell(self.prefill_listener, step.leaving, num_layers)
+
+    def _sample(self, step: _Step) -> None:
+        if not step.num_rows:
+            self.launch(step.layers, lambda: self._step_landed(step, []))
+            return
+        if step.layers.error is not None:
+            raise step.layers.error
+        assert step.activation is not None
+        sampled = self.engine.sample(step.activation)
+        self.launch(sampled, lambda: self._sampled(step, sampled))
+
+    def _sampled(self, step: _Step, sampled: Completion[list[Sampled]]) -> StepOutput | None:
+        if step.is_over:
+            return None
+        error = step.layers.error or sampled.error
+        if error is None and len(sampled.result()) != step.num_rows:
+            error = Internal(f"the engine sampled {len(sampled.result())} tokens for {step.num_rows} rows")
+        if error is not None:
+            self._fail(step, error)
+            return None
+        return self._step_landed(step, sampled.result())
+
+    def _step_landed(self, step: _Step, sampled: list[Sampled]) -> StepOutput | None:
+        return None if step.is_over else self._complete(step, Computed(sampled))
+
+    def _complete(self, step: _Step, computed: Computed) -> StepOutput:
+        batch, scheduler = step.batch, self.scheduler
+        self._steps.popleft()
         error = next(iter(computed.failures.values()), None)
         # Only now: should the engine be broken, they are told with the rest.
-        outputs = self.scheduler.take_ended()
-        outputs += self.scheduler.complete(batch, computed.sampled, computed.failures)
-        ended_s = self._clock()
-        self._turns.stepped(ended_s)
-        busy_s = ended_s - started_s
-        self._busy_s_total += busy_s
+        outputs = scheduler.take_ended()
+        outputs += scheduler.complete(batch, computed.sampled, computed.failures)
+        busy_s = self._busy_since(step.started_s)
+        self._turns.stepped(self._landed_s)
         if computed.at_once:
-            self.scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, busy_s)
+            scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, busy_s)
+        alone = batch.slices[0].sequence if batch.alone else None
         return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, error, alone)
+
+    def _fail(self, step: _Step, error: Exception) -> None:
+        """It is run again in parts, once what is in flight has landed; a step behind it was made of tokens that may
+        not be."""
+        self._begun, self._failed = None, (step, error)
+        for one in self._steps:
+            one.is_over = True
+
+    def _run_again(self, step: _Step, error: Exception) -> StepOutput:
+        self._failed = None
+        while self._steps[-1] is not step:
+            self.scheduler.drop(self._steps.pop().batch)
+        computed = halve(step.batch.slices, error, self._compute, self.engine, self.batches)
+        return self._complete(step, computed)
+
+    def _compute(self, pieces: Sequence[ScheduledSlice]) -> list[Sampled]:
+        """One after the other, to the end: nothing else is in flight."""
+        engine = self.engine
+        activation = engine.embed(self.batches.of_step(pieces))
+        leaving = [p for p in pieces if p.sequence.decode_at is not None]
+        if any(_is_prefill(piece) for piece in pieces):
+            for layer in range(engine.num_layers):
+                waited(engine.run_layers(activation, layer, layer + 1))
+                if self.partial is not None:
+                    self.partial.ran_layer()
+                if leaving and self.prefill_listener is not None:
+                    _tell(self.prefill_listener, leaving, layer + 1)
+                self.between_layers()
+        else:
+            waited(engine.run_layers(activation, 0, engine.num_layers))
+        num_rows = sum(piece.sample for piece in pieces)
+        if not num_rows:
+            return []
+        sampled = waited(engine.sample(activation))
+        if len(sampled) != num_rows:
+            raise Internal(f"the engine sampled {len(sampled)} tokens for {num_rows} rows")
+        return sampled
+
+    # --- what it did -----------------------------------------------------------------------------
 
     def measured_prefill(self, num_tokens: int, seconds: float) -> None:
         """So many prompt tokens took so long through all layers, outside of a step."""
         self.scheduler.budgets.speed.prefilled(num_tokens, seconds)
-
-    def busy(self, seconds: float) -> None:
-        """The engine worked outside of a step."""
-        self._busy_s_total += seconds
 
     def stats(self) -> LoopStats:
         """The load now and the work so far."""
@@ -201,32 +451,6 @@ class EngineLoop:
                 load, queued_requests=load.queued_requests + requests, queued_tokens=load.queued_tokens + tokens
             )
         return LoopStats(load, self._busy_s_total, self.scheduler.budgets.speed.speed)
-
-    def _compute(self, pieces: Sequence[ScheduledSlice]) -> list[Sampled]:
-        engine, batch = self.engine, self.batches.of_step(pieces)
-        activation = engine.embed(batch)
-        if any(_is_prefill(piece) for piece in pieces):
-            self._run_prompts(activation, pieces)
-        else:
-            engine.run_layers(activation, 0, engine.num_layers).result()
-        num_rows = sum(piece.sample for piece in pieces)
-        if not num_rows:
-            return []
-        sampled = engine.sample(activation).result()
-        if len(sampled) != num_rows:
-            raise Internal(f"the engine sampled {len(sampled)} tokens for {num_rows} rows")
-        return sampled
-
-    def _run_prompts(self, activation: Activation, pieces: Sequence[ScheduledSlice]) -> None:
-        engine, prefill_listener = self.engine, self.prefill_listener
-        leaving = [p for p in pieces if p.sequence.decode_at is not None]
-        for layer in range(engine.num_layers):
-            engine.run_layers(activation, layer, layer + 1).result()
-            if self.partial is not None:
-                self.partial.ran_layer()
-            if leaving and prefill_listener is not None:
-                _tell(prefill_listener, leaving, layer + 1)
-            self.between_layers()
 
 
 def _is_prefill(piece: ScheduledSlice) -> bool:

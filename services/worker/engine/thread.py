@@ -1,19 +1,22 @@
 """The thread that an engine loop lives on.
 
-Other threads talk to it through a queue of commands, run between steps, or for what need not wait
-between two layers of a prompt; it blocks on that queue while idle, so that a command wakes it within
+Other threads talk to it through a queue of commands. Each is run as soon as the thread looks, which is between any two
+operations that it gives the engine, or once what it must not meet in flight has landed. The thread blocks on that queue
+alone: while it is idle, and while the engine has enough to do; so that a command or a landing wakes it within
 microseconds. Results come back as
 ``concurrent.futures.Future`` (``asyncio.wrap_future`` awaits them) and through callbacks.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum, auto
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.sequence import ActiveSequence
@@ -28,6 +31,23 @@ PREPARE_BYTES = 256 << 20
 
 T = TypeVar("T")
 _Command = Callable[[], None]
+
+
+class After(Enum):
+    """What a command waits for, beside its turn."""
+
+    NOTHING = auto()
+    ALL = auto()
+    """Everything in flight has landed, and no step has begun. Nothing is begun until then."""
+
+
+class _Waiting(NamedTuple):
+    command: _Command
+    after: ActiveSequence | After
+
+
+def _nothing() -> None:
+    """It was only to wake the thread."""
 
 
 class EngineThread:
@@ -51,9 +71,10 @@ class EngineThread:
         self._on_output = on_output
         self._on_failure = on_failure
         self._commands: SimpleQueue[_Command] = SimpleQueue()
-        self._soon: SimpleQueue[_Command] = SimpleQueue()
-        """Commands that may run between two layers; each has a wake-up call in ``_commands``."""
-        loop.between_layers = self._drain_soon
+        self._waiting: list[_Waiting] = []
+        """Commands that what is in flight has to land for."""
+        loop.between_layers = self._drain
+        loop.wake = functools.partial(self._commands.put, _nothing)
         self._gate = threading.Lock()
         """Held to enqueue and to close: nothing is enqueued after the last drain."""
         self._closed = False
@@ -85,10 +106,10 @@ class EngineThread:
 
     def submit(self, sequence: ActiveSequence) -> Future[None]:
         """Accept a request; the future carries the scheduler's refusal, or ``Unavailable`` once stopped."""
-        return self.call(lambda loop: loop.add(sequence), between_layers=True)
+        return self.call(lambda loop: loop.add(sequence))
 
     def cancel(self, request_id: str, attempt: int) -> Future[bool]:
-        """Cancel a request; False if it is not here. Its blocks are free when the future is done."""
+        """Cancel a request; False if it is not here. Its blocks are free when what touches them has landed."""
         return self.call(lambda loop: loop.scheduler.cancel(request_id, attempt) is not None)
 
     def cancel_gateway(self, gone: Gone) -> Future[int]:
@@ -96,13 +117,14 @@ class EngineThread:
         return self.call(lambda loop: len(loop.scheduler.cancel_gateway(gone)))
 
     def stop(self, error: BlitzError | None = None) -> None:
-        """End the thread after the step in progress; requests still here end with ``error`` (``Unavailable``).
+        """End the thread once what is begun has landed; requests still here end with ``error`` (``Unavailable``).
 
         Does not wait: ``join`` does. To let requests finish first, wait until ``stats`` shows none.
         """
 
         def command(_: EngineLoop) -> None:
             self._stopping = True
+            self._hold_back()
             if error is not None:
                 self._stop_error = error
 
@@ -117,9 +139,9 @@ class EngineThread:
         self._preparer.shutdown(cancel_futures=True)
         return True
 
-    def call(self, function: Callable[[EngineLoop], T], *, between_layers: bool = False) -> Future[T]:
-        """Run ``function`` on the engine thread between two steps, or already between two layers of one: then it must
-        neither end requests of the batch in flight nor free their blocks."""
+    def call(self, function: Callable[[EngineLoop], T], *, after: ActiveSequence | After = After.NOTHING) -> Future[T]:
+        """Run ``function`` on the engine thread: between two operations, or after what it must not meet in flight. That
+        is everything, or this request, which is in no further step until then."""
         future: Future[T] = Future()
 
         def command() -> None:
@@ -135,16 +157,39 @@ class EngineThread:
             else:
                 future.set_result(result)
 
+        waits = command if after is After.NOTHING else functools.partial(self._run_after, _Waiting(command, after))
         with self._gate:
             if not self._closed:
-                if between_layers:
-                    self._soon.put(command)
-                    self._commands.put(self._drain_soon)
-                else:
-                    self._commands.put(command)
+                self._commands.put(waits)
                 return future
         command()
         return future
+
+    def _run_after(self, waiting: _Waiting) -> None:
+        if self._may_run(waiting):
+            waiting.command()
+            return
+        self._waiting.append(waiting)
+        self._hold_back()
+
+    def _may_run(self, waiting: _Waiting) -> bool:
+        after = waiting.after
+        return self.loop.is_free(after) if isinstance(after, ActiveSequence) else self.loop.is_quiet
+
+    def _hold_back(self) -> None:
+        """What commands wait for is not begun again."""
+        self.loop.halts = self._stopping or any(waiting.after is After.ALL for waiting in self._waiting)
+        self.loop.scheduler.table.held_back = {
+            id(waiting.after) for waiting in self._waiting if isinstance(waiting.after, ActiveSequence)
+        }
+
+    def _run_waiting(self) -> None:
+        ready = [waiting for waiting in self._waiting if self._may_run(waiting)]
+        if ready:
+            self._waiting = [waiting for waiting in self._waiting if waiting not in ready]
+            for waiting in ready:
+                waiting.command()
+            self._hold_back()
 
     def _run(self) -> None:
         try:
@@ -160,12 +205,15 @@ class EngineThread:
 
     def _serve(self) -> None:
         loop, commands = self.loop, self._commands
-        while not self._stopping:
+        while not (self._stopping and loop.is_quiet):
+            if self._waiting:
+                self._run_waiting()
             if not commands.empty():
                 self._drain()
             elif not loop.has_work:
                 self._stats = loop.stats()
                 commands.get()()
+                self._stats = loop.stats()
             else:
                 output = loop.step()
                 self._deliver(output)
@@ -173,21 +221,22 @@ class EngineThread:
                 if output is not None and output.alone is not None and loop.step_listener is not None:
                     loop.step_listener.ended(output.alone)
                 self._stats = loop.stats()
-                if output is None:
-                    # There is work and no capacity for it; what changes that comes as a command.
+                if output is None and not self._goes_on:
+                    # Something has to land; or there is no capacity for what waits, and what changes that is a command.
                     commands.get()()
+        self._run_waiting()
 
-    def _drain_soon(self) -> None:
-        if self._soon.empty():
-            return
-        while not self._soon.empty():
-            self._soon.get()()
-        # A step may take seconds: whoever looks at the load meanwhile must see what has come.
-        self._stats = self.loop.stats()
+    @property
+    def _goes_on(self) -> bool:
+        """There is something to do that no command brings."""
+        return any(map(self._may_run, self._waiting)) or (self._stopping and self.loop.is_quiet)
 
     def _drain(self) -> None:
+        if self._commands.empty():
+            return
         while not self._commands.empty():
             self._commands.get()()
+        # A step may take seconds: whoever looks at the load meanwhile must see what has come.
         self._stats = self.loop.stats()
 
     def _deliver(self, output: StepOutput | None) -> None:
@@ -203,6 +252,9 @@ class EngineThread:
         with self._gate:
             self._closed = True
         self._drain()
+        for waiting in self._waiting:
+            waiting.command()
+        self.loop.land_all()
         self.loop.scheduler.abort_all(ErrorInfo.of(self._stop_error))
         self._deliver(StepOutput(tuple(self.loop.scheduler.take_ended())))
         self._stats = self.loop.stats()

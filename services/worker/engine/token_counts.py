@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable
+
+from services.worker.engine.forward_batch import SAMPLED_STEPS
 
 
 class TokenCounts:
@@ -14,26 +17,28 @@ class TokenCounts:
     occurs in the output, as float32; 0 for those of the prompt alone.
     """
 
-    __slots__ = ("_at", "_last_is_new", "_last_place", "_num_output", "ids", "times")
+    __slots__ = ("_at", "_last", "_num_output", "ids", "times")
 
     def __init__(self, prompt: Iterable[int], output: Iterable[int]) -> None:
         self.ids = array("q")
         self.times = array("f")
         self._at: dict[int, int] = {}
         self._num_output = 0
-        self._last_place, self._last_is_new = -1, False
+        self._last: deque[tuple[int, bool]] = deque(maxlen=SAMPLED_STEPS)
+        """Where the last tokens were counted, and whether each occurred there first."""
         for token_id in prompt:
             self._place(token_id)
         for token_id in output:
             self._add(token_id)
 
     def before(self, position: int) -> TokenCounts:
-        """As they are where this token of the output is sampled. A step that failed is run again: then the token that
-        it drew is taken out. Raises ``ValueError`` for any other position than the next one and the last."""
-        if position == self._num_output - 1 and self._last_place >= 0:
-            self._take_last_out()
-        if position != self._num_output:
+        """As they are where this token of the output is sampled. A step that failed is run again: then what it drew is
+        taken out, and what the one behind it drew. Raises ``ValueError`` for any other position than the next one and
+        the last two."""
+        if not self._num_output - len(self._last) <= position <= self._num_output:
             raise ValueError(f"counts of {self._num_output} tokens, to sample the one at {position}")
+        while position < self._num_output:
+            self._take_last_out()
         return self
 
     def add(self, position: int, token_id: int) -> None:
@@ -46,16 +51,15 @@ class TokenCounts:
         place = self._place(token_id)
         self.times[place] += 1.0
         self._num_output += 1
-        self._last_place, self._last_is_new = place, len(self.ids) > num_known
+        self._last.append((place, len(self.ids) > num_known))
 
     def _take_last_out(self) -> None:
-        place = self._last_place
+        place, is_new = self._last.pop()
         self.times[place] -= 1.0
-        if self._last_is_new:
+        if is_new:
             del self._at[self.ids.pop()]
             self.times.pop()
         self._num_output -= 1
-        self._last_place = -1
 
     def _place(self, token_id: int) -> int:
         place = self._at.setdefault(token_id, len(self.ids))

@@ -30,15 +30,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from services.worker.core.kv_admission.staging import Staging, Window
-from services.worker.device.completion import Completion, Landed
+from services.worker.device.completion import LANDED, Completion, landed
 from services.worker.device.device import Device
 from services.worker.engine.base import Engine
-from shared.aio import Wakeup, in_thread
+from shared.aio import Wakeup, in_thread, outlast
 from shared.errors import TransferAborted
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
 
 T = TypeVar("T")
-_THERE: Completion[None] = Landed()
 
 
 class KvRange(NamedTuple):
@@ -115,7 +114,9 @@ class KvConnector:
 
 async def _done(call: Callable[[], Completion[T]]) -> T:
     """Have the engine do this, and wait for its end, also if the caller is cancelled meanwhile. Raises its error."""
-    return (await in_thread(call)).result()
+    doing = asyncio.ensure_future(landed(await in_thread(call)))
+    await outlast(doing)
+    return doing.result()
 
 
 class KvOutflow:
@@ -137,7 +138,7 @@ class KvOutflow:
         kv: KvRange,
         tags: Collection[int],
         *,
-        after: Completion[Any] = _THERE,
+        after: Completion[Any] = LANDED,
         lies_there: Callable[[], bool],
     ) -> tuple[Transfer, ...]:
         """Copy the range once what writes it (``after``) has ended, and post it: a message per tag, of as many layers
@@ -151,7 +152,7 @@ class KvOutflow:
         )
         self._busy.begin()
         try:
-            after.result()
+            await landed(after)
             exported = await _done(export)
         except Exception:
             if lies_there():

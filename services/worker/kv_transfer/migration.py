@@ -215,7 +215,7 @@ class Migrator:
             return move.lies_in(move.block_table) and loop.scheduler.reservations.hold_to_move(sequence)
 
         try:
-            held = await asyncio.wrap_future(move.instance.engine.call(hold))
+            held = await asyncio.wrap_future(move.instance.engine.call(hold, after=sequence))
         except Unavailable as error:
             raise StaysHere(f"its engine has stopped: {error}") from error
         if not held:

@@ -179,9 +179,7 @@ class KvReceiver(Cooperation):
         await self._give_up_older(request, instance)
         num_tokens = min(sequence.num_tokens, message.chunk_tokens or sequence.num_tokens)
         window = self._window(num_tokens, instance, instance.layout.num_layers)
-        call = instance.engine.call(
-            lambda loop: loop.scheduler.reservations.reserve([sequence], behind_waiting=True), between_layers=True
-        )
+        call = instance.engine.call(lambda loop: loop.scheduler.reservations.reserve([sequence], behind_waiting=True))
         reserved = False
         try:
             reserved = await asyncio.wrap_future(call)
@@ -249,9 +247,7 @@ class KvReceiver(Cooperation):
             await kv.make_room(len(token_ids))
             extended = False
             try:
-                extend = instance.engine.call(
-                    lambda loop: loop.scheduler.reservations.extend(sequence, token_ids), between_layers=True
-                )
+                extend = instance.engine.call(lambda loop: loop.scheduler.reservations.extend(sequence, token_ids))
                 extended = await asyncio.wrap_future(extend)
             finally:
                 if not extended:
@@ -298,7 +294,7 @@ class KvReceiver(Cooperation):
                 self._inbox.announce([sequence])
 
         try:
-            await asyncio.wrap_future(reservation.instance.engine.call(adopt, between_layers=True))
+            await asyncio.wrap_future(reservation.instance.engine.call(adopt))
         except BlitzError as error:
             self._inbox.spans.refused(sequence.key, error)
             raise
@@ -372,7 +368,7 @@ class KvReceiver(Cooperation):
         await reservation.stop()  # nothing is written into its blocks any more
         self._inbox.unhost([reservation.sequence])
         call = reservation.instance.engine.call(
-            lambda loop: loop.scheduler.reservations.release([reservation.sequence]), between_layers=True
+            lambda loop: loop.scheduler.reservations.release([reservation.sequence])
         )
         reservation.unpin()
         freed = asyncio.wrap_future(call)

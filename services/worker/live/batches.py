@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import ActiveSequence, submit_of
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
@@ -69,12 +71,9 @@ class PromptBatch:
                 if sequence.decode_at is not None and not sequence.finished:
                     loop.prefill_listener.ran_layers(sequence, 0, num_tokens, num_layers)
 
-    def finish(self, loop: EngineLoop, *, kv_here: bool = True) -> StepOutput:
-        """Norm, head and sampling of a batch that ran all layers: its requests decode here from now on, or with
-        ``kv_here`` false once their KV is whole."""
-        if self.activation is None:
-            raise RuntimeError(f"batch {self.batch_id} was not begun")
-        sampled = loop.engine.sample(self.activation).result()
+    def adopt(self, loop: EngineLoop, sampled: Sequence[Sampled], *, kv_here: bool = True) -> StepOutput:
+        """First tokens of a batch that ran all layers: its requests decode here from now on, or with ``kv_here`` false
+        once their KV is whole."""
         reservations, now_s = loop.scheduler.reservations, time.monotonic()
         outputs = [
             reservations.adopt(sequence, token, now_s, kv_here=kv_here)

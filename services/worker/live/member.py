@@ -34,9 +34,11 @@ from services.worker.core.live.machine import (
     RefuseQuestion,
     RunPart,
 )
+from services.worker.device.completion import Completion
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.thread import EngineThread
+from services.worker.engine.thread import After, EngineThread
 from services.worker.link import LinkLost
+from services.worker.live.batches import PromptBatch
 from services.worker.live.report import Timeline
 from shared.aio import OwnedTasks
 from shared.errors import BlitzError
@@ -86,7 +88,9 @@ class PairMember(Generic[M]):
         self.under_way: dict[type[Action], asyncio.Task[None]] = {}
         """What takes its time on the event loop: the latest of each kind."""
         self._output: StepOutput | None = None
-        """Of the step that the engine is in."""
+        """Of what lands."""
+        self._begun_s = 0.0
+        """When what is launched was begun."""
 
         self.carry_out: Carriers = {
             AnswerQuestion: lambda action: self._answered(action.question, action.message),
@@ -187,7 +191,7 @@ class PairMember(Generic[M]):
         self._timer, self._timer_s = None, math.inf
         self.handle(Due())
 
-    def _call(self, function: Callable[[], None], *, between_layers: bool = True) -> None:
+    def _call(self, function: Callable[[], None], *, after: After = After.NOTHING) -> None:
         """On the engine's thread."""
 
         def call(_: EngineLoop) -> None:
@@ -196,7 +200,7 @@ class PairMember(Generic[M]):
             except Exception as error:  # noqa: BLE001 - whatever it is, the pair ends with it
                 self._broke(error)
 
-        self._engine.call(call, between_layers=between_layers).add_done_callback(self._called)
+        self._engine.call(call, after=after).add_done_callback(self._called)
 
     def _called(self, future: Any) -> None:
         if not future.cancelled() and isinstance(future.exception(), BlitzError):
@@ -248,14 +252,26 @@ class PairMember(Generic[M]):
     def stepped(self, output: StepOutput) -> None:
         """See ``PartialWork``."""
 
-    def step(self) -> StepOutput | None:
+    def step(self) -> None:
         """See ``PartialWork``."""
-        started_s = time.monotonic()
+        self._begun_s = time.monotonic()
         self.handle(PartWanted())
-        output, self._output = self._output, None
-        if output is not None:
-            self._engine.loop.busy(time.monotonic() - started_s)
-        return output
+
+    def _launch(
+        self, action: RunPart | Finish, batch: PromptBatch, completion: Completion[Any], land: Callable[[float], object]
+    ) -> object:
+        """The engine computes what an action asks for. It lands when the engine has, with what ``land(seconds)`` makes
+        of it."""
+        loop = self._engine.loop
+
+        def landed(busy_s: float) -> StepOutput | None:
+            self._output, before = StepOutput(()), loop.num_in_flight
+            self.handle(HasLanded(action, land(busy_s)))
+            output, self._output = self._output, None
+            return output if loop.num_in_flight == before else None  # first tokens are sampled: those come of it
+
+        loop.launch_part(completion, batch.sequences, landed, begun_s=self._begun_s)
+        return LATER
 
     def ran_layer(self) -> None:
         """See ``PartialWork``."""

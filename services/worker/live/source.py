@@ -19,7 +19,9 @@ from services.worker.core.live import source_words as core
 from services.worker.core.live.batch import Key, Request
 from services.worker.core.live.machine import Abort, Begin, Cancelled, Finish, Over, RunPart, SendHidden, TellEnded
 from services.worker.core.live.source import SourceMachine
+from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.completion import LANDED, Completion, Landed
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
@@ -31,7 +33,15 @@ from services.worker.live.member import Carriers, PairMember
 from services.worker.live.report import MAX_BATCHES, PairRecord, Timeline
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Inbox
-from shared.errors import BadRequest, BlitzError, DeadlineExceeded, Overloaded, PayloadTooLarge, TransportError
+from shared.errors import (
+    BadRequest,
+    BlitzError,
+    DeadlineExceeded,
+    Internal,
+    Overloaded,
+    PayloadTooLarge,
+    TransportError,
+)
 from shared.messages.codec import Message
 from shared.messages.common import TAKES_PROMPTS, Ack
 from shared.messages.live import (
@@ -203,26 +213,32 @@ class LiveSource(PairMember[SourceMachine]):
             sequence.first_scheduled_s = sequence.first_scheduled_s or now_s
         return True
 
-    def _run_part(self, action: RunPart) -> core.Ran:
+    def _run_part(self, action: RunPart) -> object:
         batch, loop = self.batch(action.batch_id), self._engine.loop
-        self._output = StepOutput(())
         if batch.ended:
-            batch.forget_tensors()
-            return core.Ran.NOT
-        started_s = time.monotonic()
+            return self._launch(action, batch, LANDED, lambda _: self._not_run(batch))
         try:
             if batch.broken is not None:
                 raise batch.broken
             if batch.activation is None:
                 batch.activation = loop.engine.embed(loop.batches.of_prompts(batch.sequences))
-            loop.engine.run_part(batch.activation, action.layer, action.begin, action.end).result()
+            ran = loop.engine.run_part(batch.activation, action.layer, action.begin, action.end)
         except Exception as error:  # noqa: BLE001 - an engine may raise anything
-            return self._failed(batch, error)
-        batch.busy_s += time.monotonic() - started_s
+            ran = Landed(error=error)
+        return self._launch(action, batch, ran, lambda busy_s: self._part_ran(action, batch, ran, busy_s))
+
+    def _not_run(self, batch: PromptBatch) -> core.Ran:
+        batch.forget_tensors()
+        return core.Ran.NOT
+
+    def _part_ran(self, action: RunPart, batch: PromptBatch, ran: Completion[None], busy_s: float) -> core.Ran:
+        if ran.error is not None:
+            return self._failed(batch, ran.error)
+        batch.busy_s += busy_s
         if action.end == batch.num_tokens:
             self.ran_layer()
             if action.kv_leaves:
-                batch.tell_layers(loop, action.layer + 1)
+                batch.tell_layers(self._engine.loop, action.layer + 1)
         return core.Ran.WELL
 
     def _failed(self, batch: PromptBatch, error: Exception) -> core.Ran:
@@ -231,19 +247,30 @@ class LiveSource(PairMember[SourceMachine]):
         batch.forget_tensors()
         return core.Ran.FAILED
 
-    def _finish(self, action: Finish) -> core.Ran:
+    def _finish(self, action: Finish) -> object:
         batch, loop = self.batch(action.batch_id), self._engine.loop
-        started_s = time.monotonic()
         try:
-            self._output = batch.finish(loop, kv_here=action.kv_here)
+            if batch.activation is None:
+                raise Internal(f"batch {batch.batch_id} has nothing to sample from")
+            sampled = loop.engine.sample(batch.activation)
+        except Exception as error:  # noqa: BLE001 - as above
+            sampled = Landed(error=error)
+        return self._launch(action, batch, sampled, lambda busy_s: self._sampled(action, batch, sampled, busy_s))
+
+    def _sampled(
+        self, action: Finish, batch: PromptBatch, sampled: Completion[list[Sampled]], busy_s: float
+    ) -> core.Ran:
+        loop = self._engine.loop
+        try:
+            self._output = batch.adopt(loop, sampled.result(), kv_here=action.kv_here)
         except Exception as error:  # noqa: BLE001 - as above
             return self._failed(batch, error)
-        busy_s = batch.busy_s + time.monotonic() - started_s
         if action.kv_direct:
             for sequence in batch.sequences:
                 if (token := loop.scheduler.reservations.token_of(sequence)) is not None:
                     self._soon(self._kv_sender.computed_rest, sequence, token)
-        loop.measured_prefill(batch.num_tokens, busy_s * self._num_layers / (self._num_layers - action.first_layer))
+        seconds = (batch.busy_s + busy_s) * self._num_layers / (self._num_layers - action.first_layer)
+        loop.measured_prefill(batch.num_tokens, seconds)
         batch.forget_tensors()
         return core.Ran.WELL
 

@@ -30,8 +30,11 @@ from services.worker.core.live.machine import (
 )
 from services.worker.core.live.target import WATCH_S, TargetMachine
 from services.worker.core.scheduling.gateways import Gone
+from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.completion import Completion, Landed
 from services.worker.engine.loop import StepOutput
+from services.worker.engine.thread import After
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.batches import PromptBatch
@@ -40,7 +43,7 @@ from services.worker.live.member import LATER, Carriers, PairMember
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Inbox
 from shared.bus.base import Bus
-from shared.errors import BadRequest, BlitzError
+from shared.errors import BadRequest, BlitzError, Internal
 from shared.messages.codec import Message
 from shared.messages.live import (
     Dissolve,
@@ -173,7 +176,7 @@ class LiveTarget(PairMember[TargetMachine]):
         """The instance or the process goes: leave the pair, and wait for what is under way."""
         await self.fail("the target leaves")
         await super().close()
-        self._call(functools.partial(self._detach, Detach()), between_layers=False)
+        self._call(functools.partial(self._detach, Detach()))
 
     # --- PartialWork -------------------------------------------------------------------------
 
@@ -218,28 +221,41 @@ class LiveTarget(PairMember[TargetMachine]):
                 elif not sequence.finished:
                     self._engine.loop.scheduler.cancel(*sequence.key)
 
-    def _run_part(self, action: RunPart) -> str | None:
-        batch, loop, layer = self.held[action.batch_id], self._engine.loop, action.layer
-        self._output = StepOutput(())
+    def _run_part(self, action: RunPart) -> object:
+        batch, loop = self.held[action.batch_id], self._engine.loop
         try:
             if batch.activation is None:
                 steps = loop.batches.of_prompts(batch.sequences)
                 batch.activation = loop.engine.resume(steps, batch.hidden, next_layer=0)
                 batch.hidden = None
                 batch.tell_layers(loop, 0)
-            loop.engine.run_part(batch.activation, layer, action.begin, action.end).result()
-        except Exception as error:  # an engine may raise anything; the source computes these batches then
-            log.exception("layer %d of batch %s failed", layer, batch.batch_id)
-            return f"{type(error).__name__}: {error}"
+            ran = loop.engine.run_part(batch.activation, action.layer, action.begin, action.end)
+        except Exception as error:  # noqa: BLE001 - an engine may raise anything
+            ran = Landed(error=error)
+        return self._launch(action, batch, ran, lambda _: self._part_ran(action, batch, ran))
+
+    def _part_ran(self, action: RunPart, batch: PromptBatch, ran: Completion[None]) -> str | None:
+        if ran.error is not None:  # the source computes these batches then
+            log.error("layer %d of batch %s failed", action.layer, batch.batch_id, exc_info=ran.error)
+            return f"{type(ran.error).__name__}: {ran.error}"
         if action.end == batch.num_tokens:
             self.ran_layer()
-            batch.tell_layers(loop, layer + 1)
+            batch.tell_layers(self._engine.loop, action.layer + 1)
         return None
 
-    def _finish(self, action: Finish) -> str | None:
+    def _finish(self, action: Finish) -> object:
         batch = self.held[action.batch_id]
         try:
-            self._output = batch.finish(self._engine.loop)
+            if batch.activation is None:
+                raise Internal(f"batch {batch.batch_id} has nothing to sample from")
+            sampled = self._engine.loop.engine.sample(batch.activation)
+        except Exception as error:  # noqa: BLE001 - as above
+            sampled = Landed(error=error)
+        return self._launch(action, batch, sampled, lambda _: self._sampled(batch, sampled))
+
+    def _sampled(self, batch: PromptBatch, sampled: Completion[list[Sampled]]) -> str | None:
+        try:
+            self._output = batch.adopt(self._engine.loop, sampled.result())
         except Exception as error:  # as above
             log.exception("the first tokens of batch %s cannot be sampled", batch.batch_id)
             return f"{type(error).__name__}: {error}"
@@ -342,7 +358,7 @@ class LiveTarget(PairMember[TargetMachine]):
         log.log(logging.WARNING if action.warns else logging.INFO, "%s", action.text)
 
     def _await_step_end(self, action: core.AwaitStepEnd) -> object:
-        self._call(lambda: self.handle(HasLanded(action)), between_layers=False)
+        self._call(lambda: self.handle(HasLanded(action)), after=After.ALL)
         return LATER
 
     def _carriers(self) -> Carriers:

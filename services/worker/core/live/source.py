@@ -212,6 +212,8 @@ class SourceMachine(Machine):
         # What is run here.
         self._runs: deque[_Run] = deque()
         """First come, first served."""
+        self._computes = False
+        """The engine was given something that has not landed."""
         self._begins: _Run | None = None
         self._begins_for = _For.PULL
         self._pulling = _Pulling.NOT
@@ -553,14 +555,15 @@ class SourceMachine(Machine):
     # --- layers -----------------------------------------------------------------------------------
 
     def _part_wanted(self, _: PartWanted) -> None:
-        if self._runs:
-            run = self._runs[0]
+        if self._runs and not self._computes:
+            run, self._computes = self._runs[0], True
             batch = run.batch.batch
             end = part_from(run.next_token, batch.num_tokens, self._chunk_tokens)
             leaves = run.kv_direct or run.kv is Kv.HERE
             self.do(RunPart(batch.batch_id, run.next_layer, run.next_token, end, run.first_layer, leaves))
 
     def _part_ran(self, part: RunPart, ran: Ran) -> None:
+        self._computes = False
         run = self._runs[0] if self._runs else None
         if run is None or run.batch.batch_id != part.batch_id:
             return  # the engine has stopped in the meantime
@@ -574,10 +577,11 @@ class SourceMachine(Machine):
         run.next_token = 0
         run.next_layer += 1
         if run.next_layer == self._num_layers:
-            run.is_held = run.kv is not Kv.HERE  # even if it comes before this has landed
+            self._computes, run.is_held = True, run.kv is not Kv.HERE  # even if it comes before this has landed
             self.do(Finish(part.batch_id, run.first_layer, run.kv is Kv.HERE, run.kv_direct))
 
     def _finished(self, finish: Finish, ran: Ran) -> None:
+        self._computes = False
         if self._runs and self._runs[0].batch.batch_id == finish.batch_id:
             self._runs[0].has_failed = ran is Ran.FAILED
             self._run_done()

@@ -130,6 +130,8 @@ class TargetMachine(Machine):
         """Questions that are answered once blocks are free."""
         self._inside: Layer | None = None
         """Begun, with parts that are left."""
+        self._computes = False
+        """The engine was given something that has not landed."""
         self._finished: list[str] = []
         """Batches that were finished here, in order, and of which the source may not know."""
         self._pulls: list[tuple[int, Pull, float]] = []
@@ -307,6 +309,8 @@ class TargetMachine(Machine):
                 self._changed()
 
     def _part_wanted(self, _: PartWanted) -> None:
+        if self._computes:
+            return
         while True:
             layer = None if self._halted else self._inside or self.queue.next_for_target()
             self._inside = layer
@@ -317,10 +321,11 @@ class TargetMachine(Machine):
             if self._is_wanted(layer.batch_id):
                 break
             self._end_layer(run)
-        end = part_from(run.next_token, run.batch.num_tokens, self._part_tokens)
+        end, self._computes = part_from(run.next_token, run.batch.num_tokens, self._part_tokens), True
         self.do(RunPart(layer.batch_id, layer.layer, run.next_token, end))
 
     def _part_ran(self, part: RunPart, error: str | None) -> None:
+        self._computes = False
         run, inside = self._runs.get(part.batch_id), self._inside
         if run is None or inside is None or inside.batch_id != part.batch_id:
             return  # the pair ended in the meantime
@@ -332,11 +337,13 @@ class TargetMachine(Machine):
             return
         if inside.layer + 1 == self.queue.num_layers and self._is_wanted(part.batch_id):
             # Before the queue knows: the next look must find the requests in one place or the other.
+            self._computes = True
             self.do(Finish(part.batch_id))
         else:
             self._end_layer(run)
 
     def _finished_one(self, finish: Finish, error: str | None) -> None:
+        self._computes = False
         if error is not None:
             self._engine_failed(error)
         elif (run := self._runs.get(finish.batch_id)) is not None:

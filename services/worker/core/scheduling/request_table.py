@@ -116,7 +116,7 @@ class RequestTable:
 
     def flies(self, sequence: ActiveSequence) -> bool:
         """Whether anything in flight touches its blocks."""
-        return any([batch.touches(sequence) for batch in self.flight])
+        return any(batch.touches(sequence) for batch in self.flight)
 
     def landed(self, batch: ScheduledBatch | PartialBatch) -> None:
         """Nothing is read or written by it any more: what has waited for that is free."""

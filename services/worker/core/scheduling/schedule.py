@@ -60,7 +60,7 @@ class ScheduledBatch:
 
     def touches(self, sequence: ActiveSequence) -> bool:
         """Whether it reads or writes blocks of this request."""
-        return any([piece.sequence is sequence for piece in self.slices])
+        return any(piece.sequence is sequence for piece in self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class PartialBatch:
 
     def touches(self, sequence: ActiveSequence) -> bool:
         """See ``ScheduledBatch``."""
-        return any([one is sequence for one in self.sequences])
+        return any(one is sequence for one in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)

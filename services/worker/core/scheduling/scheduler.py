@@ -7,7 +7,8 @@ While ``lending`` (live scaling), requests that have not begun are not admitted:
 instance to run layers of. Those that have begun (and were preempted) stay, and go on here; so do those that are
 computed alone. A lent request ends here like any other, unless it is taken back, adopted, or the target's for good.
 
-Pure: no clock, no engine. Two batches are in flight at most: the second is made before the first one's tokens are known.
+Pure: no clock, no engine. Two batches are in flight at most: the second is made before the tokens of the first are
+known.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.completion import LANDED
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
@@ -59,18 +60,24 @@ class Partial:
     def __init__(self, layers=0):
         self.layers, self.num_ran, self.num_own_layers, self.told = layers, 0, 0, []
         self.on_step = lambda: None
+        self.begun_s = 0.0
 
     @property
     def ready(self):
         return self.layers > 0
 
+    def attach(self, loop):
+        self.loop = loop
+        loop.partial = self
+        return self
+
     def step(self):
         if not self.layers:
-            return None
+            return
         self.layers -= 1
         self.num_ran += 1
         self.on_step()
-        return StepOutput(())
+        self.loop.launch_part(LANDED, (), lambda _: StepOutput(()), begun_s=self.begun_s)
 
     def ran_layer(self):
         self.num_own_layers += 1

@@ -59,7 +59,7 @@ def decoding_loop(partial, clock):
     loop = make_loop(clock=clock)
     loop.add(request("a", max_tokens=20))
     loop.step()
-    loop.partial = partial
+    partial.attach(loop)
     return loop
 
 
@@ -101,7 +101,7 @@ def test_without_decodes_no_step_is_due():
     partial = Partial(3)
     partial.decode_interval_s = 0.0
     loop = make_loop()
-    loop.partial = partial
+    partial.attach(loop)
     loop.add(request("waits"))
     for _ in range(3):
         loop.step()
@@ -112,7 +112,7 @@ def test_without_decodes_no_step_is_due():
 
 def test_partial_work_that_is_not_ready_is_no_work():
     loop = make_loop()
-    loop.partial = partial = Partial(0)
+    partial = Partial(0).attach(loop)
     assert not loop.has_work
     assert loop.step() is None
     assert partial.told == []
@@ -139,7 +139,7 @@ def test_its_requests_count_as_the_loops():
 
 def test_layers_of_prompts_are_told_and_those_of_decodes_are_not():
     loop = make_loop(prefill_chunk_tokens=3)
-    loop.partial = partial = Partial()
+    partial = Partial().attach(loop)
     between = []
     loop.between_layers = lambda: between.append(partial.num_own_layers)
     loop.add(request("a", (1, 2, 3, 4, 5)))
@@ -150,9 +150,15 @@ def test_layers_of_prompts_are_told_and_those_of_decodes_are_not():
 
 
 def test_what_a_partial_step_took_counts_as_busy():
-    loop = make_loop()
-    loop.busy(1.5)
+    now_s = 1.0
+    loop = make_loop(clock=lambda: now_s)
+    partial = Partial(2).attach(loop)
+    partial.begun_s, now_s = 1.0, 2.5
+    loop.step()
     assert loop.stats().busy_s_total == 1.5
+    partial.begun_s, now_s = 2.0, 3.0
+    loop.step()
+    assert loop.stats().busy_s_total == 2.0, "it waited for the one before until 2.5"
 
 
 def test_the_prefills_speed_follows_what_was_measured():

@@ -9,7 +9,7 @@ from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
-from services.worker.engine.thread import EngineThread
+from services.worker.engine.thread import After, EngineThread
 from shared.errors import Overloaded, Unavailable
 from tests.services.worker.engine.loops import BLOCK_SIZE, NUM_BLOCKS, Partial, expected, make_loop, request
 from tests.services.worker.pausing import pause, resume
@@ -204,8 +204,8 @@ def held(running):
 def test_commands_for_between_layers_do_not_wait_for_the_steps_end(held):
     thread, engine, collector = held
     ran = []
-    steps = [thread.call(lambda _: ran.append("step"))]
-    layers = [thread.call(lambda _, i=i: ran.append(i), between_layers=True) for i in range(3)]
+    steps = [thread.call(lambda _: ran.append("step"), after=After.ALL)]
+    layers = [thread.call(lambda _, i=i: ran.append(i)) for i in range(3)]
     submitted = thread.submit(request("b"))
     engine.go_on.release()
     assert engine.layers_begun.acquire(timeout=60), "the second layer of the same step"
@@ -232,7 +232,7 @@ def test_what_comes_between_layers_is_seen_in_the_load_before_the_step_ends(held
 
 def test_a_refusal_between_layers_reaches_the_caller_and_hurts_nobody(held):
     thread, engine, collector = held
-    failing = thread.call(lambda _: 1 / 0, between_layers=True)
+    failing = thread.call(lambda _: 1 / 0)
     engine.let_all_go()
     with pytest.raises(ZeroDivisionError):
         failing.result(60)
@@ -243,7 +243,7 @@ def test_a_refusal_between_layers_reaches_the_caller_and_hurts_nobody(held):
 def test_a_command_that_was_taken_back_is_not_run(held):
     thread, engine, collector = held
     ran = []
-    assert thread.call(lambda _: ran.append(1), between_layers=True).cancel()
+    assert thread.call(lambda _: ran.append(1)).cancel()
     engine.let_all_go()
     collector.wait(1)
     assert ran == []
@@ -251,16 +251,16 @@ def test_a_command_that_was_taken_back_is_not_run(held):
 
 def test_commands_for_between_layers_run_though_nothing_steps(running):
     thread, _ = running()
-    assert thread.call(lambda loop: loop.num_requests, between_layers=True).result(60) == 0
+    assert thread.call(lambda loop: loop.num_requests).result(60) == 0
     pause(thread).result(60)
-    assert thread.call(lambda loop: loop.num_requests, between_layers=True).result(60) == 0
+    assert thread.call(lambda loop: loop.num_requests).result(60) == 0
 
 
 def test_commands_given_while_it_stops_are_all_answered(held):
     thread, engine, _collector = held
-    futures = [thread.call(lambda _: None, between_layers=bool(i % 2)) for i in range(4)]
+    futures = [thread.call(lambda _: None, after=After.ALL if i % 2 else After.NOTHING) for i in range(4)]
     thread.stop()
-    late = [thread.call(lambda _: None, between_layers=bool(i % 2)) for i in range(4)]
+    late = [thread.call(lambda _: None, after=After.ALL if i % 2 else After.NOTHING) for i in range(4)]
     engine.let_all_go()
     assert thread.join(60)
     for future in futures:
@@ -268,18 +268,18 @@ def test_commands_given_while_it_stops_are_all_answered(held):
     for future in late:
         assert future.exception(0) is None or isinstance(future.exception(0), Unavailable)
     with pytest.raises(Unavailable):
-        thread.call(lambda _: None, between_layers=True).result(0)
+        thread.call(lambda _: None).result(0)
 
 
 def test_a_thread_with_partial_work_that_is_not_ready_sleeps(running):
     loop = make_loop(clock=time.monotonic)
-    loop.partial = partial = Partial()
+    partial = Partial().attach(loop)
     asked, ready = [], type(partial).ready
     steps = []
     loop.step = lambda step=loop.step: steps.append(1) or step()
     thread, _ = running(loop)
     for _ in range(3):
-        thread.call(lambda _: asked.append(ready.fget(partial)), between_layers=True).result(60)
+        thread.call(lambda _: asked.append(ready.fget(partial))).result(60)
     assert steps == []
     thread.call(lambda _: setattr(partial, "layers", 2)).result(60)
     eventually_sync(lambda: not partial.layers)
@@ -295,7 +295,7 @@ def test_requests_from_many_threads_come_in_between_layers(running):
     def submit(start):
         for i in range(start, start + 20):
             thread.submit(request(f"r{i}", (i, i + 1))).result(60)
-            thread.call(lambda loop: loop.scheduler.load(), between_layers=True).result(60)
+            thread.call(lambda loop: loop.scheduler.load()).result(60)
 
     submitters = [threading.Thread(target=submit, args=(n,)) for n in (0, 20, 40)]
     for t in submitters:

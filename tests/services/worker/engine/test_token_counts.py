@@ -43,9 +43,19 @@ def test_a_position_that_is_sampled_again_has_the_counts_of_before(again: int) -
     assert counted(counts) == expected(PROMPT, OUTPUT)
 
 
-@pytest.mark.parametrize("position", [0, 1, 4])
+@pytest.mark.parametrize("position", [0, 4])
 def test_counts_of_other_tokens_than_those_before_are_refused(position: int) -> None:
     counts = TokenCounts((), (1, 2))
     counts.add(2, 3)
     with pytest.raises(ValueError, match="counts of 3 tokens"):
         counts.before(position)
+
+
+def test_what_two_steps_drew_is_taken_out_when_the_first_is_run_again() -> None:
+    counts = TokenCounts((9,), (1,))
+    counts.add(1, 1)
+    counts.add(2, 7)
+    counts.add(1, 5)
+    assert list(zip(counts.ids, counts.times, strict=True)) == [(9, 0.0), (1, 1.0), (5, 1.0)]
+    with pytest.raises(ValueError, match="counts of 2 tokens"):
+        counts.before(3)

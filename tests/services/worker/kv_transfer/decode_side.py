@@ -58,8 +58,8 @@ def calls_to(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[obje
     calls: list[object] = []
     real = engine.call
 
-    def call(function: Callable[[EngineLoop], Any], *, between_layers: bool = False) -> Future[Any]:
-        future = real(function, between_layers=between_layers)
+    def call(function: Callable[[EngineLoop], Any], **how: Any) -> Future[Any]:
+        future = real(function, **how)
         calls.append(function)
         return future
 

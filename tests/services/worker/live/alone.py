@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
 
-    def call(self, function: Callable[[EngineLoop], T], *, between_layers: bool = False) -> Future[T]:
+    def call(self, function: Callable[[EngineLoop], T], *, after: object = None) -> Future[T]:
         """At once."""
         done: Future[T] = Future()
         done.set_result(function(self.loop))

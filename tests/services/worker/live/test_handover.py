@@ -175,7 +175,7 @@ async def test_cancelled_a_request_is_handed_over_no_more_or_the_target_is_told(
         assert ends.source.finish_reasons()["b"] == "cancelled"
 
 
-async def test_of_a_request_that_came_and_was_cancelled_inside_one_layer_the_target_is_told() -> None:
+async def test_a_request_that_came_and_was_cancelled_inside_one_layer_ends_with_it_and_stays_here() -> None:
     async with running_ends(batch_tokens=9) as ends:
         source = await _source(ends)
         await source.has_handed_over()
@@ -192,17 +192,18 @@ async def test_of_a_request_that_came_and_was_cancelled_inside_one_layer_the_tar
         ends.source.engine.submit(alone)
         await eventually(entered[0].is_set)
         ends.source.engine.submit(request("e", 9))
-        ends.source.engine.cancel("e", 1)
+        cancelled = ends.source.engine.cancel("e", 1)
         source.live.cancel("e", 1)
         source.live.arrived()
         go_on[0].set()
-        await eventually(lambda: [name for name, _ in _handed(ends)] == [*NAMES, "e"])
-        await eventually(lambda: [c.request_id for c in ends.cancelled] == ["e"])
+        assert await asyncio.wrap_future(cancelled)
+        assert not any(event.is_set() for event in go_on[1:])
         for event in go_on:
             event.set()
         await source.end()
         await ends.source.idle()
         assert ends.source.finish_reasons()["e"] == "cancelled"
+        assert [name for name, _ in _handed(ends)] == list(NAMES)
 
 
 async def test_at_the_end_requests_wait_at_their_old_places_before_what_came_later() -> None:

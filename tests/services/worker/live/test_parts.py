@@ -41,7 +41,7 @@ async def test_the_source_runs_a_part_per_step(first_layer: int) -> None:
     for layer in range(first_layer, NUM_LAYERS):
         for part in ((0, 4), (4, 8), (8, 11)):
             assert source.done == []
-            source.work.step()
+            source.loop.step()
             assert source.watched.parts[-1] == (layer, *part)
     assert source.done == [batch.batch_id]
     assert source.work.layers.total == NUM_LAYERS - first_layer
@@ -116,7 +116,7 @@ async def test_the_end_between_two_parts_frees_everything() -> None:
     target.loop.step()
     target.lose()
     assert target.is_empty
-    assert target.work.step() is None
+    assert target.loop.step() is None
 
 
 async def test_an_engine_error_in_a_later_part_is_told() -> None:

@@ -38,7 +38,7 @@ async def test_each_step_is_one_layer_and_nothing_to_run_is_no_work() -> None:
     for count in (1, 2):
         target.loop.step()
         assert len(target.watched.ran) == count
-    assert target.work.step() is None
+    assert target.loop.step() is None
     assert not target.work.ready
     assert not target.loop.has_work, "the engine's thread sleeps until the queue changes"
 
@@ -162,7 +162,7 @@ async def test_the_end_frees_everything_and_runs_nothing_more(layers_ready: int)
     assert [i for action in target.all_said(core.Forget) for i in action.batch_ids] == ["a", "b"]
     target.load(NUM_LAYERS)
     assert not target.work.ready
-    assert target.work.step() is None
+    assert target.loop.step() is None
     assert run_all(target.loop) == []
     assert len(target.watched.ran) == ran
     assert target.loop.partial is None

@@ -149,21 +149,17 @@ class TurnEngine(EngineThread):
         """``turns``: its engine sleeps by them as well."""
         super().__init__(loop, on_output)
         self._turns = turns
-        self._commands, self._soon = _TurnQueue(turns), _TurnQueue(turns)  # type: ignore[assignment]
+        self._commands = _TurnQueue(turns)  # type: ignore[assignment]
 
     def start(self) -> None:
         super().start()
         self._turns.until_it_waits()
 
     def _drain(self) -> None:
-        # What a step's end leads to comes before what is done after the step.
-        self._turns.sleep(WAKE_S)
-        super()._drain()
-
-    def _drain_soon(self) -> None:
-        if not self._soon.empty():
+        if not self._commands.empty():
+            # What a step's end leads to comes before what is done after the step.
             self._turns.sleep(WAKE_S)
-            super()._drain_soon()
+            super()._drain()
 
     def _run(self) -> None:
         try:

@@ -486,7 +486,10 @@ def test_kv_leaves_with_its_layer_only_if_that_before_it_is_here() -> None:
     source = Source()
     source.cooperating("a", "b")
     source.begun("pair-0", 2)
-    assert not the(RunPart, source.told(PartWanted())).kv_leaves
+    part = the(RunPart, source.told(PartWanted()))
+    assert not part.kv_leaves
+    assert source.told(PartWanted()) == [], "it has not landed"
+    source.told(HasLanded(part, s.Ran.WELL))
     source.told(HasLanded(s.FetchKv("pair-0", 0, 0), True))
     assert the(RunPart, source.told(PartWanted())).kv_leaves
 
