@@ -3,10 +3,13 @@
 Rules
 - Messages and other values that never change are written once, and are a number from then on: a core may compare what
   it is given by identity.
+- A frozen struct that a shell gives, and that no call of a core gave, is new: nothing tells who made it, and looking for
+  each event of a machine in all that the machine has would take longer than the event.
 - An object of a core that changes is a number, never a value: whoever plays has one of its own, of the same number.
 - What a shell gives has numbers below zero, which are written down; what a core gives is counted from one, by both
   sides in the same order.
 - What a core is given to call, and what it only passes on, is no value.
+- An iterator that a core gives is a number; what comes out of it is asked for call by call: it may have no end.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ _MAPPINGS = (dict, collections.Counter, collections.defaultdict, collections.Ord
 _LISTS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque"}
 _MAKERS: dict[str, Callable[[Iterable[Any]], Any]] = {tag: kind for kind, tag in _LISTS.items()}
 _OURS = ("services.", "shared.")
+SHARED_CORES = ("shared.zigzag",)
+"""Packages that decide and belong to no service: the cores of several have objects of theirs."""
 _MAX_VISITED = 50_000
 
 
@@ -68,17 +73,20 @@ class _Facts(NamedTuple):
     core: bool
     fixed: bool
     stateful: bool
+    sought: bool
+    """One that a shell gives may be part of what a core has."""
 
 
 @functools.cache
 def _facts(kind: Any) -> _Facts:
     parts = kind.__module__.split(".")
-    core = len(parts) > 2 and parts[0] == "services" and parts[2] == "core"
-    if issubclass(kind, msgspec.Struct):
+    core = ".".join(parts[:2]) in SHARED_CORES or (len(parts) > 2 and parts[0] == "services" and parts[2] == "core")
+    if is_struct := issubclass(kind, msgspec.Struct):
         fixed = kind.__struct_config__.frozen
     else:
         fixed = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[union-attr]
-    return _Facts(core, fixed, core and not (fixed or issubclass(kind, BaseException | enum.Enum | tuple)))
+    stateful = core and not (fixed or issubclass(kind, BaseException | enum.Enum | tuple))
+    return _Facts(core, fixed, stateful, core and not (fixed and is_struct))
 
 
 class Book:
@@ -132,7 +140,8 @@ class Book:
             if (number := self._numbers.get(id(part))) is not None:
                 return ["#", number]
             if kind.__module__.startswith(_OURS) and (is_fixed(kind) or is_stateful(kind)):
-                if is_core(kind) and id(part) not in self._made_outside and (number := find(part)) is not None:
+                sought = _facts(cast(Any, kind)).sought and id(part) not in self._made_outside
+                if sought and (number := find(part)) is not None:
                     return ["#", number]
                 fields = {name: write(each) for name, each in _state(part).items()}
                 return ["new", self.give(part), name_of(kind), fields]
@@ -162,8 +171,12 @@ class Book:
 
     # --- what cores give ---------------------------------------------------------------------
 
+    def answered(self, result: Any) -> Any:
+        """What a call comes back with, written so that it can be compared, and used in later calls."""
+        return ["iterator", self._get(result)] if isinstance(result, Iterator) else self.got(result)
+
     def got(self, value: Any) -> Any:
-        """A result, written so that it can be compared, and used in later calls."""
+        """A part of it."""
         kind = type(value)
         if kind.__module__.startswith(_OURS) and is_core(kind) and (is_fixed(kind) or is_stateful(kind)):
             if (number := self._numbers.get(id(value))) is not None:

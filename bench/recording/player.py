@@ -91,7 +91,7 @@ class Player:
         args = [self._read(arg) for arg in record.args]
         kwargs = {key: self._read(arg) for key, arg in record.kwargs.items()}
         try:
-            played = self._book.got(self._result(self._ask(record, args, kwargs)))
+            played = self._book.answered(self._ask(record, args, kwargs))
         except Exception as error:  # noqa: BLE001 - what a core raises is an answer like any other
             played = ["raised", self._book.got(error)]
         left, self._callbacks = self._callbacks, before
@@ -101,9 +101,6 @@ class Player:
             raise Differs("did not call back", [left[0].number, left[0].args], None)
         if not same(record.result, played):
             raise Differs("", record.result, played)
-
-    def _result(self, result: Any) -> Any:
-        return [*result] if hasattr(result, "__next__") else result
 
     def _ask(self, record: Record, args: list[Any], kwargs: dict[str, Any]) -> Any:
         name = record.name

@@ -2,6 +2,10 @@
 
 ``recording`` puts itself between all code outside of ``services/*/core`` and the classes and functions inside. What a
 core asks of itself is not recorded: a player's core does the same.
+
+Several threads may ask: a worker's event loop and its engine's thread do. One call is carried out at a time, whatever it
+is asked of, and written before the next one: their order in the file is that in which cores changed, and nobody reads
+one that is about to. So what a core is given to call must not wait for another thread that asks cores.
 """
 
 from __future__ import annotations
@@ -20,10 +24,13 @@ from typing import Any
 
 import msgspec
 
-from bench.recording.book import Book, is_fixed, is_stateful, name_of
+from bench.recording.book import SHARED_CORES, Book, is_fixed, is_stateful, name_of
 from bench.recording.records import Callback, Kind, Record, packed
 
-SERVICES = ("gateway", "monitor", "planner", "pool")
+SERVICES = ("gateway", "monitor", "planner", "pool", "worker")
+_CORES = {"worker": "services.worker.core.live"}
+"""Of a service whose core is not recorded as a whole. What else is in a worker's core is not asked through calls alone:
+the engine changes the scheduler's sequences itself."""
 
 
 class _Place(threading.local):
@@ -36,6 +43,19 @@ class _Place(threading.local):
         """Of the call of a shell that it is in."""
         self.sinks: list[list[Record]] = []
         """Of the callbacks that it is in."""
+
+
+class _Asked:
+    """An iterator of a core, of which each part is a call."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask = ask
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._ask()
 
 
 class Recorder:
@@ -53,7 +73,8 @@ class Recorder:
 
     def open(self, services: Sequence[str]) -> None:
         """From now on everything is recorded."""
-        modules = [module for name in services for module in _modules(f"services.{name}.core")]
+        packages = [*(_CORES.get(name, f"services.{name}.core") for name in services), *SHARED_CORES]
+        modules = [module for package in packages for module in _modules(package)]
         functions: dict[int, Any] = {}
         for module in modules:
             for name, value in list(vars(module).items()):
@@ -73,14 +94,16 @@ class Recorder:
                     self._set(module, name, functions[id(value)])
 
     def close(self) -> None:
-        """Nothing is recorded any more."""
+        """Nothing is recorded any more. Does nothing when it is called again."""
+        with self._lock:
+            if not self._file.closed:
+                self._file.flush()  # should the process be killed before it has told all that follows
+                # What a shell changed without a word to the core shows here at the latest.
+                for number, state in self._book.states():
+                    self._write(Record("state", number, name_of(type(self._book[number])), result=state))
+                self._file.close()
         while self._undo:
             self._undo.pop()()
-        with self._lock:
-            # What a shell changed without a word to the core shows here at the latest.
-            for number, state in self._book.states():
-                self._write(Record("state", number, name_of(type(self._book[number])), result=state))
-            self._file.close()
 
     def _stand_before(self, kind: type) -> None:
         own = dict(vars(kind))
@@ -140,10 +163,10 @@ class Recorder:
         kwargs: dict[str, Any],
         bound: bool,
     ) -> Any:
-        # What runs through an iterator has read it.
-        args = tuple(tuple(arg) if isinstance(arg, Iterator) else arg for arg in args)
-        kwargs = {key: tuple(arg) if isinstance(arg, Iterator) else arg for key, arg in kwargs.items()}
         first: tuple[Any, ...] = args[: kind in ("new", "call", "get", "set") or bound]
+        # What runs through an iterator has read it.
+        rest = [tuple(arg) if isinstance(arg, Iterator) else arg for arg in args[len(first) :]]
+        kwargs = {key: tuple(arg) if isinstance(arg, Iterator) else arg for key, arg in kwargs.items()}
         with self._lock:
             if kind == "new":
                 target, name = self._book.give(first[0]), name_of(type(first[0]))
@@ -153,33 +176,33 @@ class Recorder:
                 target = self._number(first[0])
             record = Record(kind, target, name, at_s=time.monotonic())
             passed = []
-            for arg in args[len(first) :]:
+            for arg in rest:
                 written, own = self._given(arg)
                 record.args.append(written)
                 passed.append(own)
             for key, arg in kwargs.items():
                 record.kwargs[key], kwargs[key] = self._given(arg)
-        return self._call(record, functools.partial(function, *first, *passed, **kwargs))
+            return self._call(record, functools.partial(function, *first, *passed, **kwargs))
 
     def _call(self, record: Record, function: Callable[[], Any]) -> Any:
         place = self._place
         place.inside, place.callbacks = True, record.inside
         try:
             result = function()
-            parts = [*result] if isinstance(result, Iterator) else None
         except Exception as error:
             self._answered(record, error, raised=True)
             raise
         finally:
             place.inside, place.callbacks = False, []
-        self._answered(record, result if parts is None else parts)
-        return result if parts is None else iter(parts)
+        self._answered(record, result)
+        if isinstance(result, Iterator):
+            return _Asked(functools.partial(self._wrapped("call", next, name="__next__"), result))
+        return result
 
     def _answered(self, record: Record, result: object, *, raised: bool = False) -> None:
-        with self._lock:
-            written = self._book.got(result)
-            record.result = ["raised", written] if raised else written
-            self._write(record)
+        written = self._book.answered(result)
+        record.result = ["raised", written] if raised else written
+        self._write(record)
 
     def _write(self, record: Record) -> None:
         if self._place.sinks:
@@ -203,17 +226,15 @@ class Recorder:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not place.inside:
                 return value(*args, **kwargs)
-            with self._lock:
-                given = [self._book.got(arg) for arg in args]
-                callback = Callback(number, given, {key: self._book.got(arg) for key, arg in kwargs.items()})
+            given = [self._book.got(arg) for arg in args]
+            callback = Callback(number, given, {key: self._book.got(arg) for key, arg in kwargs.items()})
             callbacks = place.callbacks
             callbacks.append(callback)
             place.inside = False
             place.sinks.append(callback.inside)
             try:
                 result = value(*args, **kwargs)
-                with self._lock:
-                    callback.result = self._book.given(result, self._find)
+                callback.result = self._book.given(result, self._find)
             finally:
                 place.sinks.pop()
                 place.inside, place.callbacks = True, callbacks
