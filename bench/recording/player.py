@@ -7,6 +7,7 @@ into a core.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from bench.recording.book import Book, named
 from bench.recording.records import Callback, Record, records, same
 
 
+_short = reprlib.Repr()
+_short.maxother = _short.maxstring = 400
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Where cores first answered something else, and what."""
@@ -24,6 +29,7 @@ class Difference:
     index: int
     """Of the call of a shell, from 0."""
     call: str
+    """With what was given."""
     recorded: Any
     played: Any
 
@@ -51,6 +57,7 @@ class Differs(Exception):
         self.what = what
         self.recorded = recorded
         self.played = played
+        self.given = ""
 
 
 class Player:
@@ -69,7 +76,8 @@ class Player:
             try:
                 self._play(record)
             except Differs as differs:
-                found = Difference(index, f"{record} {differs.what}".strip(), differs.recorded, differs.played)
+                call = f"{record}{differs.given} {differs.what}".strip()
+                found = Difference(index, call, differs.recorded, differs.played)
                 return Played(self._num_calls, found)
         return Played(self._num_calls, None)
 
@@ -87,9 +95,16 @@ class Player:
                     {name: played.get(name) for name in changed},
                 )
             return
-        before, self._callbacks = self._callbacks, [*record.inside]
         args = [self._read(arg) for arg in record.args]
         kwargs = {key: self._read(arg) for key, arg in record.kwargs.items()}
+        try:
+            self._compare(record, args, kwargs)
+        except Differs as differs:
+            differs.given = _shown(args, kwargs)
+            raise
+
+    def _compare(self, record: Record, args: list[Any], kwargs: dict[str, Any]) -> None:
+        before, self._callbacks = self._callbacks, [*record.inside]
         try:
             played = self._book.answered(self._ask(record, args, kwargs))
         except Exception as error:  # noqa: BLE001 - what a core raises is an answer like any other
@@ -145,6 +160,11 @@ class Player:
         for record in callback.inside:
             self._play(record)
         return self._read(callback.result)
+
+
+def _shown(args: list[Any], kwargs: dict[str, Any]) -> str:
+    parts = [*map(_short.repr, args), *(f"{key}={_short.repr(arg)}" for key, arg in kwargs.items())]
+    return f"({', '.join(parts)})"
 
 
 def play(file: Path) -> Played:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -22,8 +25,14 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.planner import Planner
 from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.settings import PlanSettings
+from services.worker.core.live import life
+from services.worker.core.live.batch import Batch, Request
+from services.worker.core.live.machine import Begin, HasLanded
+from services.worker.core.live.target import TargetMachine
+from services.worker.core.live.target_words import HandedOver, SourceAsks
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, SamplingParams, TokenLogprobs
+from shared.messages.live import Pull, Seal
 from shared.messages.load import ModelQueue, QueueReport
 from shared.registry_view import RegistryView
 from tests.records import model, targets, worker_record
@@ -197,6 +206,52 @@ def test_a_core_is_given_the_ids_that_were_made(tmp_path: Path) -> None:
         planner.writer.nothing_to_do(asked.request, Moment(5.0, 5.0))
     assert play(file).difference is None
     assert next(made) == "plan-2"
+
+
+def test_calls_of_several_threads_are_recorded_in_the_order_in_which_they_happened(tmp_path: Path) -> None:
+    file = tmp_path / "recording"
+    with recording(file), ThreadPoolExecutor() as threads, often_switching():
+        machine = TargetMachine(assignment(), 4, part_tokens=8, limit_tokens=64)
+        machine.handle(Begin(), 0.0)
+        machine.handle(SourceAsks(0, Seal(pair_id="p", count=0)), 0.0)
+
+        def look(_: int) -> tuple[object, ...]:
+            """As a worker's event loop does, with no lock."""
+            return machine.due_s, machine.queued, machine.life.state, machine.num_requests
+
+        looks = threads.map(look, range(2000))
+        for i in range(300):
+            batch = Batch(f"b{i}", (Request((f"r{i}", 0), 8),), 0.1)
+            (reserve,) = machine.handle(HandedOver(i, batch, i, behind_seal=True), i)
+            machine.handle(HasLanded(reserve, True), i)
+            machine.handle(SourceAsks(i, Pull(pair_id="p", claim_id=f"c{i}", serial=i, wait_s=1.0)), i)
+        assert len({requests for _, _, _, requests in looks}) > 1
+    played = play(file)
+    assert played.difference is None, str(played.difference)[:4000]
+    assert played.num_calls["TargetMachine.handle"] == 902
+    assert played.num_calls["TargetMachine.due_s"] == 2000
+
+
+@contextmanager
+def often_switching() -> Iterator[None]:
+    """From one thread to the other."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+def test_an_iterator_without_an_end_is_played_as_far_as_it_was_read(tmp_path: Path) -> None:
+    file = tmp_path / "recording"
+    with recording(file):
+        pauses = life.offer_pauses()
+        first = [*islice(pauses, 3)]
+    assert first[0] < first[1] < first[2]
+    played = play(file)
+    assert played.difference is None, str(played.difference)
+    assert played.num_calls["generator.__next__"] == 3
 
 
 def test_what_a_process_that_died_wrote_last_is_left_out(tmp_path: Path) -> None:
