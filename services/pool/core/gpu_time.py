@@ -88,5 +88,5 @@ class GpuTime:
         self.least = {(n, role): r.min_instances for n, r in models.items() for role in SERVED_BY[r.serving]}
         self._seen = {key for key in self._seen if key[0] in kept} | instances.keys()
         served: set[InstanceKind] = {(name, role, "serving") for name, role in self.least}
-        self.instances = {kind: instances[kind] for kind in self._seen | served}
+        self.instances = {kind: instances[kind] for kind in sorted(self._seen | served)}
         self.seconds = dict(self._seconds)
