@@ -22,6 +22,7 @@ from bench.lab.plan import MANAGEMENT_ADDRESS
 from bench.lab.processes import nats_spec, nats_url, worker_spec
 from bench.recording.child import recorded
 from bench.replay.objectives import Slo
+from compose.child import ChildSpec
 from compose.children import (
     CONTROL_PLANE,
     Addresses,
@@ -65,7 +66,7 @@ class LabStack(RunningStack):
     services named in it, ``env`` to that of all. ``num_workers``: on the first hosts only, all by default.
     ``copies_on``: hosts whose workers offer memory for copies outside of their arenas, all by default; ``arenas_on``:
     those whose arenas hold the model. ``served_as``, ``slo``: of the model. ``min_instances``: of each of its roles, 0
-    or 1; so many serve once it has started. ``record``: a folder for recordings of the control plane and the gateway
+    or 1; so many serve once it has started. ``record``: a folder for recordings of services and workers
     (``bench.recording``).
     Raises ``StackError`` or ``LabFailed``, with everything stopped.
     """
@@ -280,7 +281,7 @@ class LabStack(RunningStack):
                 env=self._worker_env,
                 forks=self._worker_forks,
             )
-            await self._supervisor.start(spec)
+            await self._supervisor.start(self._recorded(spec))
         deadline_s = time.monotonic() + READY_S
         count = len(self._hosts)
         await self._until(lambda s: len(s.workers) == count, f"{count} workers are here", deadline_s)
@@ -310,7 +311,10 @@ class LabStack(RunningStack):
     async def _start_service(self, name: str, **env: str) -> None:
         spec = service_spec(self.config, self.state_dir, self.addresses, name, self._forks)
         spec = replace(spec, env={**spec.env, "BLITZ_NATS_URL": nats_url(self.addresses), **env})
-        await self._supervisor.start(spec if self._record is None else recorded(spec, self._record))
+        await self._supervisor.start(self._recorded(spec))
+
+    def _recorded(self, spec: ChildSpec) -> ChildSpec:
+        return spec if self._record is None else recorded(spec, self._record)
 
 
 def _goes_on(record: ScaleRecord) -> bool:

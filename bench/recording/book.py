@@ -3,8 +3,8 @@
 Rules
 - Messages and other values that never change are written once, and are a number from then on: a core may compare what
   it is given by identity.
-- A frozen struct that a shell gives, and that no call of a core gave, is new: nothing tells who made it, and looking for
-  each event of a machine in all that the machine has would take longer than the event.
+- A frozen struct that a shell gives, and that no call of a core gave, is new: nothing tells who made it, and looking
+  for each event of a machine in all that the machine has would take longer than the event.
 - An object of a core that changes is a number, never a value: whoever plays has one of its own, of the same number.
 - What a shell gives has numbers below zero, which are written down; what a core gives is counted from one, by both
   sides in the same order.

@@ -17,7 +17,6 @@ from typing import Any
 from bench.recording.book import Book, named
 from bench.recording.records import Callback, Record, records, same
 
-
 _short = reprlib.Repr()
 _short.maxother = _short.maxstring = 400
 
@@ -100,7 +99,7 @@ class Player:
         try:
             self._compare(record, args, kwargs)
         except Differs as differs:
-            differs.given = _shown(args, kwargs)
+            differs.given = "" if record.kind == "get" else _shown(args, kwargs)
             raise
 
     def _compare(self, record: Record, args: list[Any], kwargs: dict[str, Any]) -> None:

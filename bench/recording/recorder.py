@@ -3,8 +3,8 @@
 ``recording`` puts itself between all code outside of ``services/*/core`` and the classes and functions inside. What a
 core asks of itself is not recorded: a player's core does the same.
 
-Several threads may ask: a worker's event loop and its engine's thread do. One call is carried out at a time, whatever it
-is asked of, and written before the next one: their order in the file is that in which cores changed, and nobody reads
+Several threads may ask: a worker's event loop and its engine's thread do. One call is carried out at a time, of
+whatever core, and written before the next one: their order in the file is that in which cores changed, and nobody reads
 one that is about to. So what a core is given to call must not wait for another thread that asks cores.
 """
 
@@ -121,7 +121,8 @@ class Recorder:
                 self._set(kind, name, type(value)(inner))
             elif isinstance(value, property) and value.fget is not None:
                 self._set(kind, name, property(self._wrapped("get", value.fget, name=name), value.fset))
-        self._set(kind, "__setattr__", self._wrapped("set", kind.__setattr__))
+        if not hasattr(kind.__setattr__, "__wrapped__"):  # else a class above it has seen to that
+            self._set(kind, "__setattr__", self._wrapped("set", kind.__setattr__))
 
     def _watch_making(self, kind: type) -> None:
         place, init = self._place, kind.__init__  # type: ignore[misc]
