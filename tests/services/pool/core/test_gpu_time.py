@@ -76,6 +76,7 @@ def test_each_model_gets_the_time_of_its_instances_and_what_is_of_none_is_idle()
         ("n", "decode", "serving"): 0,
         (NO_MODEL, "colocated", "draining"): 1,
     }
+    assert [*gpu_time.instances] == sorted(gpu_time.instances)
     assert gpu_time.least == {("m", "colocated"): 1, ("n", "prefill"): 0, ("n", "decode"): 0}
     gpu_time.look(12.0)  # this process was stopped, and its lease is over: nothing more is its to count
     assert sum(gpu_time.seconds.values()) == 16
