@@ -134,7 +134,7 @@ async def test_the_event_loop_goes_on_until_another_thread_settles_it() -> None:
         await failing
 
 
-async def test_who_is_cancelled_waits_no_more_and_is_not_missed() -> None:
+async def test_who_is_cancelled_waits_no_more_and_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
     pending = Pending[int]()
     waiting = asyncio.ensure_future(landed(pending))
     await asyncio.sleep(0)
@@ -143,6 +143,8 @@ async def test_who_is_cancelled_waits_no_more_and_is_not_missed() -> None:
         await waiting
     threading.Thread(target=pending.settle, args=(Landed(5),)).start()
     assert await landed(pending) == 5
+    await asyncio.sleep(0)
+    assert not caplog.records
 
 
 def test_it_may_be_settled_once_the_event_loop_is_closed(caplog: pytest.LogCaptureFixture) -> None:
