@@ -10,7 +10,8 @@ prepared, and doubles when half of the blocks below it are used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
@@ -33,6 +34,7 @@ class BlockPool:
         self._first_of: dict[int, int] = {num_blocks - 1: 0}
         """Last block of each free run -> its first block."""
         self._used = bytearray(num_blocks)
+        self._times_freed: array[int] | None = None
 
     @property
     def num_used(self) -> int:
@@ -108,13 +110,23 @@ class BlockPool:
                 return
         block_table.extend(self.allocate(1))
 
+    def count_freed(self) -> Sequence[int]:
+        """How often each block was freed since this was first asked; it goes on counting. Who uses blocks later than it
+        was told of them sees here whether they are still the same ones."""
+        if self._times_freed is None:
+            self._times_freed = array("Q", bytes(8 * self.num_blocks))
+        return self._times_freed
+
     def free(self, blocks: Iterable[int]) -> None:
         """Return blocks. Raises ``ValueError`` for one that is not in use."""
+        times_freed = self._times_freed
         for block in blocks:
             if not 0 <= block < self.num_blocks or not self._used[block]:
                 raise ValueError(f"KV block {block} is not in use")
             self._used[block] = 0
             self._num_free += 1
+            if times_freed is not None:
+                times_freed[block] += 1
             first = last = block
             if block and not self._used[block - 1]:
                 first = self._first_of.pop(block - 1)

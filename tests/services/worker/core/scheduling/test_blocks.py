@@ -94,3 +94,16 @@ def test_no_block_is_lost_or_doubled_whatever_happens(moves, prepared):
         elif kind == 2 and tables:
             pool.free(tables.pop(number % len(tables)))
         pool.check(tables)
+
+
+def test_how_often_a_block_was_freed_is_counted_once_somebody_asks():
+    pool = BlockPool(8, 16)
+    pool.free(pool.allocate(8))
+    counted = pool.count_freed()
+    assert list(counted) == [0] * 8
+    pool.allocate(8)
+    pool.free([2, 5])
+    pool.allocate(2)
+    pool.free([5])
+    assert pool.count_freed() is counted
+    assert list(counted) == [0, 0, 1, 0, 0, 2, 0, 0]
