@@ -74,9 +74,9 @@ class Engine(Protocol):
         """As ``embed``, from hidden states that were computed elsewhere up to ``next_layer``.
 
         ``hidden``: bytes of ``embed_tokens`` or ``hidden_states``; they belong to the activation from now on and
-        may be written. Its layers need no KV of the layers before ``next_layer``: that is imported from now on, and
-        must be there before the sequences' next tokens are computed. Raises ``BadRequest`` for a wrong size, an
-        empty batch, a short block table, or unless ``0 <= next_layer < num_layers``.
+        may be written. Its layers need no KV of the layers before ``next_layer``: that is imported once this is
+        done, and must be there before the sequences' next tokens are computed. Raises ``BadRequest`` for a wrong size,
+        an empty batch, a short block table, or unless ``0 <= next_layer < num_layers``.
         """
 
     def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from services.worker.device.memory import HUGE_PAGE_BYTES, DeviceMemory
 from shared.errors import BadRequest
 from shared.layout import ArenaLayout
@@ -46,6 +49,14 @@ class KvCache:
         for layer, (keys, values) in enumerate(kv, start=first_layer):
             self.k[layer].flatten(0, 1).index_copy_(0, slots, keys)
             self.v[layer].flatten(0, 1).index_copy_(0, slots, values)
+
+    def poison(self, layer: int, slots: npt.NDArray[np.int64]) -> None:
+        """NaN in these slots of one layer, and in no others."""
+        import torch
+
+        index = torch.from_numpy(slots)
+        for pages in (self.k[layer], self.v[layer]):
+            pages.flatten(0, 1).index_fill_(0, index, torch.nan)
 
 
 def kv_block_bytes(layout: ArenaLayout, block_size: int) -> int:
