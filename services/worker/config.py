@@ -6,10 +6,13 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
+from services.worker.device.late import LateOrder, LateTiming
 from services.worker.engine.attention.kinds import ATTENTION
 from services.worker.engine.kinds import DEFAULT_ENGINE, ENGINES
+from services.worker.engine.late.failures import LateFailures
+from services.worker.engine.late.settings import LateSettings
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.cgroup import num_cores
 from shared.service import ServiceConfig, health_settings, process_settings, profiles_path
@@ -63,6 +66,8 @@ class WorkerConfig(ServiceConfig):
     profiles: Path | None
     mock: MockTiming
     mock_faults: MockFaults
+    late: LateSettings | None
+    """The engine computes later than it is called. None: as it does by itself."""
 
     @property
     def log_name(self) -> str:
@@ -285,7 +290,29 @@ class WorkerConfig(ServiceConfig):
                     "BLITZ_MOCK_KILL_TOKEN", "Mock engine: a token id on which its process dies.", minimum=0
                 ),
             ),
+            late=_late(env),
         )
+
+
+def _late(env: Settings) -> LateSettings | None:
+    order = env.choice(
+        "BLITZ_WORKER_LATE",
+        "For tests: the engine computes later than it is called, as a GPU does, and fails calls that did not wait. "
+        "Which of its streams goes first is said by this, or drawn by the seed.",
+        default="off",
+        choices=("off", "copies_first", "copies_last", "drawn"),
+    )
+    seed = env.integer("BLITZ_WORKER_LATE_SEED", "Of what is drawn in a late engine.", default=0, minimum=0)
+    delay_s = env.number("BLITZ_WORKER_LATE_MS", "Late engine: most that an operation waits.", default=0.0, minimum=0.0)
+    step_share = env.number(
+        "BLITZ_WORKER_LATE_STEP_FAILURES", "Late engine: share of its steps that fail.", default=0.0, minimum=0.0
+    )
+    if order == "off":
+        return None
+    return LateSettings(
+        timing=LateTiming(order=cast(LateOrder, order), seed=seed, delay_s=delay_s / 1000),
+        failures=LateFailures(seed=seed, step_share=step_share),
+    )
 
 
 def _share_of_cores(env: Settings) -> int:

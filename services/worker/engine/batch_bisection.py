@@ -47,7 +47,8 @@ def halve(
     """
     _log.warning("an engine step of %d slices failed, it is run again in parts: %s", len(slices), failure)
     computed = Computed(at_once=False)
-    _Bisection(slices, run, engine, batches, computed).run_again()
+    if slices:
+        _Bisection(slices, run, engine, batches, computed).run_again()
     return computed
 
 

@@ -13,7 +13,7 @@ landing (``is_quiet``, ``is_free``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -231,10 +231,10 @@ class EngineLoop:
         while True:
             if flight and flight[0].completion.done:
                 output = self._land()
+                if output is not None:
+                    return output
                 if self._begun is not None:
                     self.between_layers()
-                elif output is not None:
-                    return output
             elif self._failed is not None:
                 return self._ended() if flight else self._run_again(*self._failed)
             elif len(flight) >= LEAD or not self._begin():
@@ -385,13 +385,13 @@ class EngineLoop:
     def _step_landed(self, step: _Step, sampled: list[Sampled]) -> StepOutput | None:
         return None if step.is_over else self._complete(step, Computed(sampled))
 
-    def _complete(self, step: _Step, computed: Computed) -> StepOutput:
+    def _complete(self, step: _Step, computed: Computed, without: Container[int] = ()) -> StepOutput:
         batch, scheduler = step.batch, self.scheduler
         self._steps.popleft()
         error = next(iter(computed.failures.values()), None)
         # Only now: should the engine be broken, they are told with the rest.
         outputs = scheduler.take_ended()
-        outputs += scheduler.complete(batch, computed.sampled, computed.failures)
+        outputs += scheduler.complete(batch, computed.sampled, computed.failures, without=without)
         busy_s = self._busy_since(step.started_s)
         self._turns.stepped(self._landed_s)
         if computed.at_once:
@@ -410,8 +410,11 @@ class EngineLoop:
         self._failed = None
         while self._steps[-1] is not step:
             self.scheduler.drop(self._steps.pop().batch)
-        computed = halve(step.batch.slices, error, self._compute, self.engine, self.batches)
-        return self._complete(step, computed)
+        slices = step.batch.slices
+        again = [place for place, piece in enumerate(slices) if self.scheduler.lies_there(piece)]
+        computed = halve([slices[place] for place in again], error, self._compute, self.engine, self.batches)
+        computed.failures = {again[index]: failure for index, failure in computed.failures.items()}
+        return self._complete(step, computed, without=frozenset(range(len(slices))).difference(again))
 
     def _compute(self, pieces: Sequence[ScheduledSlice]) -> list[Sampled]:
         """One after the other, to the end: nothing else is in flight."""

@@ -10,9 +10,11 @@ from typing import TypeVar
 from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.device.device import Device
+from services.worker.device.late import LateStreams
 from services.worker.engine.base import Engine
 from services.worker.engine.kinds import EngineParts, engine_kind
 from services.worker.engine.kv_pool import KvPool
+from services.worker.engine.late.late_engine import LateEngine
 from services.worker.engine.loop import EngineLoop, PrefillListener, StepListener, StepOutput
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
@@ -65,6 +67,7 @@ class InstanceFactory:
         self._arena = _reserved(lambda n: Arena(device.allocate(n)), config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
         self._kv = _reserved(lambda n: KvPool(device.allocate(n)), config.kv_bytes, "BLITZ_WORKER_KV_MIB")
         self._profiles = ProfileDirectory(config.profiles)
+        self._streams = None if config.late is None else LateStreams(config.late.timing)
 
     async def prefault(self, stopping: asyncio.Event) -> None:
         """Commit as much of the arena as is configured, unless the worker is stopped before. To be called before the
@@ -98,6 +101,8 @@ class InstanceFactory:
             model_hash=record.model_hash, layout_hash=layout.hash, engine=config.engine, device=config.device
         )
         engine = await in_thread(make_engine, config, layout, self._arena, self._kv, self._device, profile)
+        if self._streams is not None and config.late is not None:
+            engine = LateEngine(engine, self._streams, config.late.failures, cache=getattr(engine, "cache", None))
         limits = SchedulerConfig(
             num_blocks=engine.num_blocks,
             block_size=engine.block_size,
@@ -110,6 +115,8 @@ class InstanceFactory:
             prepared_blocks=engine.prepared_blocks,
         )
         loop = EngineLoop(engine, limits, time.monotonic)
+        if isinstance(engine, LateEngine):
+            engine.watch(loop.scheduler.pool)
         if profile is not None:
             loop.scheduler.budgets.expect(profile)
         loop.prefill_listener, loop.step_listener = self._prefill_listener, self._step_listener

@@ -258,7 +258,7 @@ class PairMember(Generic[M]):
         self.handle(PartWanted())
 
     def _launch(
-        self, action: RunPart | Finish, batch: PromptBatch, completion: Completion[Any], land: Callable[[float], object]
+        self, action: Action, batch: PromptBatch, completion: Completion[Any], land: Callable[[float], object]
     ) -> object:
         """The engine computes what an action asks for. It lands when the engine has, with what ``land(seconds)`` makes
         of it."""
@@ -272,6 +272,12 @@ class PairMember(Generic[M]):
 
         loop.launch_part(completion, batch.sequences, landed, begun_s=self._begun_s)
         return LATER
+
+    def _land(
+        self, action: Action, batch: PromptBatch, completion: Completion[Any], land: Callable[[float], object]
+    ) -> object:
+        """As ``_launch``, of what is no step of the engine's: at once if it has ended."""
+        return land(0.0) if completion.done else self._launch(action, batch, completion, land)
 
     def ran_layer(self) -> None:
         """See ``PartialWork``."""

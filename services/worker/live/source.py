@@ -21,7 +21,7 @@ from services.worker.core.live.machine import Abort, Begin, Cancelled, Finish, O
 from services.worker.core.live.source import SourceMachine
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.device.completion import LANDED, Completion, Landed
+from services.worker.device.completion import LANDED, Completion, Landed, landed
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
@@ -197,20 +197,26 @@ class LiveSource(PairMember[SourceMachine]):
                 held = self.held[batch_id] = PromptBatch(batch_id, tuple(self._sequences.pop(key) for key in keys))
         return held
 
-    def _begin_batch(self, action: core.BeginBatch) -> bool:
+    def _begin_batch(self, action: core.BeginBatch) -> object:
         """Its KV may be imported from now on, if it is run from another layer than the first."""
         batch, loop = self.batch(action.batch_id), self._engine.loop
         if not batch.ended and not loop.scheduler.reservations.reserve(batch.sequences):
             return False
-        if action.first_layer and not batch.ended:
-            try:
-                steps = loop.batches.of_prompts(batch.sequences)
-                batch.activation = loop.engine.resume(steps, batch.hidden, next_layer=action.first_layer)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the batch ends with it in its turn
-                batch.broken = error
         now_s = time.monotonic()
         for sequence in batch.sequences:
             sequence.first_scheduled_s = sequence.first_scheduled_s or now_s
+        if not action.first_layer or batch.ended:
+            return True
+        try:
+            steps = loop.batches.of_prompts(batch.sequences)
+            resumed = batch.activation = loop.engine.resume(steps, batch.hidden, next_layer=action.first_layer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the batch ends with it in its turn
+            batch.broken = error
+            return True
+        return self._land(action, batch, resumed, lambda _: self._resumed(batch, resumed))
+
+    def _resumed(self, batch: PromptBatch, resumed: Completion[Any]) -> bool:
+        batch.broken = resumed.error
         return True
 
     def _run_part(self, action: RunPart) -> object:
@@ -326,7 +332,7 @@ class LiveSource(PairMember[SourceMachine]):
         """Embedded beside the engine's thread: of a long prompt this is much to copy, and decodes need not wait for it.
         The transport cuts nothing off what it is given: the next hand-over need not wait for these to be there."""
         tokens, engine = self.batch(action.batch_id).token_ids(), self._engine.loop.engine
-        hidden = (await asyncio.to_thread(engine.embed_tokens, tokens)).result()
+        hidden = await landed(await asyncio.to_thread(engine.embed_tokens, tokens))
         if self.machine.life.ended:
             return  # nobody would wait for it, nor give it up
         self._connected.send(hidden, action.serial, Kind.HANDED_HIDDEN)

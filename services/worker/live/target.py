@@ -32,7 +32,7 @@ from services.worker.core.live.target import WATCH_S, TargetMachine
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.device.completion import Completion, Landed
+from services.worker.device.completion import Completion, Landed, landed
 from services.worker.engine.loop import StepOutput
 from services.worker.engine.thread import After
 from services.worker.instance.instance import Instance
@@ -207,10 +207,12 @@ class LiveTarget(PairMember[TargetMachine]):
             batch.forget_tensors()
             self._engine.loop.scheduler.reservations.release(batch.sequences)
 
-    def _embed(self, action: core.Embed) -> None:
+    def _embed(self, action: core.Embed) -> object:
         batch = self.held.get(action.batch_id)
-        if batch is not None:  # what is decided where the engine is may have freed it before
-            batch.hidden = self._engine.loop.engine.embed_tokens(batch.token_ids()).result()
+        if batch is None:
+            return None  # what is decided where the engine is may have freed it before
+        embedded = self._engine.loop.engine.embed_tokens(batch.token_ids())
+        return self._land(action, batch, embedded, lambda _: setattr(batch, "hidden", embedded.result()))
 
     def _end_requests(self, action: core.EndRequests) -> None:
         for sequence in self._sequences():
@@ -323,7 +325,7 @@ class LiveTarget(PairMember[TargetMachine]):
         """A failure of the transport is the source's to notice."""
         engine = self._engine.loop.engine
         try:
-            hidden = (await asyncio.to_thread(engine.hidden_states, activation)).result()
+            hidden = await landed(await asyncio.to_thread(engine.hidden_states, activation))
         except Exception:  # an engine may raise anything; the source waits in vain, and computes it
             log.exception("batch %s is not sent back: the source computes it", batch_id)
             return

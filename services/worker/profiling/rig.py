@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from services.worker.device.completion import waited
 from services.worker.engine.base import Engine
 from services.worker.engine.forward_batch import ForwardBatches, SamplingRow, Slice
 from shared.messages.generation import SamplingParams
@@ -48,10 +49,10 @@ class Rig:
 
     def spread(self, num_tokens: int, num_requests: int, room: int) -> None:
         """The prompt that was computed last becomes that of so many requests, each with ``room`` tokens more."""
-        kv = self._engine.export_kv([self._blocks(0, num_tokens)], [num_tokens], self._engine.num_layers).result()
+        kv = waited(self._engine.export_kv([self._blocks(0, num_tokens)], [num_tokens], self._engine.num_layers))
         for index in range(num_requests):
             table = self._blocks(index, num_tokens + room)
-            self._engine.import_kv([table], [num_tokens], self._engine.num_layers, kv).result()
+            waited(self._engine.import_kv([table], [num_tokens], self._engine.num_layers, kv))
 
     def decode(self, num_requests: int, context_tokens: int, room: int, at: int) -> float:
         """Seconds of a step of all of them, the ``at``-th after ``spread``."""
@@ -67,12 +68,12 @@ class Rig:
         started_s = self._clock()
         activation = engine.embed(self._batches.of(slices))
         if len(slices[0].token_ids) == 1 and slices[0].row is not None:
-            engine.run_layers(activation, 0, engine.num_layers).result()
+            waited(engine.run_layers(activation, 0, engine.num_layers))
         else:
             for layer in range(engine.num_layers):
-                engine.run_layers(activation, layer, layer + 1).result()
+                waited(engine.run_layers(activation, layer, layer + 1))
         if any(piece.row is not None for piece in slices):
-            engine.sample(activation).result()
+            waited(engine.sample(activation))
         return self._clock() - started_s
 
     def _blocks(self, index: int, num_tokens: int) -> range:

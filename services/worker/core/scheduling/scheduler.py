@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from services.worker.core.scheduling.batching import ContinuousBatching
@@ -27,6 +27,7 @@ from services.worker.core.scheduling.schedule import (
     Queued,
     Sampled,
     ScheduledBatch,
+    ScheduledSlice,
     SchedulerConfig,
     SchedulerLoad,
 )
@@ -155,13 +156,19 @@ class Scheduler:
         return batch
 
     def complete(
-        self, batch: ScheduledBatch, sampled: Sequence[Sampled], failures: Mapping[int, ErrorInfo] = NO_FAILURES
+        self,
+        batch: ScheduledBatch,
+        sampled: Sequence[Sampled],
+        failures: Mapping[int, ErrorInfo] = NO_FAILURES,
+        *,
+        without: Container[int] = (),
     ) -> list[StreamPart]:
         """Take the tokens of the oldest batch in flight, one per slice that samples, in their order.
 
         Slices in ``failures``, by their place in the batch, could not be computed: they have no token, and their
-        requests end with that. Returns the new outputs. Requests that ended in between get none. A request that was
-        preempted in between has its token, unless it is to be decoded elsewhere: it is computed again with it.
+        requests end with that. Slices in ``without`` were not computed after all (``lies_there``). Returns the new
+        outputs. Requests that ended in between get none. A request that was preempted in between has its token, unless
+        it is to be decoded elsewhere: it is computed again with it.
         """
         if not self._flight or batch is not self._flight[0]:
             raise RuntimeError("this batch is not the oldest in flight")
@@ -174,6 +181,8 @@ class Scheduler:
         leave = False
         for place, piece in enumerate(batch.slices):
             sequence = piece.sequence
+            if without and place in without:
+                continue
             failure = failures.get(place)
             token = next(tokens) if piece.sample and failure is None else None
             if sequence.finished:
@@ -200,6 +209,10 @@ class Scheduler:
             table.stop_waiting(lambda s: s.finished)
             table.waiting_tokens = sum(s.num_tokens for s in table.waiting)
         return outputs
+
+    def lies_there(self, piece: ScheduledSlice) -> bool:
+        """Whether a slice in flight could be computed again: its request has neither ended nor been preempted."""
+        return not (piece.sequence.finished or id(piece.sequence) in self.table.torn)
 
     def drop(self, batch: ScheduledBatch) -> None:
         """The newest batch in flight is over, and counts for nothing: it was made behind one that failed."""
