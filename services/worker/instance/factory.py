@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,6 +27,8 @@ from shared.layout import ArenaLayout, layout_of
 from shared.messages.plans import ChainMember, ScalePlan
 from shared.profile import Profile
 from shared.profile_directory import ProfileDirectory
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
@@ -68,6 +71,8 @@ class InstanceFactory:
         self._kv = _reserved(lambda n: KvPool(device.allocate(n)), config.kv_bytes, "BLITZ_WORKER_KV_MIB")
         self._profiles = ProfileDirectory(config.profiles)
         self._streams = None if config.late is None else LateStreams(config.late.timing)
+        if config.late is not None:
+            log.warning("the engine computes later than it is called: %s", config.late)
 
     async def prefault(self, stopping: asyncio.Event) -> None:
         """Commit as much of the arena as is configured, unless the worker is stopped before. To be called before the
