@@ -71,13 +71,15 @@ class ContinuousBatching:
         if batch is None:
             return self._alone()
         self._alone_next = True
-        self._some_alone = any(s.alone for s in (*self._table.running, *self._table.waiting))
+        here = (*self._table.running, *self._table.waiting, *self._reservations.for_decode)
+        self._some_alone = any(s.alone for s in here)
         return batch
 
     def _alone(self) -> ScheduledBatch | None:
         """A step of one request that is computed alone: the next in order of arrival behind the last that had one."""
         running = self._table.running
-        candidates = [(s.id <= self._last_alone, s.id, s) for s in running if s.alone]
+        held_back = self._table.held_back
+        candidates = [(s.id <= self._last_alone, s.id, s) for s in running if s.alone and id(s) not in held_back]
         for _, _, sequence in sorted(candidates, key=lambda c: c[:2]):
             slices: list[ScheduledSlice] = []
             preempted: list[ActiveSequence] = []
@@ -159,8 +161,9 @@ class ContinuousBatching:
             if len(table.running) <= index or table.landing_blocks:
                 return False
             victim = table.running.pop()
-            if not table.free(victim):
+            if table.flight and id(victim) in self._ahead():
                 table.torn.add(id(victim))
+            table.free(victim)
             victim.num_computed = 0
             table.wait(victim)
             table.preemptions_total += 1
@@ -173,6 +176,8 @@ class ContinuousBatching:
         none waits."""
         table = self._table
         if not table.may_admit or self._reservations.free_slots < 1:
+            return 0
+        if (table.torn or table.held_back) and id(table.waiting[0]) in table.torn | table.held_back:
             return 0
         return table.pool.blocks_for(table.waiting[0].num_tokens) + table.spare_blocks
 

@@ -37,7 +37,8 @@ class RequestTable:
         self.held_back: set[int] = set()
         """Requests, by ``id``, that are in no further step until something was done with them."""
         self.torn: set[int] = set()
-        """Requests, by ``id``, that were preempted while they were in flight: what lands of them is a token at most."""
+        """Requests, by ``id``, that were preempted while a step of them was in flight: what lands of them is a token at
+        most, and they do not begin again before."""
         self.landing_blocks = 0
         """That are free once what touches them has landed."""
         self._landing: dict[int, list[int]] = {}
@@ -102,17 +103,16 @@ class RequestTable:
         if not sequence.reserved:
             self.free(sequence)
 
-    def free(self, sequence: ActiveSequence) -> bool:
-        """Give its blocks back to the pool, or once what touches them has landed: then this is False."""
+    def free(self, sequence: ActiveSequence) -> None:
+        """Give its blocks back to the pool, at once or when what touches them has landed."""
         # A new list, not a cleared one: an engine may still hold the old table.
         blocks, sequence.block_table = sequence.block_table, []
         for batch in reversed(self.flight):
             if blocks and batch.touches(sequence):
                 self._landing.setdefault(id(batch), []).extend(blocks)
                 self.landing_blocks += len(blocks)
-                return False
+                return
         self.pool.free(blocks)
-        return True
 
     def flies(self, sequence: ActiveSequence) -> bool:
         """Whether anything in flight touches its blocks."""

@@ -187,7 +187,7 @@ class Reservations:
     def hold_to_move(self, sequence: ActiveSequence) -> bool:
         """A request that is decoded here is to be decoded elsewhere: it keeps its slot and blocks, and is in no step.
         False if it is not decoded here now: it has ended, was preempted, or its context is not computed. Not to be
-        called while a batch is in flight."""
+        called while anything in flight touches it."""
         running = self._table.running
         if sequence.reserved or not sequence.decodes or sequence not in running:
             return False

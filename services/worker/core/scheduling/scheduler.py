@@ -220,13 +220,15 @@ class Scheduler:
             raise RuntimeError("this batch is not the newest in flight")
         self._flight.pop()
         self.table.landed(batch)
+        if not self._flight:
+            self.table.torn.clear()
 
     def decode_steps(self) -> int:
         """How many of the next steps would do the same: decode all that runs, without admitting or preempting
         anything. Requests reach their limits with the last of them at most. 0: the next step is another one, or there
         is something to take first."""
         table, reservations, running = self.table, self.reservations, self.table.running
-        if self._flight or self._ended or reservations.has_prefilled or self._batching.some_alone:
+        if self._flight or self._ended or reservations.has_prefilled or self._batching.some_alone or table.held_back:
             return 0
         if not running or len(running) > self.config.max_batch_tokens or self._batching.can_admit:
             return 0

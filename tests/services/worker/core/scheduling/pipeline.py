@@ -1,0 +1,173 @@
+"""Requests whose tokens depend on the place alone, and an engine that has them computed in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from services.worker.core.scheduling.schedule import PartialBatch, Sampled, ScheduledBatch
+from services.worker.core.scheduling.scheduler import NO_FAILURES, Scheduler
+from services.worker.core.scheduling.sequence import ActiveSequence
+from shared.messages.common import ErrorInfo
+from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
+
+VOCABULARY = 7
+
+
+def token_at(name: str, position: int) -> int:
+    """Computed again, it is the same."""
+    return (31 * sum(map(ord, name)) + 5 * position + position * position // 3) % VOCABULARY
+
+
+def placed_request(
+    name: str,
+    prompt_tokens: int = 5,
+    max_tokens: int = 4,
+    *,
+    gateway: str = "g",
+    stops: Iterable[int] = (),
+    min_tokens: int = 0,
+    alone: int = 0,
+    decode_at: DecodePlace | None = None,
+) -> ActiveSequence:
+    return ActiveSequence(
+        request_id=name,
+        attempt=0,
+        gateway_id=gateway,
+        prompt=tuple(token_at(name, i) for i in range(prompt_tokens)),
+        params=SamplingParams(max_tokens=max_tokens, seed=1, min_tokens=min_tokens, stop_token_ids=tuple(stops)),
+        alone_tokens=alone,
+        decode_at=decode_at,
+    )
+
+
+def wanted(sequence: ActiveSequence, limit_tokens: int) -> tuple[list[int], str]:
+    """All that a client is to get, and how that ends."""
+    params, output = sequence.params, list[int]()
+    while True:
+        position = len(sequence.prompt) + len(output)
+        output.append(token_at(sequence.request_id, position))
+        if len(output) > params.min_tokens and output[-1] in params.stop_token_ids:
+            return output, "stop"
+        if len(output) >= params.max_tokens or position + 1 >= limit_tokens:
+            return output, "length"
+
+
+@dataclass(slots=True)
+class Touched:
+    """The blocks of a sequence as something in flight was given them."""
+
+    sequence: ActiveSequence
+    table: list[int]
+    """The list itself, by which a later table of the same sequence is told from this one."""
+    blocks: tuple[int, ...]
+
+
+class Pipeline:
+    """What is in flight of one scheduler, and what its KV blocks hold. All that it is given is looked at: whether it
+    can be computed when its turn comes, and whether what it touches stays its own until then."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.batches: list[ScheduledBatch] = []
+        self._touched: dict[int, list[Touched]] = {}
+        """By what is in flight, by ``id``."""
+        self._cells: dict[tuple[int, int], tuple[str, int]] = {}
+        """What was written last, by block and place in it: whose token, and its position."""
+
+    def schedule(self) -> ScheduledBatch | None:
+        table = self.scheduler.table
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        assert batch.slices
+        assert len({id(p.sequence) for p in batch.slices}) == len(batch.slices), "in a batch twice"
+        for piece in batch.slices:
+            sequence = piece.sequence
+            assert not sequence.finished
+            assert not sequence.reserved
+            assert id(sequence) not in table.held_back, "it is held back"
+            assert len(batch.slices) == 1 or not sequence.alone, "it is to be alone"
+            assert not sequence.alone or not self._touched, "it is to be alone"
+            ahead = [p for b in self.batches for p in b.slices if p.sequence is sequence]
+            start, known = sequence.num_computed, sequence.num_tokens
+            if ahead:
+                start, known = ahead[-1].start + ahead[-1].num_tokens, known + ahead[-1].sample
+            assert piece.start == start, "it goes on where what is in flight ends"
+            assert 0 < piece.num_tokens <= known - start
+            assert piece.sample == (piece.start + piece.num_tokens == known)
+        assert all(not batch.touches(s) for s in batch.preempted)
+        self.batches.append(batch)
+        self._fly(batch, [p.sequence for p in batch.slices])
+        return batch
+
+    def fly_partial(self, sequences: Iterable[ActiveSequence]) -> PartialBatch:
+        """Some layers of these are computed beside the steps."""
+        batch = PartialBatch(tuple(sequences))
+        self.scheduler.table.flight.append(batch)
+        self._fly(batch, batch.sequences)
+        return batch
+
+    def land_partial(self, batch: PartialBatch) -> None:
+        del self._touched[id(batch)]
+        self.scheduler.table.landed(batch)
+
+    def land(
+        self, failures: Mapping[int, ErrorInfo] = NO_FAILURES, row_errors: Mapping[int, ErrorInfo] = NO_FAILURES
+    ) -> list[StreamPart]:
+        """The oldest batch is computed, all but those of its slices that fail. What was made behind one that fails is
+        dropped before."""
+        if failures and len(self.batches) > 1:
+            self.drop()
+        batch = self.batches.pop(0)
+        sampled = []
+        for place, (piece, touched) in enumerate(zip(batch.slices, self._touched.pop(id(batch)), strict=True)):
+            if place not in failures:
+                self._compute(touched, piece.start, piece.num_tokens)
+                if piece.sample:
+                    end = piece.start + piece.num_tokens
+                    sampled.append(Sampled(token_at(piece.sequence.request_id, end), error=row_errors.get(place)))
+        return self.scheduler.complete(batch, sampled, failures)
+
+    def drop(self) -> None:
+        """The newest batch is not computed."""
+        newest = self.batches.pop()
+        del self._touched[id(newest)]
+        self.scheduler.drop(newest)
+
+    def received(self, sequence: ActiveSequence, num_tokens: int) -> None:
+        """The KV of its first tokens was computed outside of steps."""
+        self._compute(Touched(sequence, sequence.block_table, tuple(sequence.block_table)), 0, num_tokens)
+
+    def check(self) -> None:
+        """What anything in flight touches is in nobody else's hands, and not free."""
+        table, reservations = self.scheduler.table, self.scheduler.reservations
+        assert [b for b in table.flight if isinstance(b, ScheduledBatch)] == self.batches
+        assert len(table.flight) == len(self._touched)
+        owner: dict[int, ActiveSequence | None] = {}
+        holders = {id(s): s for s in [*table.running, *reservations.for_prefill, *reservations.for_decode]}
+        for sequence in holders.values():
+            for block in sequence.block_table:
+                assert block not in owner, "it has two owners"
+                owner[block] = sequence
+        for block in (b for blocks in table.landing for b in blocks):
+            assert block not in owner, "it has two owners"
+            owner[block] = None
+        assert len(owner) == self.scheduler.pool.num_used
+        for touched in (t for every in self._touched.values() for t in every):
+            is_its = touched.sequence.block_table is touched.table
+            for place, block in enumerate(touched.blocks):
+                assert block in owner, "it is free while it is touched"
+                assert owner[block] is (touched.sequence if is_its else None), "it is another's while it is touched"
+                assert not is_its or touched.table[place] == block
+
+    def _fly(self, batch: ScheduledBatch | PartialBatch, sequences: Iterable[ActiveSequence]) -> None:
+        self._touched[id(batch)] = [Touched(s, s.block_table, tuple(s.block_table)) for s in sequences]
+
+    def _compute(self, touched: Touched, start: int, count: int) -> None:
+        name, size = touched.sequence.request_id, self.scheduler.pool.block_size
+        places = [(touched.blocks[i // size], i % size) for i in range(start + count)]
+        for position, place in enumerate(places[:start]):
+            assert self._cells.get(place) == (name, position), "what it attends to is not there"
+        for position, place in enumerate(places[start:], start):
+            self._cells[place] = (name, position)
