@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from services.worker.device.completion import HOST_STREAMS, Completion, Landed, Pending
+from services.worker.device.completion import HOST_STREAMS, Completion, DeviceStreams, Landed, Pending
+from services.worker.device.host import HostDevice
+from services.worker.device.memory import HostMemory
 from shared.errors import Unavailable
 
 T = TypeVar("T")
@@ -148,3 +150,13 @@ class LateStreams:
 
 def _closed() -> Landed[Any]:
     return Landed(error=Unavailable("the device was closed"))
+
+
+class LateDevice(HostDevice):
+    """``Device``: a CPU on late streams. What is copied to its memory is there later."""
+
+    def __init__(self, streams: LateStreams) -> None:
+        self.streams = DeviceStreams(streams.compute, streams.out, streams.into)
+
+    def allocate(self, num_bytes: int) -> HostMemory:
+        return HostMemory(num_bytes, self.streams.into)

@@ -7,6 +7,7 @@ it takes seconds.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import xxhash
 
+from services.worker.device.completion import HOST_STREAMS, Completion, Stream
 from shared.errors import BadRequest
 from shared.layout import CHECK_BYTES
 from shared.transport.base import Buffer
@@ -53,8 +55,12 @@ class DeviceMemory(Protocol):
     def checksums(self, offset: int, num_bytes: int) -> tuple[int, ...]:
         """xxh3-64 of each ``CHECK_BYTES``, the last piece shorter."""
 
-    def copy_from(self, source: DeviceMemory, offset: int, num_bytes: int) -> tuple[int, ...]:
-        """Copy a range of other memory of this process to the same place here; the checksums of what was copied."""
+    def write(self, offset: int, source: Buffer) -> Completion[None]:
+        """Copy host bytes here, which stay as they are until it is done. Raises ``BadRequest`` out of range."""
+
+    def copy_from(self, source: DeviceMemory, offset: int, num_bytes: int) -> Completion[tuple[int, ...]]:
+        """Copy a range of other memory of this process to the same place here; the checksums of what was copied.
+        Raises ``BadRequest`` out of range."""
 
     def prefault(self, num_bytes: int, offset: int = 0) -> None:
         """Commit ``num_bytes`` now, of memory that holds nothing yet: it writes."""
@@ -73,10 +79,12 @@ class HostMemory:
 
     on_host = True
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, into: Stream = HOST_STREAMS.into) -> None:
+        """``into``: copies here are done in its order."""
         if capacity_bytes <= 0:
             raise BadRequest(f"capacity must be positive, not {capacity_bytes} bytes")
         self.capacity_bytes = capacity_bytes
+        self._into = into
         self._map = mmap.mmap(-1, capacity_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._begin = -base % HUGE_PAGE_BYTES
@@ -137,11 +145,19 @@ class HostMemory:
     def checksums(self, offset: int, num_bytes: int) -> tuple[int, ...]:
         return block_checksums(self.memory(offset, num_bytes).data)
 
-    def copy_from(self, source: DeviceMemory, offset: int, num_bytes: int) -> tuple[int, ...]:
-        # Block by block: each is hashed while it is in the processor's cache, not read from memory once more.
+    def write(self, offset: int, source: Buffer) -> Completion[None]:
+        origin = np.frombuffer(source, dtype=np.uint8)
+        return self._into.run(functools.partial(np.copyto, self.memory(offset, len(origin)), origin))
+
+    def copy_from(self, source: DeviceMemory, offset: int, num_bytes: int) -> Completion[tuple[int, ...]]:
         target, origin = self.memory(offset, num_bytes), source.memory(offset, num_bytes)
-        checksums = []
-        for begin in range(0, num_bytes, CHECK_BYTES):
-            target[begin : begin + CHECK_BYTES] = origin[begin : begin + CHECK_BYTES]
-            checksums.append(xxhash.xxh3_64_intdigest(target.data[begin : begin + CHECK_BYTES]))
-        return tuple(checksums)
+
+        def copy() -> tuple[int, ...]:
+            # Block by block: each is hashed while it is in the processor's cache, not read from memory once more.
+            checksums = []
+            for begin in range(0, num_bytes, CHECK_BYTES):
+                target[begin : begin + CHECK_BYTES] = origin[begin : begin + CHECK_BYTES]
+                checksums.append(xxhash.xxh3_64_intdigest(target.data[begin : begin + CHECK_BYTES]))
+            return tuple(checksums)
+
+        return self._into.run(copy)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.device.device import Device
-from services.worker.device.late import LateStreams
+from services.worker.device.late import LateDevice, LateStreams
 from services.worker.engine.base import Engine
 from services.worker.engine.kinds import EngineParts, engine_kind
 from services.worker.engine.kv_pool import KvPool
@@ -67,12 +67,13 @@ class InstanceFactory:
         self._device = device
         self._on_output = on_output
         self._on_failure = on_failure
-        self._arena = _reserved(lambda n: Arena(device.allocate(n)), config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
-        self._kv = _reserved(lambda n: KvPool(device.allocate(n)), config.kv_bytes, "BLITZ_WORKER_KV_MIB")
-        self._profiles = ProfileDirectory(config.profiles)
         self._streams = None if config.late is None else LateStreams(config.late.timing)
+        weights = device if self._streams is None else LateDevice(self._streams)
         if config.late is not None:
             log.warning("the engine computes later than it is called: %s", config.late)
+        self._arena = _reserved(lambda n: Arena(weights.allocate(n)), config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
+        self._kv = _reserved(lambda n: KvPool(device.allocate(n)), config.kv_bytes, "BLITZ_WORKER_KV_MIB")
+        self._profiles = ProfileDirectory(config.profiles)
 
     async def prefault(self, stopping: asyncio.Event) -> None:
         """Commit as much of the arena as is configured, unless the worker is stopped before. To be called before the

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from services.worker.device.completion import Completion
 from services.worker.device.memory import DeviceMemory
 from shared.layout import Slot, Unit
 from shared.transport.base import Buffer
@@ -50,7 +51,11 @@ class Arena:
         """xxh3-64 of each ``CHECK_BYTES`` of the unit, the last piece shorter."""
         return self._memory.checksums(unit.offset, unit.num_bytes)
 
-    def copy_unit(self, unit: Unit, source: Arena) -> tuple[int, ...]:
+    def write(self, offset: int, source: Buffer) -> Completion[None]:
+        """Copy host bytes to their place. Raises ``BadRequest`` out of range."""
+        return self._memory.write(offset, source)
+
+    def copy_unit(self, unit: Unit, source: Arena) -> Completion[tuple[int, ...]]:
         """Copy a unit from its place in another arena of this process; the checksums of what was copied."""
         return self._memory.copy_from(source._memory, unit.offset, unit.num_bytes)
 

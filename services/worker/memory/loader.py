@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from services.worker.device.completion import waited
 from services.worker.memory.arena import Arena
 from shared.checkpoint import WEIGHT_DTYPES, Checkpoint
 from shared.errors import BadRequest
 from shared.layout import ArenaLayout, Slot, TensorPart, Unit
 from shared.model_spec import DTYPE_BYTES
 from shared.tensor_file import opened, read_tensor
-
-if TYPE_CHECKING:
-    import torch
 
 _NUM_READERS = 4
 """One stream of reads does not fill a disk: four took half the time of one on a cold page cache."""
@@ -40,20 +37,11 @@ def _load_part(checkpoint: Checkpoint, part: TensorPart, slot: Slot, arena: Aren
     with opened(entry.file) as descriptor:
         for done in range(0, num_bytes, step_bytes):
             size, first = min(step_bytes, num_bytes - done), done // item_bytes
-            if arena.on_host:
-                target = arena.memory(slot.offset + part.row * row_bytes + done, size)
-                read_tensor(descriptor, name, entry, first, dtype, target)
-            else:
-                staging = np.empty(size, dtype=np.uint8)
-                read_tensor(descriptor, name, entry, first, dtype, staging)
-                rows = arena.tensor(slot, dtype)[part.row : part.row + part.shape[0]]
-                _copy_to_device(staging, rows.view(-1)[first : first + size // item_bytes])
-
-
-def _copy_to_device(staging: np.ndarray, target: torch.Tensor) -> None:
-    import torch
-
-    target.copy_(torch.from_numpy(staging).view(target.dtype))
+            offset = slot.offset + part.row * row_bytes + done
+            target = arena.memory(offset, size) if arena.on_host else np.empty(size, dtype=np.uint8)
+            read_tensor(descriptor, name, entry, first, dtype, target)
+            if not arena.on_host:
+                waited(arena.write(offset, target))
 
 
 def _zero_padding(unit: Unit, arena: Arena) -> None:
@@ -61,7 +49,7 @@ def _zero_padding(unit: Unit, arena: Arena) -> None:
     cursor = unit.offset
     for begin, end in [(s.offset, s.offset + s.num_bytes) for s in unit.slots] + [(unit.offset + unit.num_bytes, 0)]:
         if begin > cursor:
-            arena.memory(cursor, begin - cursor)[:] = 0
+            waited(arena.write(cursor, bytes(begin - cursor)))
         cursor = end
 
 

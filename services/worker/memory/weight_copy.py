@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.device.completion import waited
 from services.worker.memory.arena import Arena, weights_digest
 from services.worker.memory.pieces import Piece, Pieces, check_blocks
 from shared.errors import Conflict, TransportError
@@ -120,7 +121,14 @@ class WeightCopy:
         start = self._starts[piece.unit] + (piece.offset - self.layout.units[piece.unit].offset) // CHECK_BYTES
         return start, start + check_blocks(piece.num_bytes)
 
-    # --- whole units: slow, not on the event loop --------------------------------------------
+    # --- bytes are copied: slow, not on the event loop; on return they are here ----------------
+
+    def write(self, piece: Piece, source: Buffer) -> None:
+        """Copy a piece from host memory. It has arrived once ``arrived`` says so."""
+        if piece.is_checksums:
+            self.buffer(piece)[:] = source
+        else:
+            waited(self.arena.write(piece.offset, source))
 
     def forget(self, unit: int) -> None:
         """Nothing of the unit is here: its range is about to be written over, by bytes that may turn out wrong."""
@@ -143,13 +151,13 @@ class WeightCopy:
         return True
 
     def copy_piece(self, piece: Piece, source: WeightCopy) -> None:
-        """Copy a piece from a copy in this process's memory. It has arrived once ``arrived`` says so."""
-        self.buffer(piece)[:] = source.buffer(piece)
+        """As ``write``, from a copy in this process's memory."""
+        self.write(piece, source.buffer(piece))
 
     def copy_unit(self, unit: int, source: WeightCopy) -> bool:
         """Copy a unit and its checksums from a copy in this process's memory: it has arrived. Whether it is verified,
         too: if not, some of its blocks do not match, or the checksums are not those that were registered."""
-        computed = self.arena.copy_unit(self.layout.units[unit], source.arena)
+        computed = waited(self.arena.copy_unit(self.layout.units[unit], source.arena))
         first, end = self._starts[unit], self._starts[unit + 1]
         self._checksums[first:end] = source._checksums[first:end]
         self._whole_unit_arrived(unit)

@@ -123,7 +123,7 @@ class CheckpointReader:
             if piece.is_checksums:
                 self._copy.declare(unit, checksums)
             else:
-                self._copy.buffer(piece)[:] = aside.memory(piece.offset, piece.num_bytes)
+                self._copy.write(piece, aside.memory(piece.offset, piece.num_bytes))
             whole |= self._copy.arrived(piece)
         return whole
 

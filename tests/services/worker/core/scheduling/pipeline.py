@@ -81,6 +81,7 @@ class Pipeline:
         if batch is None:
             return None
         assert batch.slices
+        limit_tokens = self.scheduler.config.limit_tokens
         assert len({id(p.sequence) for p in batch.slices}) == len(batch.slices), "in a batch twice"
         for piece in batch.slices:
             sequence = piece.sequence
@@ -93,6 +94,9 @@ class Pipeline:
             start, known = sequence.num_computed, sequence.num_tokens
             if ahead:
                 start, known = ahead[-1].start + ahead[-1].num_tokens, known + ahead[-1].sample
+                ends = known >= limit_tokens or known - len(sequence.prompt) >= sequence.params.max_tokens
+                assert not ends, "its end is known"
+                assert not ahead[-1].sample or sequence.decode_at is None, "it is decoded elsewhere"
             assert piece.start == start, "it goes on where what is in flight ends"
             assert 0 < piece.num_tokens <= known - start
             assert piece.sample == (piece.start + piece.num_tokens == known)

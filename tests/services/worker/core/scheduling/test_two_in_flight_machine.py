@@ -17,7 +17,7 @@ from shared.messages.generation import StreamPart
 from tests.services.worker.core.scheduling.harness import ERROR, PLACE
 from tests.services.worker.core.scheduling.pipeline import Pipeline, placed_request, token_at, wanted
 
-PROMPTS, LENGTHS = st.integers(1, 9), st.integers(1, 7)
+PROMPTS, LENGTHS = st.integers(1, 9), st.integers(1, 14)
 STOPS = st.sampled_from([(), (), (3,), (1, 4)])
 OFTEN_NONE = st.sampled_from([0, 0, 0, 0, 0, 1, 3])
 
@@ -180,11 +180,13 @@ class TwoInFlight(RuleBasedStateMachine):
     # They are decoded elsewhere.
 
     @precondition(lambda self: self.scheduler.table.running)
-    @rule(data=st.data())
-    def ask_to_hold(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), goes_on=st.booleans())
+    def ask_to_hold(self, data: st.DataObject, goes_on: bool) -> None:
         sequence = self.all[self.draw(data, (s.request_id for s in self.scheduler.table.running))]
         self.asked[sequence.request_id] = sequence
         self.scheduler.table.held_back.add(id(sequence))
+        if goes_on and len(self.pipeline.batches) < MAX_IN_FLIGHT:
+            self.schedule(False)
 
     @precondition(lambda self: any(not self.scheduler.table.flies(s) for s in self.asked.values()))
     @rule()
