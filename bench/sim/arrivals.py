@@ -81,7 +81,7 @@ class Decoder(Protocol):
 
     def changed(self) -> None: ...
     def cancel(self, key: Key) -> None: ...
-    def call(self, function: Callable[[], object], *, between_layers: bool = False) -> None: ...
+    def call(self, function: Callable[[], object]) -> None: ...
 
 
 class Arrivals:
@@ -159,7 +159,7 @@ class Arrivals:
             self._instance.changed()
             answer(reservation)
 
-        self._instance.call(reserve, between_layers=True)
+        self._instance.call(reserve)
 
     def _window(self, transfer: Leaving) -> Window:
         """Raises ``Conflict``, ``BadRequest``, ``Overloaded``."""
@@ -193,7 +193,7 @@ class Arrivals:
                 window.release()
             answer(extended)
 
-        self._instance.call(extend, between_layers=True)
+        self._instance.call(extend)
 
     def begin(self, reservation: Reservation, answer: Callable[[bool], object]) -> None:
         """All KV of a reserved request is here: it is decoded here from now on, if there is room for it still."""
@@ -214,7 +214,7 @@ class Arrivals:
                 self._reporter.ended(sequence.key)
             answer(True)
 
-        self._instance.call(adopt, between_layers=True)
+        self._instance.call(adopt)
 
     def release(self, reservation: Reservation) -> None:
         """The request does not come, or is not wanted any more if it has."""
@@ -228,7 +228,7 @@ class Arrivals:
         reservation.window.release()
         self._reporter.remove(sequence)
         reservations = self._instance.scheduler.reservations
-        self._instance.call(lambda: reservations.release([sequence]), between_layers=True)
+        self._instance.call(lambda: reservations.release([sequence]))
 
     def abandon(self, reservation: Reservation) -> None:
         """Who was to send the request is gone. If all of it is here, it stays."""

@@ -157,10 +157,9 @@ class SimEngine:
 
     # --- the engine's thread -----------------------------------------------------------------
 
-    def call(self, function: Callable[[], object], *, between_layers: bool = False) -> None:
-        """Run it between two steps, or already between two layers of a prompt: then it must neither end requests of the
-        batch in flight nor free their blocks."""
-        if self._step is None or (between_layers and self._run is None):
+    def call(self, function: Callable[[], object], *, after_step: bool = False) -> None:
+        """Run it, at once or ``after_step``. What the step in flight touches of a request stays until its end."""
+        if self._step is None or not (after_step or self._run is not None):
             function()
         else:
             self._commands.append(function)

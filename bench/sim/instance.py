@@ -296,9 +296,9 @@ class SimInstance:
         """See ``EngineOwner``, as the next six."""
         return self.state in ("live", "serving", "draining")
 
-    def call(self, function: Callable[[], object], *, between_layers: bool = False) -> None:
+    def call(self, function: Callable[[], object], *, after_step: bool = False) -> None:
         """See ``SimEngine.call``."""
-        self._engine.call(function, between_layers=between_layers)
+        self._engine.call(function, after_step=after_step)
 
     def ran(self, began_s: float, num_tokens: float) -> None:
         if self._on_ran is not None:

@@ -135,7 +135,7 @@ class Migrator:
                     self.ended(sequence)
             self._changed.fire()
 
-        self._instance.call(look)
+        self._instance.call(look, after_step=True)
         while not looks:
             yield self._changed
         return looks[0]

@@ -137,7 +137,7 @@ class Move:
             held.append(self._lies_here and self._instance.scheduler.reservations.hold_to_move(self.sequence))
             self._changed.fire()
 
-        self._instance.call(hold)
+        self._instance.call(hold, after_step=True)
         # It goes on only once that is known: what is held must not be forgotten.
         while not held:
             yield self._changed

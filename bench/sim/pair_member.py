@@ -153,7 +153,7 @@ class PairMember(Generic[M]):
             return
         for action in self.machine.handle(event, self._clock.now_s):
             if action.on_engine:
-                self.instance.call(functools.partial(self._act, action), between_layers=True)
+                self.instance.call(functools.partial(self._act, action))
             else:
                 self._act(action)
         due_s = self.machine.due_s

@@ -142,7 +142,7 @@ class SimTarget(PairMember[TargetMachine]):
         return LATER
 
     def _await_step_end(self, action: core.AwaitStepEnd) -> object:
-        self.instance.call(lambda: self.landed(action))
+        self.instance.call(lambda: self.landed(action), after_step=True)
         return LATER
 
     def _carriers(self) -> Carriers:

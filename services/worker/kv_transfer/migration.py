@@ -19,6 +19,7 @@ from services.worker.core.kv_admission.move_history import LOOK_S, MORE_TOKENS, 
 from services.worker.core.scheduling.leaving import KvPath, Moving, Takers, see_off, to_make_room
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.engine.loop import EngineLoop
+from services.worker.engine.thread import After
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.departures import Departures
@@ -155,7 +156,8 @@ class Migrator:
         def look(loop: EngineLoop) -> list[Moving]:
             return see_off(loop.scheduler, path, send_back, goes)
 
-        return await asyncio.wrap_future(instance.engine.call(look))
+        # What the step in flight brings may be what a request needs to move: it is not sent back before.
+        return await asyncio.wrap_future(instance.engine.call(look, after=After.ALL))
 
     def _may_try(self, moving: Moving) -> bool:
         """Whether it is not on its way, and has neither come nor tried to leave a short while ago."""

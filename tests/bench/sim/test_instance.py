@@ -215,5 +215,5 @@ def test_a_pair_hears_of_requests_that_come_and_go() -> None:
     instance.submit(Asked("r", 50, 200))
     instance.cancel(("r", 0))
     world.clock.run()
-    assert layers.heard == ["accepted", "stepped", "cancelled r"]
+    assert layers.heard == ["accepted", "cancelled r", "stepped"]
     assert not world.heard.times_s
