@@ -17,6 +17,7 @@ from bench.chaos.run import run
 from bench.chaos.setting import Setting
 from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
 from compose.demo_model import ensure_demo_model
+from services.worker.device.late import LateOrder
 from shared.errors import BadRequest
 
 _DEFAULT_WORKERS = 4
@@ -58,6 +59,10 @@ def command(
             help="Set each service's clock ahead and behind by this, in turn; needs libfaketime.",
         ),
     ] = 0.0,
+    late: Annotated[
+        LateOrder | None,
+        typer.Option(help="Engines compute later than they are called, and fail calls that did not wait."),
+    ] = None,
     model_dir: Annotated[Path | None, typer.Option(help="Checkpoint; by default the demo model.")] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep the stack's logs there; by default they are deleted.", metavar="DIR")
@@ -82,6 +87,7 @@ def command(
             clients=clients,
             nats_nodes=nats_nodes,
             skew_s=skew,
+            late=late,
         )
         if roles and setting.workers < _DEFAULT_WORKERS:
             raise BadRequest(f"--roles needs 4 workers at least, not {setting.workers}", param="workers")
@@ -107,6 +113,7 @@ def command(
             + (" --fleet" if fleet else "")
             + (f" --nats-nodes {nats_nodes}" if nats_nodes > 1 else "")
             + (f" --skew {skew:g}" if skew else "")
+            + (f" --late {late}" if late else "")
         )
         write(json_file, document | {"machine": machine.describe(), "command": asked})
     for problem in result.problems:

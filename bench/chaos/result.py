@@ -47,6 +47,8 @@ class Result:
     recovery: Recovery
     start_s: float
     end_s: float
+    late_faults: int = 0
+    """Calls that late engines failed because something had not landed, or was in use."""
 
     def count(self, verdict: Verdict) -> int:
         return sum(record.outcome.verdict == verdict for record in self.records)
@@ -74,6 +76,7 @@ class Result:
             (self.requests == 0, "no request was answered"),
             (self.count("failed") > 0, f"{self.count('failed')} requests failed"),
             (self.count("different") > 0, f"{self.count('different')} answers differ from the idle instance's"),
+            (self.late_faults > 0, f"{self.late_faults} calls did not wait for a late engine"),
             (recovery.whole_again_s is None, "the stack did not become whole again"),
             (bool(recovery.wrong), f"{len(recovery.wrong)} answers were wrong when it was over"),
             (bool(recovery.left_behind), f"left behind: {'; '.join(recovery.left_behind)}"),
@@ -90,6 +93,7 @@ class Result:
             "right": self.count("right"),
             "failed": self.count("failed"),
             "different": self.count("different"),
+            "late_faults": self.late_faults,
             "lost_with_gateway": self.count("lost_with_gateway"),
             "refused_without_gateway": self.refused,
             "kills": dict(sorted(Counter(fault.kind for fault in self.faults).items())),

@@ -28,6 +28,8 @@ from shared.messages.operations import ScaleRecord
 
 Say = Callable[[str], None]
 READY_S = 180.0
+LATE_FAULT = "late engine: its caller's fault"
+"""What a worker's log says of one (``services.worker.engine.late``)."""
 _HOLD_S = 20.0
 """Of a scale operation's floor: the monitor has its way again after that."""
 _FIRST_INSTANCES = 2
@@ -63,6 +65,12 @@ async def run(setting: Setting, model: Path, state_dir: Path, *, say: Say = lamb
     async with stack:
         await stack.wait_ready(READY_S)
         return await stack.unless_given_up(_Chaos(setting, stack, model, say).measure())
+
+
+def _late_faults(state_dir: Path) -> int:
+    """What workers say in their logs of calls that did not wait for a late engine."""
+    logs = (state_dir / "logs").glob("worker-*.log")
+    return sum(log.read_text(errors="replace").count(LATE_FAULT) for log in logs)
 
 
 class _Chaos:
@@ -139,6 +147,7 @@ class _Chaos:
                 ),
                 start_s=start_s,
                 end_s=end_s,
+                late_faults=_late_faults(self._stack.state_dir.path),
             )
         finally:
             self._gateways.close()

@@ -10,6 +10,7 @@ from typing import Literal
 from bench.chaos.clocks import clock_env, clock_file
 from bench.chaos.plan import KINDS, How, Kind, Scalable
 from compose.config import StackConfig
+from services.worker.device.late import LateOrder
 
 MAX_RUNNING = 32
 """Seats of an instance."""
@@ -30,6 +31,8 @@ SWITCHED = "-switched"
 SLEEPY = "-sleepy"
 """And once more, seldom asked and given back at once."""
 SLEEPY_KEEP_ALIVE_S = 0.5
+LATE_MS = 1.0
+"""Most that an operation of a late engine waits."""
 _OFTEN = 5
 """Requests for each other model, for one to the sleepy one."""
 
@@ -52,6 +55,8 @@ class Setting:
     nats_nodes: int = 1
     skew_s: float = 0.0
     """By how much the services' clocks are ahead and behind, one after the other."""
+    late: LateOrder | None = None
+    """Workers' engines compute later than they are called; which of their streams goes first."""
     questions: int = 40
 
     def config(self, model: Path, state_dir: Path) -> StackConfig:
@@ -65,9 +70,19 @@ class Setting:
             forks=not self.skew_s,  # a fork has its parent's clock
             port=0,
             engine=self.engine,
-            env=ENV,
+            env=ENV | self._late_env,
             service_env=skewed,
         )
+
+    @property
+    def _late_env(self) -> dict[str, str]:
+        if self.late is None:
+            return {}
+        return {
+            "BLITZ_WORKER_LATE": self.late,
+            "BLITZ_WORKER_LATE_SEED": str(self.seed),
+            "BLITZ_WORKER_LATE_MS": str(LATE_MS),
+        }
 
     @property
     def skewed(self) -> tuple[str, ...]:
