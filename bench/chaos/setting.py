@@ -70,7 +70,7 @@ class Setting:
             forks=not self.skew_s,  # a fork has its parent's clock
             port=0,
             engine=self.engine,
-            env=ENV | self._late_env,
+            env={**ENV, **self._late_env},
             service_env=skewed,
         )
 
