@@ -103,7 +103,7 @@ class Parts:
         self.host_copies = HostCopies(worker_id, store, mover, registration, changed=slot.changed, fatal=fatal)
         self.departures = Departures(bus, info, peers, inbox, silence_s=silence_s, metrics=metrics)
         self.kv_sender = KvSender(self.departures, slot.current, metrics=metrics)
-        step_listener = StepAnnouncer(bus, inbox)
+        step_listener = StepAnnouncer(bus, inbox, metrics=metrics)
         device = device_of(config.engine, config.device)
         self.factory = InstanceFactory(
             config,

@@ -11,6 +11,8 @@ import logging
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+from prometheus_client import CollectorRegistry, Counter
+
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import StepOutput
 from services.worker.requests.inbox import Inbox
@@ -25,12 +27,18 @@ SAY_S = 1.0
 class StepAnnouncer:
     """See ``services.worker.engine.loop.StepListener``. Made on the event loop, called on the engine's thread."""
 
-    def __init__(self, bus: Bus, inbox: Inbox) -> None:
+    def __init__(self, bus: Bus, inbox: Inbox, *, metrics: CollectorRegistry) -> None:
+        self._steps = Counter(
+            "blitz_worker_alone_steps_total",
+            "Steps of requests that are computed alone. Nothing is in flight beside them.",
+            registry=metrics,
+        )
         self._bus = bus
         self._inbox = inbox
         self._loop = asyncio.get_running_loop()
 
     def begins(self, sequence: ActiveSequence) -> None:
+        self._steps.inc()
         self._say(sequence, begins=True)
 
     def ended(self, sequence: ActiveSequence) -> None:
