@@ -102,9 +102,10 @@ class _Bisection:
 
         That is written where the failed slice was to be: whatever comes out of this, its request ends.
         """
-        if self._engine_works:
-            return
         engine, sequence = self._engine, piece.sequence
+        # A request that has ended meanwhile, between two layers, has no block left: it says nothing of the engine.
+        if self._engine_works or not sequence.block_table:
+            return
         block = sequence.block_table[piece.start // engine.block_size]
         probe = self._batches.of([Slice(sequence.id, (0,), 0, (block,), _PROBE)])
         try:

@@ -12,6 +12,7 @@ landing (``is_quiet``, ``is_free``).
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -254,7 +255,8 @@ class EngineLoop:
             return False
         partial = self.partial
         if partial is None or self._turns.is_own(partial.decode_interval_s, self._clock()):
-            return self._begin_step() or self._begin_partial()
+            # A step that is to be beside nothing would never come where layers go on behind layers.
+            return self._begin_step() or (not self.scheduler.waits_for_quiet and self._begin_partial())
         return self._begin_partial() or self._begin_step()
 
     def _begin_partial(self) -> bool:
@@ -302,9 +304,10 @@ class EngineLoop:
         return busy_s
 
     def land_all(self) -> None:
-        """Wait for what is in flight: nothing is written any more then."""
+        """Wait for what is in flight: nothing is written any more then. What came of it is nobody's any more."""
         while self._flight:
-            waited(self._flight.popleft().completion)
+            with contextlib.suppress(Exception):
+                waited(self._flight.popleft().completion)
 
     # --- the scheduler's steps -------------------------------------------------------------------
 
@@ -401,10 +404,12 @@ class EngineLoop:
 
     def _fail(self, step: _Step, error: Exception) -> None:
         """It is run again in parts, once what is in flight has landed; a step behind it was made of tokens that may
-        not be."""
+        not be. One before it goes on, and may fail yet."""
         self._begun, self._failed = None, (step, error)
-        for one in self._steps:
-            one.is_over = True
+        step.is_over = True
+        # A third is not begun: what is behind the oldest is the newest.
+        if step is self._steps[0]:
+            self._steps[-1].is_over = True
 
     def _run_again(self, step: _Step, error: Exception) -> StepOutput:
         self._failed = None

@@ -65,6 +65,12 @@ class Scheduler:
         return bool(self.table.running or self._ended or self.reservations.has_prefilled or self.table.may_admit)
 
     @property
+    def waits_for_quiet(self) -> bool:
+        """Whether there may be a next batch once what is in flight has landed, and none before: a request that is to be
+        computed alone is here."""
+        return bool(self.table.flight) and self._batching.some_alone
+
+    @property
     def num_requests(self) -> int:
         """Requests accepted and not ended."""
         return len(self.table.accepted)

@@ -251,6 +251,37 @@ def test_an_engine_that_computes_nothing_any_more_ends_the_thread_and_all_its_re
     assert issubclass(EngineBroken, BlitzError)
 
 
+class FailsInLayers(MockEngine):
+    """Once in each of these, in this order."""
+
+    def __init__(self, *layers: int) -> None:
+        super().__init__(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.left = list(layers)
+
+    def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
+        if self.left and first == self.left[0]:
+            del self.left[0]
+            raise RuntimeError("cannot compute this")
+        return super().run_layers(activation, first, last)
+
+
+def test_one_that_is_cancelled_while_it_is_run_again_and_fails_says_nothing_of_the_engine() -> None:
+    engine = FailsInLayers(1, 3)
+    loop = loop_of(engine)
+    loop.add(request("a", (1, 2, 3)))
+
+    def between_layers() -> None:
+        if len(engine.left) == 1:
+            loop.scheduler.cancel("a", 1)
+
+    loop.between_layers = between_layers
+    _, ends = run_all(loop)
+    assert ends["a"].finish_reason == "cancelled"
+    assert engine.left == []
+    loop.add(request("b", (1, 2, 3)))
+    assert run_all(loop)[0] == {"b": said((1, 2, 3))}
+
+
 class TorchThatFails(TorchEngine):
     """Fails in the third layer of batches with one token."""
 
