@@ -8,13 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from services.worker.core.scheduling.schedule import Sampled, ScheduledBatch, ScheduledSlice, SchedulerConfig
+from services.worker.core.scheduling.schedule import Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion, waited
 from services.worker.device.late import LateStreams, LateTiming
@@ -28,7 +28,6 @@ from shared.errors import BlitzError
 from shared.messages.generation import SamplingParams, StreamPart, TokenLogprobs
 from tests.checkpoints import EOS_ID
 from tests.services.worker.core.scheduling.harness import PLACE
-from tests.services.worker.device.waiting import settled
 from tests.services.worker.engine.harness import loaded_engine
 from tests.services.worker.engine.late_engines import late
 
@@ -362,10 +361,8 @@ class LateLoop:
 @contextmanager
 def lost_device() -> Iterator[None]:
     """It may be lost, as it was told to be."""
-    try:
+    with suppress(InjectedFailure):
         yield
-    except InjectedFailure:
-        pass
 
 
 @contextmanager
@@ -538,5 +535,3 @@ class Mishaps:
 
         after = self._chance.choice([After.ALL, After.NOTHING])
         assert self._thread.call(never, after=after).cancel()
-
-

@@ -47,7 +47,9 @@ def several(count: int, **given: Any) -> list[Asked]:
 
 
 def penalised(count: int) -> list[Asked]:
-    return several(count, max_tokens=20, repetition_penalty=1.3, frequency_penalty=0.6, presence_penalty=0.3, logprobs=1)
+    return several(
+        count, max_tokens=20, repetition_penalty=1.3, frequency_penalty=0.6, presence_penalty=0.3, logprobs=1
+    )
 
 
 def run(one: LateLoop, requests: Sequence[Asked]) -> None:

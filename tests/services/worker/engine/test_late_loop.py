@@ -56,14 +56,15 @@ def run_all_seeds(kind: str, num_seeds: int, **failures: float) -> Counter[str]:
         except BaseException as error:
             error.add_note(f"{kind}, {order}, delays of {delay_s} s, seed {seed}, {failures}")
             raise
-    print(kind, failures, dict(happened))
     return happened
 
 
-@pytest.mark.parametrize(("kind", "num_seeds"), [("mock", 3), ("llama", 2)])
-def test_requests_get_the_tokens_of_the_plain_engine_whatever_happens_in_flight(kind: str, num_seeds: int) -> None:
+@pytest.mark.parametrize(("kind", "num_seeds", "least"), [("mock", 3, 20), ("llama", 1, 5)])
+def test_requests_get_the_tokens_of_the_plain_engine_whatever_happens_in_flight(
+    kind: str, num_seeds: int, least: int
+) -> None:
     happened = run_all_seeds(kind, num_seeds)
-    assert {name: happened[name] for name in OFTEN if happened[name] < 20} == {}
+    assert {name: happened[name] for name in OFTEN if happened[name] < least} == {}
 
 
 @pytest.mark.parametrize(("kind", "num_seeds", "least"), [("mock", 3, 20), ("llama", 1, 5)])
