@@ -25,6 +25,8 @@ from tests.shared.transport.memory import MemoryFabric
 MIB = 1 << 20
 NO_MACHINE = Path("/nonexistent")
 """Workers under test share a machine, whose NIC is none of theirs: each has one of its own."""
+ENGINES: dict[str, object] = {"late": None}
+"""How workers' engines are, where nothing else is said: ``tests.services.worker.late_workers`` changes it."""
 
 
 def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
@@ -72,7 +74,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "die_with_parent": False,
         "ready_fd": 0,
     }
-    return WorkerConfig(**(fields | changes))  # type: ignore[arg-type]
+    return WorkerConfig(**(fields | ENGINES | changes))  # type: ignore[arg-type]
 
 
 class RunningWorker:

@@ -30,10 +30,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from services.worker.core.kv_admission.staging import Staging, Window
-from services.worker.device.completion import LANDED, Completion, landed
+from services.worker.device.completion import LANDED, Completion, Landed, landed
 from services.worker.device.device import Device
 from services.worker.engine.base import Engine
-from shared.aio import Wakeup, in_thread, outlast
+from shared.aio import Wakeup, outlast
 from shared.errors import TransferAborted
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
 
@@ -113,8 +113,13 @@ class KvConnector:
 
 
 async def _done(call: Callable[[], Completion[T]]) -> T:
-    """Have the engine do this, and wait for its end, also if the caller is cancelled meanwhile. Raises its error."""
-    doing = asyncio.ensure_future(landed(await in_thread(call)))
+    """Have the engine do this, and wait for its end, also if the caller is cancelled meanwhile: be it before the engine
+    was called. Raises its error."""
+
+    async def done() -> T:
+        return await landed(await asyncio.to_thread(call))
+
+    doing = asyncio.ensure_future(done())
     await outlast(doing)
     return doing.result()
 
@@ -142,14 +147,16 @@ class KvOutflow:
         lies_there: Callable[[], bool],
     ) -> tuple[Transfer, ...]:
         """Copy the range once what writes it (``after``) has ended, and post it: a message per tag, of as many layers
-        each. None is posted unless it ``lies_there`` after the copy: its blocks may be another's by then. Raises what
-        the engine raises of KV that does."""
-        export = functools.partial(
-            self._engine.export_kv,
-            *(kv.tables, kv.ends, kv.last_layer),
-            first_layer=kv.first_layer,
-            first_tokens=kv.starts,
-        )
+        each. None is posted unless it ``lies_there`` after the copy: its blocks may be another's by then. Asked on any
+        thread. Raises what the engine raises of KV that does."""
+
+        def export() -> Completion[Buffer]:
+            if not lies_there():  # who has the blocks by now may be writing into them
+                return Landed(b"")
+            return self._engine.export_kv(
+                *(kv.tables, kv.ends, kv.last_layer), first_layer=kv.first_layer, first_tokens=kv.starts
+            )
+
         self._busy.begin()
         try:
             await landed(after)

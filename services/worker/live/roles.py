@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from services.worker.core.live.life import check_target, why_no_source
+from services.worker.core.live.machine import EngineStopped
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
@@ -301,12 +302,14 @@ class PairRoles:
     async def instance_gone(self, instance: Instance, reason: str) -> None:
         """The instance's engine is about to stop: its pairs end before."""
         if self.target is not None and self.target.instance is instance:
-            await self.target.fail(reason)
+            await self.target.leave(reason)
         source = self.source
         if source is not None and source.instance is instance and self._run is not None:
             source.lose(reason)
             await source.until_kv_is_over()
-            await asyncio.wait({self._run}, timeout=LEAVE_S)
+            _, left = await asyncio.wait({self._run}, timeout=LEAVE_S)
+            if left:  # layers that it would not run any more: it ends their requests with the others
+                source.handle(EngineStopped())
 
     def arrived(self) -> None:
         """A request was accepted here."""

@@ -172,6 +172,12 @@ class LiveTarget(PairMember[TargetMachine]):
             await self.ended.wait()
             await self.until_done(TellEnded)
 
+    async def leave(self, reason: str) -> None:
+        """The instance's engine is about to stop. Afterwards this member has left the pair."""
+        await self.fail(reason)
+        self.handle(core.EngineStops(reason))
+        await self.ended.wait()
+
     async def close(self) -> None:
         """The instance or the process goes: leave the pair, and wait for what is under way."""
         await self.fail("the target leaves")

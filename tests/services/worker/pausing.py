@@ -18,12 +18,19 @@ class _Paused:
         self._tokens = tokens
 
     def __call__(self) -> StepOutput | None:
-        """Nothing, once it is so: there is work and no room for it, as far as the thread can tell."""
-        running = self._loop.scheduler.table.running
-        if self._request_ids - {s.request_id for s in running if len(s.output) >= self._tokens}:
-            return EngineLoop.step(self._loop)
-        self._request_ids = set()
-        return None
+        """Once it is so, it begins nothing: there is work and no room for it, as far as the thread can tell."""
+        loop = self._loop
+        running = loop.scheduler.table.running
+        if not self._request_ids - {s.request_id for s in running if len(s.output) >= self._tokens}:
+            self._request_ids = set()
+            if loop.is_quiet:
+                return None
+            vars(loop).setdefault("_begin", self._ends_begun)
+        return EngineLoop.step(loop)
+
+    def _ends_begun(self) -> bool:
+        """What is in flight lands, and a step that has begun is ended."""
+        return self._loop._begun is not None and EngineLoop._begin(self._loop)
 
 
 def pause(engine: EngineThread, request_ids: Iterable[str] = (), tokens: int = 1) -> Future[None]:
@@ -43,5 +50,6 @@ def resume(engine: EngineThread) -> Future[None]:
     def let_go(loop: EngineLoop) -> None:
         if isinstance(vars(loop).get("step"), _Paused):
             del loop.step
+            vars(loop).pop("_begin", None)
 
     return engine.call(let_go)

@@ -36,6 +36,7 @@ from services.worker.core.live.target_words import (
     AwaitStepEnd,
     Embed,
     EndRequests,
+    EngineStops,
     Forget,
     Free,
     GatesCame,
@@ -373,13 +374,21 @@ class TargetMachine(Machine):
                 self.do(TellTaken((batch_id,), loaded=self.loaded))
 
     def _engine_failed(self, reason: str) -> None:
-        self._halt()
         if self.queue.dissolved:
-            # What was kept is the target's alone, even if the source does not know yet.
-            self._engine_error = ErrorInfo.of(Unavailable(f"the engine failed: {reason}"))
-            self._await_step_end()
+            self._abandon_kept(f"the engine failed: {reason}")
         else:
+            self._halt()
             self._fail(f"the target's engine failed: {reason}")
+
+    def _engine_stops(self, event: EngineStops) -> None:
+        if self.life.state is PairState.DISSOLVED and not self._is_over and not self._halted:
+            self._abandon_kept(event.reason)
+
+    def _abandon_kept(self, reason: str) -> None:
+        """What was kept is the target's alone, even if the source does not know yet."""
+        self._halt()
+        self._engine_error = ErrorInfo.of(Unavailable(reason))
+        self._await_step_end()
 
     def _halt(self) -> None:
         self._halted, self._inside, self.may_run = True, None, False
@@ -657,6 +666,7 @@ class TargetMachine(Machine):
         PartWanted: _part_wanted,
         Cancelled: _cancelled,
         Lost: _lost,
+        EngineStops: _engine_stops,
         EngineStopped: _engine_stopped,
         Due: _due,
     }

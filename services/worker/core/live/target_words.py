@@ -46,6 +46,12 @@ class GatesCame(PairEvent, frozen=True):
     gates: tuple[Gate, ...]
 
 
+class EngineStops(PairEvent, frozen=True):
+    """It is about to. What the target kept of a pair that is dissolved it will not finish."""
+
+    reason: str
+
+
 # --- what it wants done ------------------------------------------------------------------------
 
 

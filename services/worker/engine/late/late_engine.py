@@ -6,6 +6,9 @@ of these fails with ``LateFault``, logged and counted:
 - an argument changed, or a KV block was freed, before the call was done;
 - a call needs what a call of another stream has still to make: its caller did not wait.
 
+A block may be freed while it is read by an export: that harms nobody, and what is read is poison, for its caller to
+throw away.
+
 What a call gives does not exist before it has run, and a KV slot that it will write is poison (``kv_in_flight``).
 Nothing here puts calls of two streams in order. A batch is used by what ``embed`` or ``resume`` returned here; what a
 caller got wrong about how far it is, is the completion's error.
@@ -19,7 +22,7 @@ from typing import Any, TypeVar
 
 from services.worker.core.scheduling.blocks import BlockPool
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.device.completion import Completion, Pending
+from services.worker.device.completion import Completion, Landed, Pending
 from services.worker.device.late import LateStream, LateStreams
 from services.worker.engine.base import Activation, Engine
 from services.worker.engine.forward_batch import ForwardBatch
@@ -65,6 +68,8 @@ class LateEngine:
         self._times_freed: Sequence[int] | None = None
         self.num_faults = 0
         """Calls that failed with ``LateFault``."""
+        self.num_stale_reads = 0
+        """Exports of which a block was freed before they were done."""
         self.num_layers = inner.num_layers
         self.num_blocks = inner.num_blocks
         self.block_size = inner.block_size
@@ -221,17 +226,24 @@ class LateEngine:
         """See ``Engine``."""
         check_layers(first_layer, last_layer, self.num_layers)
         slots = self._slots(block_tables, num_tokens, first_tokens)
+        blocks = self._blocks(block_tables, num_tokens, first_tokens)
+
+        def call() -> Completion[Buffer]:
+            if not any(argument.changed for argument in blocks):
+                exported = self._inner.export_kv(
+                    block_tables, num_tokens, last_layer, first_layer=first_layer, first_tokens=first_tokens
+                )
+                if not any(argument.changed for argument in blocks):
+                    return exported
+            self.num_stale_reads += 1
+            return Landed(b"\xff" * ((last_layer - first_layer) * len(slots) * self.kv_bytes_per_token_layer))
+
         return self._later(
             "export",
             self._streams.out,
             Pending[Buffer](),
-            lambda: self._inner.export_kv(
-                block_tables, num_tokens, last_layer, first_layer=first_layer, first_tokens=first_tokens
-            ),
-            (
-                positions_argument(block_tables, num_tokens, first_tokens),
-                *self._blocks(block_tables, num_tokens, first_tokens),
-            ),
+            call,
+            (positions_argument(block_tables, num_tokens, first_tokens),),
             (KvUse(first_layer, last_layer, lambda: slots, writes=False),),
         )
 

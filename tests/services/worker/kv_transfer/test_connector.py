@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.kv_admission import staging
-from services.worker.device.completion import Completion, Landed
+from services.worker.device.completion import Completion, Landed, Pending
 from services.worker.device.host import HOST
 from services.worker.engine.base import Engine
 from services.worker.engine.handoff import slots_of
@@ -278,6 +278,31 @@ async def test_who_waits_for_it_may_be_cancelled(wire: Wire, end: Callable[[KvIn
     await (_cancelled(task) if end is None else end(inflow))
     assert inflow.is_over
     assert wire.connector.used_bytes == 0
+
+
+async def test_who_is_cancelled_while_the_engine_is_called_waits_for_what_it_was_given(wire: Wire) -> None:
+    """As a device that computes later: the call returns, and the blocks are still to be written."""
+    given, written = threading.Event(), Pending[None]()
+    wire.receiver.gate.clear()
+    import_kv = wire.receiver.import_kv
+
+    def later(*kv: Any, **layers: Any) -> Completion[None]:
+        given.set()
+        import_kv(*kv, **layers)
+        return written
+
+    wire.receiver.import_kv = later  # type: ignore[method-assign]
+    inflow, outflow = wire.inflow(), wire.outflow()
+    running(inflow)
+    await wire.send(outflow, 0, 1)
+    await eventually(given.is_set)
+    release = asyncio.create_task(inflow.release())
+    await asyncio.sleep(0.01)
+    wire.receiver.gate.set()  # the call returns now
+    await asyncio.sleep(0.05)
+    assert not release.done(), "its blocks would be freed, and are written"
+    written.settle(Landed())
+    await release
 
 
 async def test_what_the_engine_cannot_write_is_said(wire: Wire) -> None:

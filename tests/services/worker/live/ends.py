@@ -16,6 +16,7 @@ import msgspec
 
 from services.worker.core.live.machine import Action, HasLanded, Lost
 from services.worker.core.scheduling.sequence import ActiveSequence, sequence_of, submit_of
+from services.worker.device.completion import landed
 from services.worker.device.host import HOST
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
@@ -289,7 +290,8 @@ class Ends:
         """Hand a batch over, with its hidden states."""
         await self.pair.on_hand_over(self.message_of(batch_id, *sequences, serial=serial))
         tokens = [token for s in sequences for token in s.tokens]
-        self.source_tensors.send(self.source.loop.engine.embed_tokens(tokens).result(), serial, Kind.HANDED_HIDDEN)
+        hidden = await landed(self.source.loop.engine.embed_tokens(tokens))
+        self.source_tensors.send(hidden, serial, Kind.HANDED_HIDDEN)
 
     async def pull(self, number: int = 0, *, wait_s: float = 0.0) -> Pulled:
         """The source's ``number``-th claim."""

@@ -75,15 +75,23 @@ class Clock:
         return self.now_s
 
 
+def made_later(_: EngineLoop) -> None:
+    """It computes at once, unless ``tests.services.worker.late_workers`` has changed this."""
+
+
 def make_loop(clock: Callable[[], float] = lambda: 0.0, **changes: int) -> EngineLoop:
     """A loop over a ``WatchedEngine``."""
-    return EngineLoop(WatchedEngine(), SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, **changes), clock)
+    config = SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, **changes)
+    loop = EngineLoop(WatchedEngine(), config, clock)
+    made_later(loop)
+    return loop
 
 
 def engine_of(loop: EngineLoop) -> WatchedEngine:
     """The loop's engine, as what it is."""
-    assert isinstance(loop.engine, WatchedEngine)
-    return loop.engine
+    engine = getattr(loop.engine, "watched", loop.engine)
+    assert isinstance(engine, WatchedEngine)
+    return engine
 
 
 def request(name: str, prompt_tokens: int = 6, max_tokens: int = 3, output: Sequence[int] = ()) -> ActiveSequence:

@@ -852,3 +852,26 @@ def test_a_question_about_blocks_that_are_not_freed_any_more_is_refused() -> Non
     actions = target.told(EngineStopped())
     assert (the(RefuseQuestion, actions).question, refused(actions)) == (3, "engine_broken")
     assert of_kind(RefuseQuestion, target.told(EngineStopped())) == []
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_engine_that_is_about_to_stop_leaves_nothing_of_what_was_kept(complete: bool) -> None:
+    target = Target()
+    target.has("a", "b")
+    target.loaded()
+    target.machine.loaded = complete
+    target.asked_to_part(source_busy_s=99.0)
+    assert target.told(Lost("the target leaves"), t.EngineStops("the target leaves")) == [t.AwaitStepEnd()]
+    assert target.told(t.EngineStops("again"), PartWanted()) == []
+    actions = target.told(HasLanded(t.AwaitStepEnd()))
+    abandoned = the(t.Abandon, actions)
+    assert (abandoned.batch_ids, abandoned.error is None) == (("a", "b"), complete)
+    assert freed(actions) == ["a", "b"]
+    assert actions[-2:] == [Detach(), Over()]
+    assert target.told(t.EngineStops("the target leaves")) == []
+
+
+def test_that_an_engine_is_about_to_stop_changes_nothing_else() -> None:
+    target = Target()
+    target.has("a")
+    assert target.told(t.EngineStops("the target leaves")) == []
