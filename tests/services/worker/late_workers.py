@@ -69,6 +69,11 @@ class LateEngines:
         late.watch(loop.scheduler.pool)
         loop.engine = late
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is written, or will be, that was asked for so far."""
+        return all(not streams.compute.queued and not streams.into.queued for streams in self._streams)
+
     def check(self) -> None:
         """No caller took for done what was not."""
         assert self.engines

@@ -16,6 +16,7 @@ from shared.messages.plans import MutatePlan, MutateTarget
 from tests.processes import INCARNATION
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.live.burst import Burst, live_cluster
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 from tests.services.workers import RunningWorker
@@ -203,6 +204,7 @@ async def phases(pair: Disaggregated) -> None:
         await pair.submit(f"r{number}", prompt=PROMPT[: 20 + 10 * number], max_tokens=20)
 
 
+@also_late()
 @pytest.mark.parametrize("swapped", [False, True])
 async def test_requests_in_every_phase_finish_where_they_were_to(redis_url: str, *, swapped: bool) -> None:
     async with disaggregated(redis_url) as pair:
@@ -221,6 +223,7 @@ async def test_requests_in_every_phase_finish_where_they_were_to(redis_url: str,
         await pair.clean()
 
 
+@also_late("drawn")
 async def test_the_source_of_a_pair_that_becomes_a_decode_instance_parts_with_it(redis_url: str) -> None:
     async with live_cluster(redis_url) as cluster:
         burst, has_parted = Burst(cluster), list[bool]()

@@ -21,7 +21,9 @@ from shared.messages.plans import Stripe
 from shared.messages.registry import HeartbeatAck
 from tests.processes import process
 from tests.services.fake_gateway import expected_tokens
+from tests.services.worker.late_workers import TIMINGS, late_engines
 from tests.services.worker.lone_worker import FROM_DISK, LoneWorker, lone_worker
+from tests.services.workers import MIB
 from tests.shared.bus.memory import MemoryBroker
 from tests.wait_until import WAIT_S, eventually
 
@@ -241,6 +243,28 @@ async def test_the_next_model_in_the_same_memory_serves_its_own_tokens(alone: Lo
         assert alone.gateway.tokens(f"r{epoch}") == expected_tokens(8)
         await alone.drain(instance_id, f"drain-{epoch}")
         await alone.reported(f"drain-{epoch}", "spare")
+
+
+@pytest.mark.parametrize("order", TIMINGS)
+async def test_nothing_is_written_into_the_next_models_memory(order: str) -> None:
+    """The instance goes while a request is decoded, and steps are in flight."""
+    with late_engines(TIMINGS[order]) as late:
+        async with lone_worker(engine="torch", kv_bytes=16 * MIB) as alone:
+            tokens = list[tuple[int, ...]]()
+            alone.pool.ack = ack = HeartbeatAck(lease_s=0.6, planner_term=1)
+            for epoch in (10, 11):
+                instance_id = await alone.serve(epoch=epoch)
+                await alone.submit(instance_id, f"r{epoch}")
+                assert (await alone.gateway.end_of(f"r{epoch}")).finish_reason == "length"
+                tokens.append(alone.gateway.tokens(f"r{epoch}"))
+                await alone.submit(instance_id, f"long{epoch}", max_tokens=400)
+                await alone.gateway.tokens_arrived(f"long{epoch}", 3)
+                alone.pool.ack = HeartbeatAck(lease_s=0.6, stop_instance=instance_id, planner_term=1)
+                await eventually(lambda: alone.worker.instance is None)
+                assert late.is_idle
+                alone.pool.ack = ack
+            assert len(set(tokens)) == 1
+        late.check()
 
 
 async def test_a_broken_engine_asks_for_a_restart_and_ends_its_requests(

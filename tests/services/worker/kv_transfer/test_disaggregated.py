@@ -12,6 +12,7 @@ from services.worker.requests import inbox
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
 from tests.services.worker.kv_transfer.sender.steps import Gate
+from tests.services.worker.late_workers import also_late
 from tests.wait_until import eventually
 
 SLOW = MockTiming(layer_base_s=0.01)
@@ -44,6 +45,7 @@ async def test_a_prompt_computed_here_is_decoded_there(redis_url: str) -> None:
         await eventually(lambda: pair.outcomes() == {"moved": 1})
 
 
+@also_late()
 async def test_many_at_once(redis_url: str) -> None:
     async with disaggregated(redis_url) as pair:
         prompts = {f"r{i}": tuple(32 + (i * 7 + j) % 90 for j in range(10 + 17 * i)) for i in range(8)}

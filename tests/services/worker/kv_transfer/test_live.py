@@ -8,10 +8,12 @@ from shared.messages.common import LivePolicy
 from shared.messages.generation import FinishReason
 from tests.services.cluster import Cluster
 from tests.services.worker.kv_transfer.fakes import outcomes_at
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.live.burst import Burst, live_cluster
 from tests.wait_until import eventually
 
 
+@also_late("drawn")
 @pytest.mark.parametrize("policy", ["zigzag", "best_effort", "overlap", "stop_the_world"])
 async def test_a_burst_at_prefill_instances(redis_url: str, policy: LivePolicy) -> None:
     async with live_cluster(redis_url, policy, num_workers=3) as cluster:

@@ -6,6 +6,7 @@ import pytest
 
 from services.worker.core.kv_admission import move_history
 from tests.services.worker.kv_transfer.moving import PROMPT, moving
+from tests.services.worker.late_workers import also_late
 from tests.wait_until import eventually
 
 
@@ -23,6 +24,7 @@ async def test_a_drain_moves_what_runs_and_does_not_wait_for_its_end(redis_url: 
         assert fleet.said_by("r") == ["w0", "w1"]
 
 
+@also_late()
 async def test_many_spread_over_those_that_take_them(redis_url: str) -> None:
     async with moving(redis_url, 3) as fleet:
         names = [f"r{i}" for i in range(8)]
@@ -109,6 +111,7 @@ async def test_a_revived_instance_keeps_what_has_not_left(redis_url: str) -> Non
         assert fleet.here.instance is not None
 
 
+@also_late("drawn")
 async def test_an_order_moves_some_and_the_instance_serves_on(redis_url: str) -> None:
     async with moving(redis_url) as fleet:
         # Two of them have less than 150 tokens of KV, and three have more.

@@ -36,6 +36,7 @@ from tests.services.worker.kv_transfer.fakes import FakeDecode, clean, outcomes
 from tests.services.worker.kv_transfer.lossy import LossyBroker
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
 from tests.services.worker.kv_transfer.sender.steps import Gate
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.lone_worker import LoneWorker
 from tests.services.workers import RunningWorker
 from tests.shared.bus.memory import Reply
@@ -107,6 +108,7 @@ async def test_questions_and_answers_get_lost(patient_pair: Disaggregated) -> No
     assert pair.outcomes().get("moved", 0) > 0
 
 
+@also_late()
 async def test_cancels_at_any_moment(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_client, "LEASE_S", 3600.0)  # room is given back, and does not only lapse
     chance = random.Random(3)

@@ -24,6 +24,7 @@ from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.fakes import outcomes_at
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, Burst, live_cluster
 from tests.services.workers import RunningWorker
 from tests.wait_until import eventually
@@ -118,6 +119,7 @@ async def test_the_decode_instance_is_killed(redis_url: str, when: When) -> None
         await no_wrong_token(burst)
 
 
+@also_late("drawn")
 @PHASES
 async def test_the_target_is_killed(redis_url: str, when: When) -> None:
     async with pair_and_decoder(redis_url) as burst:
@@ -254,6 +256,7 @@ async def test_without_room_at_the_decode_instance_batches_go_by_the_source(redi
         await burst.clean()
 
 
+@also_late()
 async def test_clients_leave_while_batches_are_split(redis_url: str) -> None:
     async with pair_and_decoder(redis_url) as burst:
         shared: list[bool] = []

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from tests.services.worker.kv_transfer.fakes import outcomes_at
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.live.burst import Burst, live_cluster
 from tests.wait_until import eventually
 
@@ -17,6 +18,7 @@ PROMPTS = {f"r{i}": tuple(random.Random(i).choices(range(3, 200), k=n)) for i, n
 MAX_TOKENS = 12
 
 
+@also_late("drawn")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_the_tokens_are_those_of_one_instance(redis_url: str, temperature: float) -> None:
     async with live_cluster(redis_url, num_workers=3, engine="torch", mock=None, kv_bytes=16 << 20) as cluster:

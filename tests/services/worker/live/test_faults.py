@@ -19,6 +19,7 @@ from shared.messages.live import LiveReport, Taken, WorkerOrder
 from tests.processes import process
 from tests.services.cluster import Cluster
 from tests.services.fake_gateway import expected_tokens
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.live.burst import NUM_TOKENS, PROMPTS, Burst, live_cluster
 from tests.wait_until import eventually
 
@@ -52,6 +53,7 @@ async def _report(cluster: Cluster) -> LiveReport:
     return cluster.live_reports[0]
 
 
+@also_late("drawn")
 async def test_the_target_is_killed(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
@@ -66,6 +68,7 @@ async def test_the_target_is_killed(redis_url: str) -> None:
         await burst.clean()
 
 
+@also_late("copies_last")
 async def test_the_source_is_killed(redis_url: str) -> None:
     async with slow_cluster(redis_url, max_queued_requests=64) as cluster:
         burst = Burst(cluster)
@@ -79,6 +82,7 @@ async def test_the_source_is_killed(redis_url: str) -> None:
         await burst.clean()
 
 
+@also_late("drawn")
 async def test_the_targets_engine_fails(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
@@ -112,6 +116,7 @@ async def test_the_model_is_removed(redis_url: str) -> None:
         await eventually(lambda: burst.source.instance is None)
 
 
+@also_late("drawn")
 async def test_the_plan_is_superseded(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
@@ -165,6 +170,7 @@ async def test_a_pull_whose_tensors_are_lost_is_computed_again(redis_url: str) -
         await burst.clean()
 
 
+@also_late("copies_first")
 async def test_the_source_is_stopped(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
@@ -176,6 +182,7 @@ async def test_the_source_is_stopped(redis_url: str) -> None:
         await burst.clean()
 
 
+@also_late("copies_last")
 async def test_the_target_is_stopped(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)

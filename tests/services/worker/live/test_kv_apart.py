@@ -30,6 +30,7 @@ from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
 from tests.processes import process
 from tests.services.cluster import Cluster
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, PROMPTS, Burst, live_cluster
 from tests.wait_until import WAIT_S, eventually
 
@@ -72,6 +73,7 @@ async def _split(cluster: Cluster, burst: Burst) -> int:
     return sum(bool(b.target_layers and b.source_layers) for b in pair.batches)
 
 
+@also_late("copies_last")
 @pytest.mark.parametrize("piece_layers", [1, 2, 100])
 @pytest.mark.parametrize("ahead", [1, 2])
 async def test_kv_comes_in_pieces_a_window_ahead(
@@ -92,6 +94,7 @@ async def test_kv_comes_in_pieces_a_window_ahead(
         await burst.clean()
 
 
+@also_late("drawn")
 async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(redis_url: str) -> None:
     async with slow_cluster(redis_url, stall_s=4.0) as cluster:
         burst, wire = Burst(cluster), Wire()
@@ -107,6 +110,7 @@ async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(r
         await burst.clean()
 
 
+@also_late("copies_first")
 async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst, wire = Burst(cluster), Wire()
@@ -156,6 +160,7 @@ async def _parted_with_begun_ones(burst: Burst, before: Callable[[], None] = lam
     return given
 
 
+@also_late("drawn")
 async def test_what_is_given_at_the_end_comes_with_its_kv(redis_url: str) -> None:
     async with slow_cluster(redis_url, "best_effort") as cluster:
         burst, wire = Burst(cluster), Wire()
@@ -255,6 +260,7 @@ async def test_kv_is_sent_once_and_only_of_what_the_source_has_pulled(
 # --- long prompts --------------------------------------------------------------------------------
 
 
+@also_late()
 @pytest.mark.parametrize("part_tokens", [7, 16])
 async def test_long_prompts_are_split_between_the_members_as_well(redis_url: str, part_tokens: int) -> None:
     async with slow_cluster(redis_url, prefill_chunk_tokens=part_tokens) as cluster:

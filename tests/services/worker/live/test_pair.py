@@ -11,6 +11,7 @@ from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.live import source
 from shared.messages.common import LivePolicy
 from tests.services.fake_gateway import expected_tokens
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, PROMPTS, Burst, live_cluster
 from tests.wait_until import eventually
 
@@ -18,6 +19,7 @@ MAX_CASES = 3
 """In which the burst waits until there is a pair once, also on a busy machine."""
 
 
+@also_late()
 @pytest.mark.parametrize("policy", ["zigzag", "best_effort", "overlap", "stop_the_world"])
 async def test_a_burst_gets_its_tokens_while_the_second_instance_loads(redis_url: str, policy: LivePolicy) -> None:
     for _ in range(MAX_CASES):
@@ -53,6 +55,7 @@ async def test_requests_that_arrive_during_the_pair_queue_behind_the_others(redi
         await burst.clean()
 
 
+@also_late("copies_last")
 @pytest.mark.parametrize("num_seats", [8, 128])
 async def test_short_prompts_share_batches(redis_url: str, num_seats: int) -> None:
     prompts = {f"s{i}": tuple(40 + (5 * i + j) % 80 for j in range(9 + i % 7)) for i in range(100)}
@@ -85,6 +88,7 @@ async def test_a_pair_parts_before_its_report_is_larger_than_a_message(
         await burst.clean()
 
 
+@also_late("drawn")
 async def test_cancelled_requests_leave_both_members(redis_url: str) -> None:
     async with live_cluster(redis_url) as cluster:
         burst = Burst(cluster)
@@ -123,6 +127,7 @@ async def test_a_target_without_room_takes_what_fits(redis_url: str) -> None:
         await burst.clean()
 
 
+@also_late()
 async def test_a_real_model_gives_the_same_tokens_as_alone(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_layers = TorchEngine.run_layers
 

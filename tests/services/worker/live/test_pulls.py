@@ -16,6 +16,7 @@ from shared.messages.codec import Message
 from shared.messages.live import HandOver, Pull, PullKv, Settle
 from shared.transport.base import Buffer
 from shared.transport.tags import Carries, carried_by
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.live.ends import Ends, SourceEnd, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
 from tests.wait_until import WAIT_S, eventually
@@ -53,6 +54,7 @@ async def _tokens_are_right(ends: Ends, *, without: str = "") -> None:
     assert {n: t for n, t in ends.source.tokens().items() if t} == {n: expected(request(n, 9)) for n in names}
 
 
+@also_late()
 @pytest.mark.parametrize("num_layers", range(NUM_LAYERS))
 async def test_pulled_after_any_layer_a_batch_gives_the_tokens_of_one_engine(num_layers: int) -> None:
     async with running_ends(batch_tokens=9) as ends:

@@ -16,6 +16,7 @@ from services.worker.live.tensors import Kind
 from shared.errors import BadRequest, Conflict, DeadlineExceeded
 from shared.messages.generation import StreamPart
 from shared.messages.live import PullKv
+from tests.services.worker.late_workers import also_late
 from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
 from tests.wait_until import WAIT_S, eventually
@@ -226,6 +227,22 @@ async def test_shares_are_given_again_as_they_were_and_what_is_kept_is_finished_
         assert ends.requests.announced == list(shares.kept)
         assert ends.target.tokens() == {name: expected(request(name, 9)) for name in shares.kept}
         assert ends.requests.unhosted == [g.batch_id for g in shares.given], "no more than these"
+
+
+@also_late()
+async def test_an_instance_that_goes_leaves_the_pair_with_what_it_kept() -> None:
+    async with running_ends(policy="stop_the_world") as ends, InsideLayer(ends.target) as layer:
+        await _four(ends)
+        await ends.load(NUM_LAYERS)
+        shares = await ends.dissolve()
+        assert shares.kept
+        leaving = asyncio.create_task(ends.pair.leave("the model is removed"))
+        await asyncio.sleep(0)
+        layer.let_go()
+        await asyncio.wait_for(leaving, WAIT_S)
+        assert ends.pair.machine.num_requests == 0
+        await ends.target.idle()  # in steps, as long as the engine runs
+        assert ends.target.tokens() == {name: expected(request(name, 9)) for name in shares.kept}
 
 
 async def test_what_is_kept_is_announced_before_its_first_token_however_late_the_event_loop_hears_of_it() -> None:
