@@ -247,7 +247,7 @@ async def test_the_next_model_in_the_same_memory_serves_its_own_tokens(alone: Lo
 
 @pytest.mark.parametrize("order", TIMINGS)
 async def test_nothing_is_written_into_the_next_models_memory(order: str) -> None:
-    """The instance goes while a request is decoded, and steps are in flight."""
+    """The instance goes as soon as its last request has no client any more, be steps of it in flight."""
     with late_engines(TIMINGS[order]) as late:
         async with lone_worker(engine="torch", kv_bytes=16 * MIB) as alone:
             tokens = list[tuple[int, ...]]()
@@ -260,6 +260,7 @@ async def test_nothing_is_written_into_the_next_models_memory(order: str) -> Non
                 await alone.submit(instance_id, f"long{epoch}", max_tokens=400)
                 await alone.gateway.tokens_arrived(f"long{epoch}", 3)
                 alone.pool.ack = HeartbeatAck(lease_s=0.6, stop_instance=instance_id, planner_term=1)
+                await alone.gateway.cancel("w0", f"long{epoch}")
                 await eventually(lambda: alone.worker.instance is None)
                 assert late.is_idle
                 alone.pool.ack = ack

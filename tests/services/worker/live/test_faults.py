@@ -116,7 +116,6 @@ async def test_the_model_is_removed(redis_url: str) -> None:
         await eventually(lambda: burst.source.instance is None)
 
 
-@also_late("drawn")
 async def test_the_plan_is_superseded(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
@@ -170,7 +169,6 @@ async def test_a_pull_whose_tensors_are_lost_is_computed_again(redis_url: str) -
         await burst.clean()
 
 
-@also_late("copies_first")
 async def test_the_source_is_stopped(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)

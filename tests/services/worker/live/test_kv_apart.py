@@ -160,7 +160,6 @@ async def _parted_with_begun_ones(burst: Burst, before: Callable[[], None] = lam
     return given
 
 
-@also_late("drawn")
 async def test_what_is_given_at_the_end_comes_with_its_kv(redis_url: str) -> None:
     async with slow_cluster(redis_url, "best_effort") as cluster:
         burst, wire = Burst(cluster), Wire()
