@@ -252,7 +252,8 @@ class LateLoop:
     ) -> None:
         self.streams = streams
         self.happened = Counter[str]() if happened is None else happened
-        self.engine = make(engine_of(kind), streams, failures)
+        self.inner = engine_of(kind)
+        self.engine = make(self.inner, streams, failures)
         limits = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, **LIMITS, **changes}
         self.loop = EngineLoop(self.engine, SchedulerConfig(**limits), time.monotonic)
         self.engine.watch(self.loop.scheduler.pool)

@@ -19,7 +19,7 @@ from services.worker.device.late import LateStreams
 from services.worker.engine.base import Activation, Engine
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.late.activation import LateActivation
-from services.worker.engine.late.failures import FailingDevice, LateFailures
+from services.worker.engine.late.failures import LateFailures
 from services.worker.engine.late.late_engine import LateEngine
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.mock_engine import MockEngine
@@ -232,7 +232,7 @@ def test_a_device_that_is_lost_ends_all_once_and_the_thread(kind: str) -> None:
 
 
 def cache_bytes(one: LateLoop) -> list[bytes]:
-    engine = one.engine._inner
+    engine = one.inner
     assert isinstance(engine, TorchEngine)
     return [page.view(torch.uint8).numpy().tobytes() for pages in (engine.cache.k, engine.cache.v) for page in pages]
 
@@ -243,7 +243,7 @@ def test_a_loop_that_breaks_waits_for_what_is_in_flight(lost: bool, prefills: bo
     def break_it(loop: EngineLoop) -> None:
         loop.step = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
         if lost:
-            one.engine._failing = FailingDevice(LateFailures(device_after=0))
+            one.inner.run_layers = one.inner.sample = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
 
     with late_loop("llama", delay_s=0.001) as one:
         if not prefills:
@@ -267,6 +267,27 @@ def test_a_loop_that_breaks_waits_for_what_is_in_flight(lost: bool, prefills: bo
 
 
 # --- the end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefills", [False, True])
+def test_stop_begins_nothing_more(prefills: bool) -> None:
+    requests = several(3, max_tokens=40)
+    with late_loop(delay_s=0.001) as one:
+        for request in requests:
+            one.add(request)
+        if not prefills:
+            eventually_sync(lambda: all(texts_of(one, r.name) for r in requests))
+        num_steps: list[int] = []
+
+        def stop(loop: EngineLoop) -> None:
+            one.thread.stop()
+            num_steps.append(one.num_completed + len(loop.scheduler.table.flight))
+
+        one.thread.call(stop).result(WAIT_S)
+        assert one.thread.join(WAIT_S)
+        one.end()
+        assert [one.num_completed] == num_steps
+        assert one.num_completed < 20
 
 
 @pytest.mark.parametrize("prefills", [False, True])
