@@ -177,7 +177,7 @@ def test_what_a_step_that_failed_and_the_one_behind_it_drew_is_taken_out_again(k
         run(one, requests)
         one.check_texts(plain_texts(kind, requests), exact=kind == "mock")
         one.end()
-        assert one.happened["behind a failed one"] >= 2
+        assert one.happened["behind a failed one"] >= 1
         assert {text.end.finish_reason for text in one.said.texts.values() if text.end} == {"length"}
 
 
@@ -532,5 +532,5 @@ def test_busy_times_and_speeds_are_those_of_the_device_with_two_in_flight() -> N
         stats = one.thread.stats()
         step_s = LAYER_S * one.engine.num_layers
         assert one.num_completed * step_s * 0.9 < stats.busy_s_total <= wall_s
-        assert step_s * 0.9 < stats.speed.decode_base_s + 4 * stats.speed.decode_request_s < step_s * 1.6
+        assert step_s * 0.9 < stats.speed.decode_base_s + 4 * stats.speed.decode_request_s < step_s * 3
         assert one.happened["behind"] > 20
