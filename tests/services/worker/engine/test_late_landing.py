@@ -465,7 +465,7 @@ class Endless:
     def step(self) -> None:
         assert not any(getattr(batch, "alone", False) for batch in self._one.loop.scheduler.table.flight)
         self.num_layers += 1
-        ran = self._one.streams.compute.run(lambda: None)
+        ran = self._one.streams.compute.run(lambda: time.sleep(0.001))
         self._one.loop.launch_part(ran, (), lambda _: StepOutput(()), begun_s=time.monotonic())
 
     def ran_layer(self) -> None:
@@ -506,7 +506,7 @@ def test_decodes_go_on_beside_layers_without_end(alone: int) -> None:
         eventually_sync(lambda: one.said.num_ended)
         assert len(texts_of(one, "b")) == 6
         assert 7 <= len(texts_of(one, "a")) < 50
-        assert endless.num_layers > 10
+        assert 10 < endless.num_layers < 1000
         one.thread.call(lambda loop: setattr(loop, "partial", None)).result(WAIT_S)
         one.wait()
         one.end()
