@@ -21,7 +21,9 @@ MAX_CASES = 3
 
 @also_late()
 @pytest.mark.parametrize("policy", ["zigzag", "best_effort", "overlap", "stop_the_world"])
-async def test_a_burst_gets_its_tokens_while_the_second_instance_loads(redis_url: str, policy: LivePolicy) -> None:
+async def test_a_burst_gets_its_tokens_while_the_second_instance_loads(
+    redis_url: str, policy: LivePolicy, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(MAX_CASES):
         async with live_cluster(redis_url, policy) as cluster:
             burst = Burst(cluster)
@@ -39,6 +41,8 @@ async def test_a_burst_gets_its_tokens_while_the_second_instance_loads(redis_url
     assert (pair.first_cooperative_token_ms is not None) == bool(split)
     assert all(b.target_layers + b.source_layers == 4 for b in pair.batches)
     assert policy != "overlap" or any(b.source_layers == 0 for b in pair.batches), pair
+    ours = [r.message for r in caplog.records if r.name.startswith("services.worker.live") and r.levelname == "ERROR"]
+    assert ours == [], "a batch that fails is computed again"
 
 
 async def test_requests_that_arrive_during_the_pair_queue_behind_the_others(redis_url: str) -> None:

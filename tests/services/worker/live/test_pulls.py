@@ -56,7 +56,9 @@ async def _tokens_are_right(ends: Ends, *, without: str = "") -> None:
 
 @also_late()
 @pytest.mark.parametrize("num_layers", range(NUM_LAYERS))
-async def test_pulled_after_any_layer_a_batch_gives_the_tokens_of_one_engine(num_layers: int) -> None:
+async def test_pulled_after_any_layer_a_batch_gives_the_tokens_of_one_engine(
+    num_layers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_ends(batch_tokens=9) as ends:
         source = await _source(ends, num_layers)
         await eventually(lambda: ends.source.finish_reasons().keys() == set(NAMES))
@@ -72,6 +74,7 @@ async def test_pulled_after_any_layer_a_batch_gives_the_tokens_of_one_engine(num
         )
         await _tokens_are_right(ends)
         assert bool(ends.told(PullKv)) == (num_layers > 0)
+    assert [r.message for r in caplog.records if r.levelname == "ERROR"] == [], "a batch that fails is computed again"
 
 
 async def test_with_nothing_to_pull_it_stays_free_and_nothing_is_begun() -> None:
