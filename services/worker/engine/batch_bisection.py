@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 Run = Callable[[Sequence[ScheduledSlice]], list[Sampled]]
 """Computes slices together: one token for each that samples, in order. Raises whatever the engine raises."""
 
+_ENDED = ErrorInfo.of(RequestFailed("it has ended before"))
+"""Nobody is told."""
 _PROBE = SamplingRow(SamplingParams(max_tokens=1, seed=0, temperature=0.0), position=0)
 
 
@@ -83,6 +85,9 @@ class _Bisection:
         self._run_part(middle, last)
 
     def _run_part(self, first: int, last: int) -> None:
+        if last - first == 1 and self._slices[first].sequence.finished:  # it has ended between two layers of this
+            self._computed.failures[first] = _ENDED
+            return
         try:
             sampled = self._run(self._slices[first:last])
         except Exception as failure:  # noqa: BLE001 - as above

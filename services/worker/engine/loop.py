@@ -177,7 +177,7 @@ class EngineLoop:
     def has_work(self) -> bool:
         """Whether ``step`` has something to do or to report."""
         partial = self.partial
-        return bool(self._flight or self.scheduler.has_work or (partial is not None and partial.ready))
+        return bool(self._flight or self._steps or self.scheduler.has_work or (partial is not None and partial.ready))
 
     @property
     def num_in_flight(self) -> int:
@@ -362,7 +362,7 @@ class EngineLoop:
         if self.partial is not None:
             self.partial.ran_layer()
         if step.leaving and self.prefill_listener is not None:
-            _tell(self.prefill_listener, step.leaving, num_layers)
+            _tell(self.prefill_listener, [p for p in step.leaving if self.scheduler.lies_there(p)], num_layers)
 
     def _sample(self, step: _Step) -> None:
         if not step.num_rows:
@@ -407,6 +407,8 @@ class EngineLoop:
         not be. One before it goes on, and may fail yet."""
         self._begun, self._failed = None, (step, error)
         step.is_over = True
+        if not step.layers.done:  # it may be in no flight yet, and writes
+            self.launch(step.layers, lambda: None)
         # A third is not begun: what is behind the oldest is the newest.
         if step is self._steps[0]:
             self._steps[-1].is_over = True
@@ -432,7 +434,7 @@ class EngineLoop:
                 if self.partial is not None:
                     self.partial.ran_layer()
                 if leaving and self.prefill_listener is not None:
-                    _tell(self.prefill_listener, leaving, layer + 1)
+                    _tell(self.prefill_listener, [p for p in leaving if self.scheduler.lies_there(p)], layer + 1)
                 self.between_layers()
         else:
             waited(engine.run_layers(activation, 0, engine.num_layers))

@@ -2,8 +2,8 @@
 
 Other threads talk to it through a queue of commands. Each is run as soon as the thread looks, which is between any two
 operations that it gives the engine, or once what it must not meet in flight has landed. The thread blocks on that queue
-alone: while it is idle, and while the engine has enough to do; so that a command or a landing wakes it within
-microseconds. Results come back as
+while it is idle and while the engine has enough to do, so that a command or a landing wakes it within microseconds.
+Elsewhere it waits for words about requests that are computed alone, and for what it runs again. Results come back as
 ``concurrent.futures.Future`` (``asyncio.wrap_future`` awaits them) and through callbacks.
 """
 

@@ -131,6 +131,7 @@ class KvOutflow:
         self._engine = engine
         self._channel = channel
         self._posted: set[Transfer] = set()
+        self._is_released = False
         self._busy = _Busy()
 
     @property
@@ -167,7 +168,7 @@ class KvOutflow:
             return ()
         finally:
             self._busy.end()
-        if not lies_there():
+        if self._is_released or not lies_there():
             return ()
         parts = np.split(np.frombuffer(exported, dtype=np.uint8), len(tags))
         return tuple([self._post(part, tag) for part, tag in zip(parts, tags, strict=True)])
@@ -184,7 +185,8 @@ class KvOutflow:
         self._busy.end()
 
     def release(self) -> None:
-        """What is still on its way is dropped."""
+        """What is still on its way is dropped, and nothing more is sent."""
+        self._is_released = True
         for sending in list(self._posted):
             sending.abort()
 
@@ -288,6 +290,7 @@ class KvInflow:
                 else:
                     await self.changed.until(lambda: bool(self._posted) or is_whole())
         finally:
+            self._running = None
             self._close()
 
     async def _take(self) -> None:
@@ -297,9 +300,10 @@ class KvInflow:
                 await posted.asking
             await posted.receiving.wait(self._timeout_s)
         except TransferAborted:
-            if not self._posted or self._posted[0] is not posted:
-                return  # it comes another way
-            raise
+            if self._is_next(posted):
+                raise
+        if not self._is_next(posted):
+            return  # it comes another way
         self._posted.popleft()
         self.num_come += 1
         if self._before_each is not None:
@@ -317,12 +321,16 @@ class KvInflow:
         self._post()
         self.changed.fire()
 
+    def _is_next(self, posted: _Posted) -> bool:
+        return bool(self._posted) and self._posted[0] is posted
+
     async def release(self) -> None:
-        """Receive no more. When this returns nothing is written into the blocks any more."""
+        """Receive no more. When this returns, or the caller's cancellation goes on, nothing is written into the blocks
+        any more."""
         running = self._running
         if running is not None and running is not asyncio.current_task():
             running.cancel()
-            await asyncio.wait({running})
+            await outlast(running)
         self._close()
 
     def _close(self) -> None:

@@ -87,7 +87,7 @@ class IncomingKv:
         first, self._num_chunks = self._num_chunks * (self.last_layer - self.first_layer), self._num_chunks + 1
         self._last = chunk
         layers = range(self.first_layer, self.last_layer)
-        kv = KvRange.of([self._sequence.block_table], [chunk.end], layers, starts=[chunk.start])
+        kv = KvRange.of([self._sequence.placed()], [chunk.end], layers, starts=[chunk.start])
         for number, layer in enumerate(kv.pieces(1), first):
             self._here.receive(layer, kv_tag(self.ticket, number))
 
@@ -129,6 +129,7 @@ class IncomingKv:
     def grow(self, num_tokens: int, failed: Callable[[], object]) -> None:
         """So many tokens more are to follow."""
         self.num_tokens += num_tokens
+        self._here.is_over = False  # receives for what is announced next are posted at once
         self.receive(failed)
 
     def expect(self, chunk: Chunk) -> None:

@@ -266,9 +266,17 @@ class PairMember(Generic[M]):
 
         def landed(busy_s: float) -> StepOutput | None:
             self._output, before = StepOutput(()), loop.num_in_flight
-            self.handle(HasLanded(action, land(busy_s)))
+            try:
+                result = land(busy_s)
+            except Exception as error:
+                if isinstance(action, RunPart | Finish):
+                    raise  # as in ``_act``
+                self._broke(error)
+                result = None
+            self.handle(HasLanded(action, result))
             output, self._output = self._output, None
-            return output if loop.num_in_flight == before else None  # first tokens are sampled: those come of it
+            is_all = output is None or output.outputs or loop.num_in_flight == before
+            return output if is_all else None  # first tokens are sampled: those come of it
 
         loop.launch_part(completion, batch.sequences, landed, begun_s=self._begun_s)
         return LATER

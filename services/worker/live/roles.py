@@ -302,7 +302,9 @@ class PairRoles:
     async def instance_gone(self, instance: Instance, reason: str) -> None:
         """The instance's engine is about to stop: its pairs end before."""
         if self.target is not None and self.target.instance is instance:
-            await self.target.leave(reason)
+            with contextlib.suppress(TimeoutError):  # the engine is stuck: it ends without this
+                async with asyncio.timeout(LEAVE_S):
+                    await self.target.leave(reason)
         source = self.source
         if source is not None and source.instance is instance and self._run is not None:
             source.lose(reason)

@@ -137,8 +137,7 @@ class LiveSource(PairMember[SourceMachine]):
         self.handle(core.RequestArrived())
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """A request was cancelled, which the scheduler may hear at the end of its step, or have heard: the target is
-        told in any case."""
+        """A request was cancelled, which the scheduler may have heard, or not yet: the target is told in any case."""
         self.handle(Cancelled(((request_id, attempt),)))
 
     async def on_taken(self, message: Taken) -> Message:

@@ -423,7 +423,7 @@ class SourceMachine(Machine):
         if self._pulling is _Pulling.LACKS_ROOM:
             self._try_again()
         elif self._pulling is _Pulling.WAITS:
-            # Requests that leave with their KV, or have ended, give their room back between two steps: no step says so.
+            # Requests that leave with their KV, or have ended, give their room back at any time: no step says so.
             self.do(Look())
 
     def _pull(self) -> None:

@@ -575,7 +575,7 @@ class TargetMachine(Machine):
             self._awaits_step_end = True
             self.do(AwaitStepEnd())
 
-    def _between_steps(self, _: AwaitStepEnd, __: None) -> None:
+    def _all_has_landed(self, _: AwaitStepEnd, __: None) -> None:
         self._awaits_step_end = False
         if self.life.state is PairState.FAILED:
             self._close()
@@ -679,5 +679,5 @@ class TargetMachine(Machine):
         Finish: _finished_one,
         Free: _freed,
         EndRequests: _requests_ended,
-        AwaitStepEnd: _between_steps,
+        AwaitStepEnd: _all_has_landed,
     }

@@ -116,7 +116,7 @@ class Wake(Action, frozen=True):
 
 
 class AwaitStepEnd(Action, frozen=True):
-    """It lands where the engine is, between two steps."""
+    """It lands where the engine is, with nothing in flight."""
 
     lands = True
 

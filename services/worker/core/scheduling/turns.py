@@ -15,7 +15,7 @@ class StepTurns:
         self._stepped_s = -math.inf
 
     def stepped(self, now_s: float) -> None:
-        """A step of this instance's own requests has ended."""
+        """A step of this instance's own requests has begun, or ended."""
         self._stepped_s = now_s
 
     def is_own(self, interval_s: float, now_s: float) -> bool:

@@ -287,7 +287,6 @@ def test_stop_begins_nothing_more(prefills: bool) -> None:
         assert one.thread.join(WAIT_S)
         one.end()
         assert [one.num_completed] == num_steps
-        assert one.num_completed < 20
 
 
 @pytest.mark.parametrize("prefills", [False, True])
