@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +15,7 @@ import torch
 
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion, Landed, Pending
-from services.worker.device.late import LateStreams
+from services.worker.device.late import LateStreams, LateTiming
 from services.worker.engine.base import Activation, Engine
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.late.activation import LateActivation
@@ -31,6 +31,8 @@ from shared.messages.generation import SamplingParams
 from tests.services.worker.device.waiting import held, settled
 from tests.services.worker.engine.late_engines import late
 from tests.services.worker.engine.late_loops import WAIT_S, Asked, LateLoop, drawn, late_loop, plain_texts
+from tests.services.worker.engine.loops import BLOCK_SIZE, NUM_BLOCKS, make_loop
+from tests.services.worker.engine.loops import request as active
 from tests.wait_until import eventually_sync
 
 KINDS = ("mock", "llama")
@@ -210,6 +212,40 @@ def test_a_step_that_cannot_be_begun_leaves_the_one_before_it_what_it_is(kind: s
         assert isinstance(one.engine, Refusing)
         assert one.engine.num_refused >= 2
         assert {text.end.finish_reason for text in one.said.texts.values() if text.end} == {"length"}
+
+
+def test_a_step_that_cannot_be_begun_is_work_though_nothing_else_is_left() -> None:
+    streams = LateStreams(LateTiming())
+    engine = LateEngine(MockEngine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE), streams)
+    loop = make_loop(engine, clock=time.monotonic)
+    loop.add(a := active("a", max_tokens=9))
+
+    def step_until(is_so: Callable[[], bool]) -> None:
+        eventually_sync(lambda: (loop.step(), is_so())[1])
+
+    step_until(lambda: bool(a.output))
+    loop.halts = True
+    step_until(lambda: loop.is_quiet)
+    loop.halts = False
+    embed, refused = engine.embed, list[ForwardBatch]()
+
+    def refuses_the_second(batch: ForwardBatch) -> LateActivation:
+        if loop.num_in_flight:
+            refused.append(batch)
+            raise RuntimeError("an error of long ago")
+        return embed(batch)
+
+    engine.embed = refuses_the_second  # type: ignore[method-assign]
+    with held(streams):
+        assert loop.step() is None
+        assert refused
+        loop.scheduler.cancel("a", a.attempt)
+    try:
+        eventually_sync(lambda: loop.has_work and (loop.step(), loop.is_quiet)[1])
+        assert not loop.has_work
+        assert loop.scheduler.pool.num_used == 0
+    finally:
+        streams.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
