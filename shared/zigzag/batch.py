@@ -2,11 +2,12 @@
 
 Rules in prose:
 
-- A batch waits at the target. The target *begins* its next layer and *ends* it; ending the last layer *finishes* it.
+- A batch waits at the target. The target *begins* its next layer, and more behind it, and *ends* when none of them is
+  left to run; ending the last layer *finishes* it.
 - The source *claims* a waiting batch. From then on the source is its holder; the target only keeps a copy until the
   source *confirms* that it has everything, or nobody waits for it.
-- A waiting or claimed batch can be cancelled at once. One inside a layer is cancelled when the layer ends, because a
-  layer on an accelerator cannot be stopped.
+- A waiting or claimed batch can be cancelled at once. One inside layers is cancelled when they end, because a layer on
+  an accelerator cannot be stopped.
 - Nothing leaves ``finished``, ``moved`` or ``cancelled``.
 """
 
@@ -60,6 +61,7 @@ TRANSITIONS: dict[State, dict[BatchEvent, State]] = {
         BatchEvent.CANCEL: State.CANCELLED,
     },
     State.RUNNING: {
+        BatchEvent.BEGIN: State.RUNNING,
         BatchEvent.END: State.WAITING,
         BatchEvent.FINISH: State.FINISHED,
         BatchEvent.CANCEL: State.STOPPING,
@@ -98,7 +100,9 @@ class QueuedBatch:
     place: tuple[bool, int]
     """Its place in the first-come order: handed over before arrived behind the seal, then in the order of adding."""
     next_layer: int = 0
-    """Layers run at the target so far, which is the index of the next one to run."""
+    """Layers run at the target so far, which is the index of the next one to end."""
+    num_begun: int = 0
+    """Layers begun at the target, which is the index of the next one to begin."""
     generation: int = 0
     """Counts changes of holder: a pull that names an older one lost a race."""
     gate: int | None = None
@@ -106,6 +110,8 @@ class QueuedBatch:
     """The target will run no more of it (best effort only)."""
     absent: bool = False
     """What the target needs to begin it is still on its way; the source may have it back."""
+    wanted: bool = False
+    """The source waits for the end of the layers that are begun."""
     state: State = State.WAITING
 
     @property
@@ -115,12 +121,13 @@ class QueuedBatch:
 
     @property
     def can_begin(self) -> bool:
-        """The target can run a layer of it, as far as the batch is concerned."""
-        return self.state is State.WAITING and not self.absent
+        """The target can begin a layer of it, as far as the batch is concerned."""
+        may = self.state is State.WAITING or (self.state is State.RUNNING and not self.wanted)
+        return may and not self.absent
 
     @property
     def in_layer(self) -> bool:
-        """The target is inside one of its layers."""
+        """Layers of it are begun at the target, and have not ended."""
         return self.state is State.RUNNING or self.state is State.STOPPING
 
     def apply(self, event: BatchEvent) -> State:

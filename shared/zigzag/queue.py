@@ -4,16 +4,17 @@ The target owns the queue. Rules:
 
 1. *First come, first served*: batches handed over by the source, in its order, then those that arrived behind the seal.
 2. *Target*, whenever free: one layer of the earliest batch whose next layer is loaded; then it looks again, so a newly
-   loaded layer brings it back to earlier batches.
+   loaded layer brings it back to earlier batches. A device is given the next layer before the one in hand has ended.
 3. *Source*, whenever free: pulls the earliest batch and runs the rest of it. It never overtakes: if the earliest batch
-   is inside a layer, it waits for the layer's end. Before the first layer is loaded it thus pulls whole batches.
+   is inside a layer, it waits for the end of what is begun, and no further layer of it is begun meanwhile. Before the
+   first layer is loaded it thus pulls whole batches.
 4. *Once the target has all layers* it finishes the batch that it has in hand, and the source pulls the next one:
    waiting for a layer's end would gain nothing, and moving that batch would cost a transfer.
 5. *A gate* of T layers splits a batch as computed beforehand: the source may not pull it before T layers are done,
-   and the target does not go beyond T while any batch is short of its gate. So the target's schedule does not depend
-   on the source's, which is what makes predictions hold. A batch whose gate is all its layers is the target's own: the
-   source passes it by, and each side still serves its batches in first-come order. Gates lapse when reality is late;
-   without gates rules 2 and 3 stand alone.
+   and the target does not go beyond T while any batch is short of its gate: what is begun has to end first. So the
+   target's schedule does not depend on the source's, which is what makes predictions hold. A batch whose gate is all
+   its layers is the target's own: the source passes it by, and each side still serves its batches in first-come order.
+   Gates lapse when reality is late; without gates rules 2 and 3 stand alone.
 6. *A pull is a compare-and-swap* on (batch, generation) and idempotent by claim id. The target keeps its copy until the
    claim is confirmed.
 7. *Dissolving* seals the queue: claims in flight can still be confirmed, begun batches stay at the target, where their
@@ -128,6 +129,11 @@ class Queue:
             raise IllegalBatchEvent(f"batch {batch_id!r} is not in this queue")
         return found
 
+    @property
+    def can_share(self) -> bool:
+        """The target is inside no layer of a batch that goes to the source when the cooperation ends."""
+        return not any(batch.in_layer and (batch.released or not self.loaded) for batch in self._order)
+
     def open_claims(self) -> tuple[Claim, ...]:
         """Claims that are not confirmed, in the order of pulling."""
         return tuple([self._claims[claim_id] for claim_id in self._open])
@@ -194,29 +200,38 @@ class Queue:
         self._layers_ready = max(self._layers_ready, layers_ready)
 
     def next_for_target(self, layers_ready: int | None = None) -> Layer | None:
-        """Begin the layer that the target shall run now; None: nothing until the next event.
-
-        Raises ``IllegalBatchEvent`` while it is inside a layer.
-        """
+        """Begin the layer that the target shall run now, or behind those that it is inside of: they end in the order in
+        which they are begun. None: nothing until the next event."""
         if layers_ready is not None:
             self.set_layers_ready(layers_ready)
-        if self._in_hand is not None and self._in_hand.in_layer:
-            raise IllegalBatchEvent(f"the target is inside a layer of batch {self._in_hand.batch_id!r}")
         batch = self._choose()
         if batch is None:
             return None
         batch.apply(BatchEvent.BEGIN)
         self._in_hand = batch
-        return Layer(batch.batch_id, batch.next_layer)
+        batch.num_begun += 1
+        return Layer(batch.batch_id, batch.num_begun - 1)
 
     def layer_done(self, batch_id: str) -> bool:
-        """The layer that was begun has ended. True: it was the batch's last one, and the batch is finished."""
+        """The earliest of its layers that are begun has ended. True: it was the batch's last one, and the batch is
+        finished."""
         batch = self.batch(batch_id)
-        last = batch.next_layer + 1 == self.num_layers
-        batch.apply(BatchEvent.FINISH if last else BatchEvent.END)
+        if batch.next_layer == batch.num_begun:
+            raise IllegalBatchEvent(f"no layer of batch {batch_id!r} is begun")
         batch.next_layer += 1
+        if batch.next_layer == self.num_layers:
+            batch.apply(BatchEvent.FINISH)
+        elif batch.next_layer == batch.num_begun:
+            self._end(batch)
         self._settle(batch)
         return batch.state is State.FINISHED
+
+    def stopped(self, batch_id: str) -> None:
+        """Of a cancelled batch nothing is run any more: the layers that were begun need not end."""
+        batch = self.batch(batch_id)
+        batch.num_begun = batch.next_layer
+        self._end(batch)
+        self._settle(batch)
 
     # the source
 
@@ -237,12 +252,13 @@ class Queue:
             return None
         if generation is not None and head.generation != generation:
             raise Conflict(f"batch {head.batch_id!r} is at generation {head.generation}, not {generation}")
-        if head.in_layer:
-            return Wait(head.batch_id, "in_layer")
         if head.gate is not None and head.next_layer < head.gate:
             return Wait(head.batch_id, "gate")
-        if self.policy is Policy.BEST_EFFORT and head.next_layer and not head.released:
+        if self.policy is Policy.BEST_EFFORT and head.num_begun and not head.released:
             return Wait(head.batch_id, "in_hand")
+        if head.in_layer:
+            head.wanted = True
+            return Wait(head.batch_id, "in_layer")
         return self._claim(claim_id, head)
 
     def confirm(self, claim_id: str) -> None:
@@ -274,10 +290,13 @@ class Queue:
 
         ``source_busy``: time that the source still needs for what it has. Each batch given is a claim of its own
         (``claim_id/batch``), to be confirmed. Repeating returns the same shares. A target without all layers shares
-        nothing: everything that waits goes to the source, with what was run of it.
+        nothing: everything that waits goes to the source, with what was run of it. Raises ``IllegalBatchEvent`` unless
+        ``can_share``.
         """
         if self._shares is not None:
             return self._shares
+        if not self.can_share:
+            raise IllegalBatchEvent("the target is inside a layer")
         self.lapse()
         waiting = [b for b in self._order if b.state in {State.WAITING, State.RUNNING}]
         if self.loaded:
@@ -290,8 +309,6 @@ class Queue:
             shares = share_evenly(untouched, source_busy=source_busy, target_busy=busy)
             to_source = {b.batch_id for b in released} | {i for i, side in shares if side is Side.SOURCE}
         else:
-            if self._in_hand is not None and self._in_hand.in_layer:
-                raise IllegalBatchEvent(f"the target is inside a layer of batch {self._in_hand.batch_id!r}")
             to_source = {b.batch_id for b in waiting}
         given = [self._claim(f"{claim_id}/{b.batch_id}", b) for b in waiting if b.batch_id in to_source]
         kept = [b.batch_id for b in waiting if b.batch_id not in to_source]
@@ -303,7 +320,7 @@ class Queue:
     def _choose(self) -> QueuedBatch | None:
         ready = self._layers_ready
         if self.dissolved:
-            return next((b for b in self._order if b.can_begin and b.next_layer < ready), None)
+            return next((b for b in self._order if b.can_begin and b.num_begun < ready), None)
         if self.policy is Policy.STOP_THE_WORLD:
             return None
         if self.policy is Policy.BEST_EFFORT:
@@ -311,19 +328,19 @@ class Queue:
         if self.policy is Policy.OVERLAP:
             return self._choose_overlap()
         if not self._gated:
-            return next((b for b in self._order if b.next_layer < ready and b.can_begin), None)
+            return next((b for b in self._order if b.num_begun < ready and b.can_begin), None)
         return self._choose_gated(ready)
 
     def _choose_gated(self, ready: int) -> QueuedBatch | None:
         """The earliest that is short of its gate, or has none. What is beyond its gate only once none is short."""
         short, due, beyond = False, None, None
         for batch in self._order:
-            gate, layer = batch.gate, batch.next_layer
-            if gate is not None and layer < gate and batch.holder is Side.TARGET:
+            gate = batch.gate
+            if gate is not None and batch.next_layer < gate and batch.holder is Side.TARGET:
                 short = True
-            if not batch.can_begin or layer >= ready:
+            if not batch.can_begin or batch.num_begun >= ready:
                 continue
-            if gate is None or layer < gate:
+            if gate is None or batch.num_begun < gate:
                 due = due or batch
             beyond = beyond or batch
             if due is not None and short:
@@ -333,21 +350,20 @@ class Queue:
     def _choose_best_effort(self) -> QueuedBatch | None:
         limit = min(self._layers_ready, self.num_layers // 2)
         held = self._in_hand
-        if held is not None and held.state is State.WAITING and not held.released:
-            if held.next_layer < limit:
+        if held is not None and held.can_begin and not held.released:
+            if held.num_begun < limit:
                 return held
             held.released = True
-        if limit == 0:
-            return None
-        return next((b for b in self._order if b.can_begin and not b.next_layer), None)
+        return self._first_untouched(limit)
 
     def _choose_overlap(self) -> QueuedBatch | None:
         held = self._in_hand
-        if held is not None:
-            return held if held.can_begin and held.next_layer < self._layers_ready else None
-        if self._layers_ready == 0:
-            return None
-        return next((b for b in self._order if b.can_begin), None)
+        if held is not None and held.num_begun < self.num_layers:
+            return held if held.can_begin and held.num_begun < self._layers_ready else None
+        return self._first_untouched(self._layers_ready)
+
+    def _first_untouched(self, limit: int) -> QueuedBatch | None:
+        return next((b for b in self._order if b.can_begin and not b.num_begun), None) if limit else None
 
     def _head(self) -> QueuedBatch | None:
         """The batch that the source must take next, whether or not it can now."""
@@ -359,7 +375,7 @@ class Queue:
             if batch.gate is not None:
                 if batch.gate == self.num_layers:
                     continue
-            elif batch is self._in_hand and self._target_finishes_it:
+            elif (batch is self._in_hand or batch.in_layer) and self._target_finishes_it:
                 continue
             return batch
         return None
@@ -380,6 +396,11 @@ class Queue:
         if claim_id not in self._claims:
             raise IllegalBatchEvent(f"claim {claim_id!r} was never granted")
         return self._open.pop(claim_id, None)
+
+    @staticmethod
+    def _end(batch: QueuedBatch) -> None:
+        batch.apply(BatchEvent.END)
+        batch.wanted = False
 
     def _settle(self, batch: QueuedBatch) -> None:
         if batch.state in ENDED:

@@ -27,7 +27,7 @@ class PromptBatch:
     """What the other member sent, until a layer is begun."""
     activation: Activation | None = None
     broken: Exception | None = None
-    """It cannot be resumed."""
+    """It could not be resumed, or a part of it failed: what is in flight behind that counts for nothing."""
     busy_s: float = 0.0
     """Of this engine, with it."""
     kv_direct: bool | None = None

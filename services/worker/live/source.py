@@ -237,8 +237,8 @@ class LiveSource(PairMember[SourceMachine]):
         return core.Ran.NOT
 
     def _part_ran(self, action: RunPart, batch: PromptBatch, ran: Completion[None], busy_s: float) -> core.Ran:
-        if ran.error is not None:
-            return self._failed(batch, ran.error)
+        if batch.broken is not None or ran.error is not None:
+            return self._failed(batch, batch.broken or ran.error)
         batch.busy_s += busy_s
         if action.end == batch.num_tokens:
             self.ran_layer()
@@ -246,9 +246,10 @@ class LiveSource(PairMember[SourceMachine]):
                 batch.tell_layers(self._engine.loop, action.layer + 1)
         return core.Ran.WELL
 
-    def _failed(self, batch: PromptBatch, error: Exception) -> core.Ran:
+    def _failed(self, batch: PromptBatch, error: Exception | None) -> core.Ran:
         """Ordinary steps find out which request the engine fails on."""
         log.error("batch %s failed: its requests are computed in steps", batch.batch_id, exc_info=error)
+        batch.broken = error
         batch.forget_tensors()
         return core.Ran.FAILED
 

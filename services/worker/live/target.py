@@ -243,9 +243,10 @@ class LiveTarget(PairMember[TargetMachine]):
         return self._launch(action, batch, ran, lambda _: self._part_ran(action, batch, ran))
 
     def _part_ran(self, action: RunPart, batch: PromptBatch, ran: Completion[None]) -> str | None:
-        if ran.error is not None:  # the source computes these batches then
-            log.error("layer %d of batch %s failed", action.layer, batch.batch_id, exc_info=ran.error)
-            return f"{type(ran.error).__name__}: {ran.error}"
+        error = batch.broken = batch.broken or ran.error
+        if error is not None:  # the source computes these batches then
+            log.error("layer %d of batch %s failed", action.layer, batch.batch_id, exc_info=error)
+            return f"{type(error).__name__}: {error}"
         if action.end == batch.num_tokens:
             self.ran_layer()
             batch.tell_layers(self._engine.loop, action.layer + 1)

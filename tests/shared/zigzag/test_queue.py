@@ -67,6 +67,77 @@ def test_source_waits_for_the_layers_end_and_never_overtakes() -> None:
     assert claimed(queue.pull("1")) == ("a", 1)
 
 
+def test_a_layer_is_begun_behind_one_that_has_not_ended_but_not_of_a_batch_that_the_source_waits_for() -> None:
+    queue = queue_of("a", "b")
+    assert [queue.next_for_target(3) for _ in range(2)] == [Layer("a", 0), Layer("a", 1)]
+    assert queue.pull("1") == Wait("a", "in_layer")
+    assert queue.next_for_target() == Layer("b", 0)
+    queue.layer_done("a")
+    assert queue.pull("1") == Wait("a", "in_layer")
+    assert queue.next_for_target() == Layer("b", 1)
+    queue.layer_done("a")
+    assert claimed(queue.pull("1")) == ("a", 2)
+    assert queue.batch("a").num_begun == 2
+
+
+def test_what_nobody_waits_for_any_more_is_begun_again() -> None:
+    queue = queue_of("a")
+    queue.next_for_target(2)
+    assert queue.pull("1") == Wait("a", "in_layer")
+    assert queue.next_for_target() is None
+    queue.layer_done("a")
+    assert queue.next_for_target() == Layer("a", 1)
+
+
+def test_a_gate_is_reached_when_its_layers_have_ended() -> None:
+    queue = queue_of("a", "b")
+    queue.set_gate("a", 1)
+    queue.set_gate("b", 1)
+    assert [queue.next_for_target(3) for _ in range(3)] == [Layer("a", 0), Layer("b", 0), None]
+    assert queue.pull("1") == Wait("a", "gate")
+    queue.layer_done("a")
+    assert queue.next_for_target() is None, "b is short of its gate"
+    assert claimed(queue.pull("1")) == ("a", 1)
+    queue.layer_done("b")
+    assert queue.next_for_target() == Layer("b", 1)
+
+
+def test_a_loaded_target_begins_the_next_batch_behind_the_one_that_it_finishes() -> None:
+    for policy in (Policy.ZIGZAG, Policy.OVERLAP):
+        queue = queue_of("a", "b", "c", policy=policy)
+        begun = [queue.next_for_target(4) for _ in range(5)]
+        assert begun == [*[Layer("a", i) for i in range(4)], Layer("b", 0)]
+        assert claimed(queue.pull("1")) == ("c", 0)
+        assert [queue.layer_done("a") for _ in range(4)] == [False, False, False, True]
+
+
+def test_best_effort_lets_go_of_what_has_half_of_its_layers_begun() -> None:
+    queue = queue_of("a", "b", policy=Policy.BEST_EFFORT)
+    assert [queue.next_for_target(4) for _ in range(2)] == [Layer("a", 0), Layer("a", 1)]
+    assert queue.pull("1") == Wait("a", "in_hand")
+    assert queue.next_for_target() == Layer("b", 0)
+    assert queue.pull("1") == Wait("a", "in_layer")
+    queue.layer_done("a")
+    queue.layer_done("a")
+    assert claimed(queue.pull("1")) == ("a", 2)
+
+
+def test_a_cancelled_batch_is_over_when_nothing_of_it_is_run_whatever_was_begun() -> None:
+    for ends in (True, False):
+        queue = queue_of("a")
+        queue.next_for_target(2)
+        queue.next_for_target()
+        assert queue.cancel("a") is Side.TARGET
+        queue.layer_done("a")
+        assert queue.batch("a").state is State.STOPPING
+        if ends:
+            queue.layer_done("a")
+        else:
+            queue.stopped("a")
+        assert queue.batch("a").state is State.CANCELLED
+        assert not queue.batches()
+
+
 def test_a_loaded_target_keeps_the_batch_in_hand_and_finishes_it() -> None:
     queue = queue_of("a", "b", num_layers=2)
     run_layer(queue, 2)
@@ -220,8 +291,6 @@ def test_illegal_moves_raise() -> None:
     with pytest.raises(IllegalBatchEvent):
         queue.cancel("unknown")
     queue.next_for_target(1)
-    with pytest.raises(IllegalBatchEvent):
-        queue.next_for_target()
     with pytest.raises(IllegalBatchEvent):
         queue.batch("a").apply(BatchEvent.CLAIM)
 
@@ -396,7 +465,9 @@ class RandomPair(RuleBasedStateMachine):
         super().__init__()
         self.queue = Queue(3)
         self.target_ran: dict[str, list[int]] = {}
-        self.running: str | None = None
+        self.running: list[str] = []
+        """Of layers that are begun, in order."""
+        self.wanted: set[str] = set()
         self.claims: dict[str, Claim] = {}
         self.confirmed: set[str] = set()
         self.taken_back: set[str] = set()
@@ -431,30 +502,41 @@ class RandomPair(RuleBasedStateMachine):
     def load(self) -> None:
         self.queue.set_layers_ready(self.queue.layers_ready + 1)
 
-    @precondition(lambda self: self.running is None)
+    @precondition(lambda self: len(self.running) < 2)
     @rule()
     def begin(self) -> None:
         layer = self.queue.next_for_target()
         if layer is None:
             return
-        assert layer.layer == len(self.target_ran[layer.batch_id])
+        assert layer.layer == len(self.target_ran[layer.batch_id]) + self.running.count(layer.batch_id)
+        assert layer.batch_id not in self.wanted, "the source waits for it"
+        gate = self.queue.batch(layer.batch_id).gate
+        short = [b for b in self.queue.batches() if b.gate is not None and b.next_layer < b.gate]
+        if gate is not None and layer.layer >= gate:
+            assert all(b.holder is not Side.TARGET for b in short), "it goes beyond a gate"
         assert layer.layer < self.queue.layers_ready
         assert layer.batch_id not in self.absent, "it has nothing to begin with"
         for other in self.queue.batches():
             if other.batch_id == layer.batch_id:
                 break
-            startable = other.state is State.WAITING and other.next_layer < self.queue.layers_ready
-            startable = startable and other.batch_id not in self.absent
+            startable = other.state in {State.WAITING, State.RUNNING} and other.num_begun < self.queue.layers_ready
+            startable = startable and other.batch_id not in self.absent | self.wanted
             assert not startable or other.gate is not None, "a later batch went first"
-        self.running = layer.batch_id
+        self.running.append(layer.batch_id)
 
-    @precondition(lambda self: self.running is not None)
-    @rule()
-    def end(self) -> None:
-        assert self.running is not None
-        self.queue.layer_done(self.running)
-        self.target_ran[self.running].append(len(self.target_ran[self.running]))
-        self.running = None
+    @precondition(lambda self: self.running)
+    @rule(stops=st.booleans())
+    def end(self, stops: bool) -> None:
+        batch_id = self.running[0]
+        if stops and self.queue.batch(batch_id).state is State.STOPPING:
+            self.queue.stopped(batch_id)
+            self.running = [i for i in self.running if i != batch_id]
+        else:
+            self.running.pop(0)
+            self.queue.layer_done(batch_id)
+            self.target_ran[batch_id].append(len(self.target_ran[batch_id]))
+        if batch_id not in self.running:
+            self.wanted.discard(batch_id)
 
     @precondition(lambda self: not self.queue.dissolved)
     @rule()
@@ -462,6 +544,8 @@ class RandomPair(RuleBasedStateMachine):
         before = [b for b in self.queue.batches() if b.state in {State.WAITING, State.RUNNING}]
         claim_id = f"c{len(self.claims)}"
         pulled = self.queue.pull(claim_id)
+        if isinstance(pulled, Wait) and pulled.reason == "in_layer":
+            self.wanted.add(pulled.batch_id)
         if not isinstance(pulled, Claim):
             return
         assert self.queue.pull(claim_id) == pulled
@@ -473,7 +557,7 @@ class RandomPair(RuleBasedStateMachine):
         self.check_grant(pulled)
 
     def check_grant(self, claim: Claim) -> None:
-        assert claim.batch_id != self.running
+        assert claim.batch_id not in self.running
         assert claim.first_layer == len(self.target_ran[claim.batch_id])
         self.claims[claim.claim_id] = claim
 
@@ -498,7 +582,7 @@ class RandomPair(RuleBasedStateMachine):
     def lapse(self) -> None:
         self.queue.lapse()
 
-    @precondition(lambda self: not self.queue.dissolved and (self.running is None or self.queue.loaded))
+    @precondition(lambda self: not self.queue.dissolved and (not self.running or self.queue.loaded))
     @rule(source_busy=st.integers(0, 9))
     def dissolve(self, source_busy: int) -> None:
         waiting = [b.batch_id for b in self.queue.batches() if b.state in {State.WAITING, State.RUNNING}]
@@ -523,7 +607,7 @@ class RandomPair(RuleBasedStateMachine):
             assert batch.absent == (batch_id in self.absent)
             assert not (batch.absent and (ran or batch.in_layer))
             assert (batch.state is State.CLAIMED) == (batch_id in open_claims)
-            assert batch.in_layer == (batch_id == self.running)
+            assert batch.in_layer == (batch_id in self.running)
             assert (batch in self.queue.batches()) == (batch.state not in ENDED)
             if batch.state is State.CANCELLED:
                 assert batch_id in self.cancelled
@@ -532,8 +616,8 @@ class RandomPair(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened, everything comes to an end."""
-        if self.running is not None:
-            self.queue.layer_done(self.running)
+        for batch_id in self.running:
+            self.queue.layer_done(batch_id)
         self.queue.set_layers_ready(3)
         for batch_id in self.absent:
             self.queue.arrived(batch_id)

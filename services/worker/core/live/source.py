@@ -115,8 +115,9 @@ class _Run:
     """KV of the layers before leaves the target for the decode instances; that of the others leaves from here."""
     kv: Kv = Kv.HERE
     next_layer: int = 0
-    next_token: int = 0
-    """Of the next layer: those before it have run."""
+    """Those before it have run."""
+    next_part: tuple[int, int] = (0, 0)
+    """Layer and token from which on the engine was given nothing yet."""
     has_failed: bool = False
     """The engine cannot run it: its requests are computed in ordinary steps."""
     is_held: bool = False
@@ -212,8 +213,6 @@ class SourceMachine(Machine):
         # What is run here.
         self._runs: deque[_Run] = deque()
         """First come, first served."""
-        self._computes = False
-        """The engine was given something that has not landed."""
         self._begins: _Run | None = None
         self._begins_for = _For.PULL
         self._pulling = _Pulling.NOT
@@ -480,7 +479,7 @@ class SourceMachine(Machine):
         run = self._begins
         if run is None:
             return
-        run.next_layer = run.first_layer
+        run.next_layer, run.next_part = run.first_layer, (run.first_layer, 0)
         run.kv = Kv.COMING if run.first_layer else Kv.HERE
         if run.kv_direct:
             self._direct[run.batch.batch_id] = run
@@ -555,39 +554,39 @@ class SourceMachine(Machine):
     # --- layers -----------------------------------------------------------------------------------
 
     def _part_wanted(self, _: PartWanted) -> None:
-        if self._runs and not self._computes:
-            run, self._computes = self._runs[0], True
-            batch = run.batch.batch
-            end = part_from(run.next_token, batch.num_tokens, self._chunk_tokens)
+        run = next((run for run in self._runs if run.next_part[0] < self._num_layers), None)
+        if run is not None:
+            batch, (layer, begin) = run.batch.batch, run.next_part
+            end = part_from(begin, batch.num_tokens, self._chunk_tokens)
+            run.next_part = (layer, end) if end < batch.num_tokens else (layer + 1, 0)
             leaves = run.kv_direct or run.kv is Kv.HERE
-            self.do(RunPart(batch.batch_id, run.next_layer, run.next_token, end, run.first_layer, leaves))
+            self.do(RunPart(batch.batch_id, layer, begin, end, run.first_layer, leaves))
+
+    def _run_of(self, batch_id: str) -> _Run | None:
+        """None: it has ended in the meantime, with the engine or because a part failed."""
+        return next((run for run in self._runs if run.batch.batch_id == batch_id), None)
 
     def _part_ran(self, part: RunPart, ran: Ran) -> None:
-        self._computes = False
-        run = self._runs[0] if self._runs else None
-        if run is None or run.batch.batch_id != part.batch_id:
-            return  # the engine has stopped in the meantime
+        run = self._run_of(part.batch_id)
+        if run is None:
+            return
         if ran is not Ran.WELL:
             run.has_failed = ran is Ran.FAILED
-            self._run_done()
-            return
-        run.next_token = part.end
-        if part.end < run.batch.batch.num_tokens:
-            return
-        run.next_token = 0
-        run.next_layer += 1
-        if run.next_layer == self._num_layers:
-            self._computes, run.is_held = True, run.kv is not Kv.HERE  # even if it comes before this has landed
-            self.do(Finish(part.batch_id, run.first_layer, run.kv is Kv.HERE, run.kv_direct))
+            self._run_done(run)
+        elif part.end == run.batch.batch.num_tokens:
+            run.next_layer = part.layer + 1
+            if run.next_layer == self._num_layers:
+                run.is_held = run.kv is not Kv.HERE  # even if it comes before this has landed
+                self.do(Finish(part.batch_id, run.first_layer, run.kv is Kv.HERE, run.kv_direct))
 
     def _finished(self, finish: Finish, ran: Ran) -> None:
-        self._computes = False
-        if self._runs and self._runs[0].batch.batch_id == finish.batch_id:
-            self._runs[0].has_failed = ran is Ran.FAILED
-            self._run_done()
+        run = self._run_of(finish.batch_id)
+        if run is not None:
+            run.has_failed = ran is Ran.FAILED
+            self._run_done(run)
 
-    def _run_done(self) -> None:
-        run = self._runs.popleft()
+    def _run_done(self, run: _Run) -> None:
+        self._runs.remove(run)
         batch_id = run.batch.batch_id
         if run.kv is Kv.HERE and not run.has_failed and not run.is_held:
             self.do(Conclude(batch_id, How.DECODED))

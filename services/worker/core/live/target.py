@@ -82,7 +82,9 @@ class _Run:
     open: set[Key]
     """Requests of it that have not ended."""
     next_token: int = 0
-    """Of the layer that it is inside of: those before it have run."""
+    """Of the layer that is begun: the engine was given those before it."""
+    num_in_flight: int = 0
+    """Parts that the engine was given, and that have not landed."""
     is_sent: bool = False
     """Once pulled, its hidden states are on their way, or there."""
     kv_sent: set[int] = field(default_factory=set)
@@ -129,10 +131,8 @@ class TargetMachine(Machine):
         """With the questions that repeat it."""
         self._settling: list[int] = []
         """Questions that are answered once blocks are free."""
-        self._inside: Layer | None = None
-        """Begun, with parts that are left."""
-        self._computes = False
-        """The engine was given something that has not landed."""
+        self._begun: Layer | None = None
+        """With parts that the engine was not given yet."""
         self._finished: list[str] = []
         """Batches that were finished here, in order, and of which the source may not know."""
         self._pulls: list[tuple[int, Pull, float]] = []
@@ -310,68 +310,74 @@ class TargetMachine(Machine):
                 self._changed()
 
     def _part_wanted(self, _: PartWanted) -> None:
-        if self._computes:
-            return
-        while True:
-            layer = None if self._halted else self._inside or self.queue.next_for_target()
-            self._inside = layer
-            if layer is None:
-                self.may_run = False
-                return
+        while (layer := self._next_layer()) is not None:
             run = self._runs[layer.batch_id]
             if self._is_wanted(layer.batch_id):
-                break
-            self._end_layer(run)
-        end, self._computes = part_from(run.next_token, run.batch.num_tokens, self._part_tokens), True
-        self.do(RunPart(layer.batch_id, layer.layer, run.next_token, end))
+                begin, num_tokens = run.next_token, run.batch.num_tokens
+                end = part_from(begin, num_tokens, self._part_tokens)
+                run.num_in_flight += 1
+                run.next_token = end % num_tokens
+                self._begun = layer if run.next_token else None
+                self.do(RunPart(layer.batch_id, layer.layer, begin, end))
+                return
+            self._begun = None
+            self._is_stopped(run)
+        self.may_run = False
+
+    def _next_layer(self) -> Layer | None:
+        if self._halted:
+            return None
+        if self._begun is not None:
+            return self._begun
+        if self._parting and not self.queue.can_share:
+            return None  # what is begun has to end first
+        return self.queue.next_for_target()
 
     def _part_ran(self, part: RunPart, error: str | None) -> None:
-        self._computes = False
-        run, inside = self._runs.get(part.batch_id), self._inside
-        if run is None or inside is None or inside.batch_id != part.batch_id:
+        run = self._runs.get(part.batch_id)
+        if run is None or not run.num_in_flight or self._halted:
             return  # the pair ended in the meantime
+        run.num_in_flight -= 1
+        self.may_run = True
         if error is not None:
             self._engine_failed(error)
-            return
-        run.next_token = part.end if part.end < run.batch.num_tokens else 0
-        if run.next_token:
-            return
-        if inside.layer + 1 == self.queue.num_layers and self._is_wanted(part.batch_id):
-            # Before the queue knows: the next look must find the requests in one place or the other.
-            self._computes = True
-            self.do(Finish(part.batch_id))
-        else:
-            self._end_layer(run)
+        elif not self._is_wanted(part.batch_id):
+            self._is_stopped(run)
+        elif part.end == run.batch.num_tokens:
+            if part.layer + 1 < self.queue.num_layers:
+                self.queue.layer_done(part.batch_id)
+            else:
+                # Before the queue knows: the next look must find the requests in one place or the other.
+                self.do(Finish(part.batch_id))
+
+    def _is_stopped(self, run: _Run) -> None:
+        """Nobody waits for the batch: no more of it is run, and it is freed when nothing of it is in flight."""
+        batch_id = run.batch.batch_id
+        if self._begun is not None and self._begun.batch_id == batch_id:
+            self._begun = None
+        if not run.num_in_flight:
+            self.queue.stopped(batch_id)
+            del self._runs[batch_id]
+            self.do(Free((batch_id,)))
 
     def _finished_one(self, finish: Finish, error: str | None) -> None:
-        self._computes = False
+        batch_id = finish.batch_id
         if error is not None:
             self._engine_failed(error)
-        elif (run := self._runs.get(finish.batch_id)) is not None:
-            self._end_layer(run, adopted=True)
-
-    def _is_wanted(self, batch_id: str) -> bool:
-        """Somebody still waits for the batch that is inside a layer."""
-        return self.queue.batch(batch_id).state is not State.STOPPING
-
-    def _end_layer(self, run: _Run, *, adopted: bool = False) -> None:
-        """The layer was run, or is given up because nobody waits for the batch."""
-        batch_id = run.batch.batch_id
-        self._inside, run.next_token = None, 0
-        finished = self.queue.layer_done(batch_id)
-        if self.queue.batch(batch_id).state in ENDED:
-            del self._runs[batch_id]
-            if not finished and not adopted:
-                self.do(Free((batch_id,)))
-                return
-            self._not_taken.pop(batch_id, None)
-            if not finished:  # cancelled while its first tokens were sampled
-                self.do(Forget((batch_id,)))
+        elif self._runs.pop(batch_id, None) is not None:
+            self.may_run = not self._halted
+            theirs = self._not_taken.pop(batch_id, None) is not None
+            if not self.queue.layer_done(batch_id):  # cancelled while its first tokens were sampled
+                self.do(Forget((batch_id,), theirs=theirs))
                 return
             self._finished.append(batch_id)
             self.do(Forget((batch_id,), theirs=False))
             if not self.life.ended:
                 self.do(TellTaken((batch_id,), loaded=self.loaded))
+
+    def _is_wanted(self, batch_id: str) -> bool:
+        """Somebody still waits for the batch that is inside a layer."""
+        return self.queue.batch(batch_id).state is not State.STOPPING
 
     def _engine_failed(self, reason: str) -> None:
         if self.queue.dissolved:
@@ -391,7 +397,7 @@ class TargetMachine(Machine):
         self._await_step_end()
 
     def _halt(self) -> None:
-        self._halted, self._inside, self.may_run = True, None, False
+        self._halted, self._begun, self.may_run = True, None, False
 
     # --- the source pulls -----------------------------------------------------------------------
 
@@ -460,13 +466,15 @@ class TargetMachine(Machine):
     def _free(self, batch_ids: list[str], question: int = -1) -> bool:
         """They are the source's, or every request of them has ended. One that is inside a layer is freed at its end.
         False if none of them is here."""
-        inside = None if self._inside is None else self._inside.batch_id
-        here = tuple([i for i in batch_ids if i != inside and self._runs.pop(i, None) is not None])
+        here = tuple([i for i in batch_ids if not self._is_inside(i) and self._runs.pop(i, None) is not None])
         if here:
             if question >= 0:
                 self._settling.append(question)
             self.do(Free(here, question))
         return bool(here)
+
+    def _is_inside(self, batch_id: str) -> bool:
+        return not self._halted and self.queue.batch(batch_id).in_layer
 
     def _freed(self, free: Free, _: None) -> None:
         for batch_id in free.batch_ids:
@@ -514,7 +522,7 @@ class TargetMachine(Machine):
     @property
     def _may_part(self) -> bool:
         """Not while a batch is inside a layer that only the source could go on from."""
-        if not self._parting or (self._inside is not None and not self.queue.loaded):
+        if not self._parting or not self.queue.can_share:
             return False
         return not self.loaded or self._source_knows or self.now_s >= self._parting[0][2]
 

@@ -132,7 +132,7 @@ class Source(_Member):
         while True:
             part = the(RunPart, self.told(PartWanted()))
             assert part.batch_id == batch_id
-            actions = self.told(HasLanded(RunPart(batch_id, 0, 0, part.end), s.Ran.WELL))
+            actions = self.told(HasLanded(part, s.Ran.WELL))
             if of_kind(Finish, actions):
                 return actions
 
@@ -207,7 +207,7 @@ class Target(_Member):
         while True:
             part = self.part()
             assert part.batch_id == batch_id
-            actions = self.told(HasLanded(RunPart(batch_id, 0, 0, part.end)))
+            actions = self.told(HasLanded(part))
             if part.end == TOKENS:
                 return actions
 

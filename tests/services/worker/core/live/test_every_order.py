@@ -47,6 +47,7 @@ def setting_of(seed: int, policy: LivePolicy, faults: tuple[Fault, ...] = ()) ->
         pull_s=chosen.choice([0.0, 10.0]),
         chunk_tokens=chosen.choice([3, 4]),
         drains=chosen.random() < 0.15,
+        is_ahead=chosen.random() < 0.5,
         faults=faults,
     )
 
@@ -114,16 +115,22 @@ def run(setting: Setting, seed: int, *, records: bool = False) -> World:
     raise AssertionError(f"it has no end: {came}")
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_request_has_one_owner_in_the_end_in_every_order_with_two_stragglers(policy: LivePolicy) -> None:
+def test_every_request_has_one_owner_in_the_end_in_every_order_with_two_stragglers(
+    policy: LivePolicy, is_ahead: bool
+) -> None:
     for seed in range(2):
-        assert search(setting_of(seed, policy), Priorities(seed), stragglers=2) > 100
+        setting = replace(setting_of(seed, policy), is_ahead=is_ahead)
+        assert search(setting, Priorities(seed), stragglers=2) > 100
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_so_it_has_if_something_goes_wrong_once_at_any_time(fault: Fault) -> None:
+def test_so_it_has_if_something_goes_wrong_once_at_any_time(fault: Fault, is_ahead: bool) -> None:
     for seed, policy in enumerate(POLICIES * 2):
-        search(setting_of(seed, policy, (fault,)), Priorities(seed), stragglers=0)
+        setting = replace(setting_of(seed, policy, (fault,)), is_ahead=is_ahead)
+        search(setting, Priorities(seed), stragglers=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -107,7 +107,7 @@ class _SourceEngine(_Engine):
             case s.FetchKv():
                 return [HasLanded(s.FetchKv(action.batch_id, 0, 0), self.chance.is_so())]
             case RunPart():
-                return [HasLanded(RunPart(action.batch_id, 0, 0, action.end), s.Ran.WELL)]
+                return [HasLanded(action, s.Ran.WELL)]
             case Finish():
                 return [HasLanded(Finish(action.batch_id, 0, True, False), s.Ran.WELL)]
             case s.ReleaseToTarget():
@@ -192,7 +192,7 @@ class _TargetEngine(_Engine):
                 assert action.batch_id in self.blocks
             case RunPart():
                 assert action.batch_id in self.blocks
-                return [HasLanded(RunPart(action.batch_id, 0, 0, action.end))]
+                return [HasLanded(action)]
             case Finish():
                 self.blocks.remove(action.batch_id)
                 return [HasLanded(Finish(action.batch_id))]

@@ -1,7 +1,8 @@
 """An engine in a small world, as one member's: blocks, layers and tokens, and that they are what they may be.
 
 It does one thing after another. What its member's machine wants in answer is done at once; what the event loop wants of
-it comes between two things, in order.
+it comes between two things, in order. Parts of layers, and first tokens, are there when it returns, or land later in
+their order, two in flight.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ NUM_LAYERS = 3
 Side = Literal["source", "target"]
 SOURCE: Side = "source"
 TARGET: Side = "target"
+MOST_IN_FLIGHT = 2
 _QUIET = (Detach, s.Conclude, s.ReleaseToTarget, t.Announce)
 """No event follows. Done as soon as can be: whoever touches blocks that they free is found."""
 
@@ -51,8 +53,12 @@ class Engine:
         """Of batches, and what for."""
         self._in_steps: list[str] = []
         """Batches whose requests are computed without the pair."""
+        self._flight: deque[list[Any]] = deque()
+        """What was begun, and what comes of it."""
+        self._broken: list[str] = []
+        """Batches of which a part failed."""
         self._inside: dict[str, int] = {}
-        """Tokens that were run of the layer that a batch is inside of."""
+        """Tokens that were begun of the layer that a batch is inside of."""
         self.layers: dict[str, list[int]] = {}
         """That were run of a batch."""
 
@@ -86,7 +92,9 @@ class Engine:
     @property
     def runs(self) -> bool:
         """What it does next may fail."""
-        return bool(self._todo) and isinstance(self._todo[0], RunPart | Finish | RunPart | Finish)
+        if self._flight:
+            return not self._todo
+        return bool(self._todo) and isinstance(self._todo[0], RunPart | Finish)
 
     # --- what it does -----------------------------------------------------------------------------
 
@@ -103,8 +111,10 @@ class Engine:
             return []
         if self._todo:
             return ["acts"]
-        steps = self.attached and self._awake and self.is_ready()
-        return ["is_called"] * bool(self._calls) + ["ends_step"] * bool(self._step_ends) + ["steps"] * steps
+        steps = self.attached and self._awake and self.is_ready() and len(self._flight) < MOST_IN_FLIGHT
+        ends = self._step_ends and not self._flight
+        lands = ["lands"] * bool(self._flight)
+        return ["is_called"] * bool(self._calls) + ["ends_step"] * bool(ends) + lands + ["steps"] * steps
 
     def acts(self) -> None:
         """It does the next thing."""
@@ -123,8 +133,37 @@ class Engine:
         self.engine_says(HasLanded(t.AwaitStepEnd()))
 
     def steps(self) -> None:
-        self._todo.append("stepped")
         self.engine_says(PartWanted())
+        self._awake = bool(self._todo)
+
+    def launch(self, action: RunPart | Finish, result: Any) -> None:
+        """It lands with this, unless it fails."""
+        self._flight.append([action, result])
+        if not self.world.setting.is_ahead:
+            self.lands()
+
+    def lands(self) -> None:
+        action, result = self._flight.popleft()
+        self._awake = True
+        if "stepped" not in self._todo:
+            self._todo.insert(0, "stepped")
+        if action.batch_id in self._broken:
+            result = self._failure
+        elif result == self._success:
+            self.touch(action.batch_id)
+            if isinstance(action, Finish):
+                self.sampled(action)
+            else:
+                self.part_ran(action)
+        self.engine_says(HasLanded(action, result))
+
+    @property
+    def _success(self) -> Any:
+        return s.Ran.WELL if self.side == SOURCE else None
+
+    @property
+    def _failure(self) -> Any:
+        return s.Ran.FAILED if self.side == SOURCE else "RuntimeError: out of memory"
 
     def settles(self) -> None:
         """What nobody hears of is done; with nothing to do it sleeps until it is called."""
@@ -154,15 +193,17 @@ class Engine:
     def stop(self) -> None:
         """It does nothing any more, and has freed everything."""
         self.is_stopped = True
-        for all_of_it in (self._todo, self._calls, self.blocks):
+        for all_of_it in (self._todo, self._calls, self._flight, self.blocks):
             all_of_it.clear()
         self._step_ends = 0
 
     def fail(self) -> None:
         """To run what is next."""
-        action = self._todo.pop(0)
-        failed = s.Ran.FAILED if self.side == SOURCE else "RuntimeError: out of memory"
-        self.engine_says(HasLanded(action, failed))
+        action = self._flight[0][0] if self._flight else self._todo[0]
+        self._broken.append(action.batch_id)
+        if not self._flight:
+            self._flight.append([self._todo.pop(0), None])
+        self.lands()
 
     def detach(self, _: Detach) -> None:
         self.attached = False
@@ -181,25 +222,31 @@ class Engine:
         has = self.blocks.get(batch_id)
         assert self.is_stopped or has in {"reserved", "lacks kv"}, f"{batch_id} has {has} blocks at the {self.side}"
 
-    def run_part(self, action: RunPart | RunPart) -> None:
+    def run_part(self, action: RunPart) -> None:
         batch_id, num_tokens = action.batch_id, self.world.batch(action.batch_id).num_tokens
         self.touch(batch_id)
         assert self._inside.get(batch_id, 0) == action.begin < action.end
         self._inside[batch_id] = action.end % num_tokens
-        if action.end == num_tokens:
+        self.launch(action, self._success)
+
+    def part_ran(self, action: RunPart) -> None:
+        batch_id = action.batch_id
+        if action.end == self.world.batch(batch_id).num_tokens:
             before, run = self._before(batch_id), self.layers.setdefault(batch_id, [])
             assert action.layer not in run, f"layer {action.layer} of {batch_id} is run twice at the {self.side}"
             assert before == list(range(action.layer)), f"layer {action.layer} of {batch_id} is run after {before}"
             run.append(action.layer)
-        self.engine_says(HasLanded(action, s.Ran.WELL if self.side == SOURCE else None))
 
     def _before(self, batch_id: str) -> list[int]:
         """Layers of which it has what is needed for the next one."""
         return list(self.layers.get(batch_id, []))
 
-    def finish(self, action: Finish | Finish) -> None:
+    def finish(self, action: Finish) -> None:
+        self.touch(action.batch_id)
+        self.launch(action, self._success)
+
+    def sampled(self, action: Finish) -> None:
         batch_id = action.batch_id
-        self.touch(batch_id)
         assert self._before(batch_id) == list(range(NUM_LAYERS))
         kv_here = action.kv_here
         if not self.has_ended(batch_id):
@@ -209,7 +256,6 @@ class Engine:
                 self.decodes(batch_id)
         elif kv_here:
             self.free_blocks(batch_id)
-        self.engine_says(HasLanded(action, s.Ran.WELL if self.side == SOURCE else None))
 
     def first_token(self, batch_id: str) -> None:
         assert batch_id not in self.world.first_tokens, f"{batch_id} has two owners"

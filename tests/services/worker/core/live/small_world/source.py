@@ -95,9 +95,9 @@ class SourceMember(Member):
         ok = self.has_ended(action.batch_id) or self.reserve_blocks(action.batch_id)
         self.engine_says(HasLanded(s.BeginBatch(action.batch_id, 0), ok))
 
-    def run_part(self, action: RunPart | RunPart) -> None:
+    def run_part(self, action: RunPart) -> None:
         if self.has_ended(action.batch_id):
-            self.engine_says(HasLanded(RunPart(action.batch_id, 0, 0, 0), s.Ran.NOT))
+            self.launch(action, s.Ran.NOT)
         else:
             there = self.world.target.layers.get(action.batch_id, [])
             assert action.layer not in there or action.batch_id in self._anew, "it is run at both"

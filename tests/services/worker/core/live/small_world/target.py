@@ -71,12 +71,12 @@ class TargetMember(Member):
 
     # --- where the engine is ----------------------------------------------------------------------
 
-    def run_part(self, action: RunPart | RunPart) -> None:
+    def run_part(self, action: RunPart) -> None:
         assert action.batch_id in self._held
         assert action.layer < self._layers_ready
         super().run_part(action)
 
-    def finish(self, action: Finish | Finish) -> None:
+    def finish(self, action: Finish) -> None:
         assert action.batch_id in self._held
         super().finish(action)
 

@@ -62,6 +62,8 @@ class Setting:
     """With 3 the layers of a batch have parts."""
     drains: bool = False
     """The source gets no prompts any more: it parts as soon as there is nothing to pull."""
+    is_ahead: bool = False
+    """The engine is given something behind what has not landed."""
     faults: tuple[Fault, ...] = ()
     """Each may happen, at any time."""
 
