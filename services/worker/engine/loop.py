@@ -407,8 +407,9 @@ class EngineLoop:
         not be. One before it goes on, and may fail yet."""
         self._begun, self._failed = None, (step, error)
         step.is_over = True
-        if not step.layers.done:  # it may be in no flight yet, and writes
-            self.launch(step.layers, lambda: None)
+        for given in (step.activation, step.layers):
+            if given is not None and not given.done:  # it may be in no flight yet
+                self.launch(given, lambda: None)
         # A third is not begun: what is behind the oldest is the newest.
         if step is self._steps[0]:
             self._steps[-1].is_over = True

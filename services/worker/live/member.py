@@ -262,7 +262,9 @@ class PairMember(Generic[M]):
     ) -> object:
         """The engine computes what an action asks for. It lands when the engine has, with what ``land(seconds)`` makes
         of it."""
-        loop = self._engine.loop
+        loop, begun = self._engine.loop, batch.activation
+        if begun is not None and not begun.done and completion.done:
+            completion = begun  # it could not be asked for, but what the batch begins with was
 
         def landed(busy_s: float) -> StepOutput | None:
             self._output, before = StepOutput(()), loop.num_in_flight

@@ -82,6 +82,7 @@ async def test_the_source_is_killed(redis_url: str) -> None:
         await burst.clean()
 
 
+@also_late("drawn")
 async def test_the_targets_engine_fails(redis_url: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
