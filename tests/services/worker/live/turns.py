@@ -149,7 +149,8 @@ class TurnEngine(EngineThread):
         """``turns``: its engine sleeps by them as well."""
         super().__init__(loop, on_output)
         self._turns = turns
-        self._commands = _TurnQueue(turns)  # type: ignore[assignment]
+        self._commands = commands = _TurnQueue(turns)  # type: ignore[assignment]
+        loop.wake = lambda: commands.put(lambda: None)
 
     def start(self) -> None:
         super().start()

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.device.host import HOST
+from services.worker.device.late import LateOrder
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.mock_engine import BYTE_TOKENS, MockEngine
 from services.worker.engine.mock.settings import MockTiming
@@ -37,6 +38,7 @@ from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.registry import WorkerInfo
 from tests.processes import INCARNATION, process
 from tests.services.fake_gateway import FakeGateway, expected_tokens
+from tests.services.worker.live.late_turns import LateTurns
 from tests.services.worker.live.members import BLOCK_SIZE, NUM_LAYERS, assignment
 from tests.services.worker.live.turns import TurnEngine, Turns
 from tests.services.worker.live.wire import Wire, WireTransport
@@ -68,9 +70,11 @@ class TwinWorker:
         num_blocks: int,
         chunk_tokens: int,
         silence_s: float,
+        late: LateOrder | None = None,
+        seed: int = 0,
     ) -> None:
         """``chunk_tokens``: what goes into one batch of a pair. ``silence_s``: a worker that says nothing for so long
-        is lost."""
+        is lost. ``late``: its engine computes later than it is called, as ``seed`` says."""
         self.wire, self.worker_id = wire, worker_id
         self.bus = wire.broker.bus(worker_id)
         self.transport = WireTransport(wire, worker_id)
@@ -98,7 +102,7 @@ class TwinWorker:
             num_layers=NUM_LAYERS,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
-            timing=TIMING,
+            timing=TIMING if late is None else MockTiming(),
             verify=True,
             sleep=self.turns.sleep,
         )
@@ -110,6 +114,7 @@ class TwinWorker:
         )
         loop = EngineLoop(engine, config, time.monotonic)
         loop.prefill_listener = self.kv_sender
+        self.late = None if late is None else LateTurns(loop, late, seed)
         self.engine = TurnEngine(loop, self.inbox.on_output, self.turns)
         self.copy = SimpleNamespace(
             layers_ready=0, complete=False, layout=SimpleNamespace(num_layers=NUM_LAYERS), digest=str
@@ -187,12 +192,14 @@ class TwinWorker:
         await self.kv_receiver.close()
         self._publishing.cancel()
         await self.bus.close()
+        if self.late is not None:
+            self.late.end()
         assert self.engine.end(STOP_S)
         await self.transport.close()
 
 
 class TwinGateway(FakeGateway):
-    """Reads nothing behind the end of an attempt, as gateways do."""
+    """Reads nothing behind the end of an attempt, and no end that lacks tokens which have come, as gateways do."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         super().__init__(broker, model_hash=MODEL.model_hash)
@@ -205,7 +212,9 @@ class TwinGateway(FakeGateway):
         super()._on_tokens(msgspec.structs.replace(batch, parts=tuple(p for p in batch.parts if p not in late)))
 
     def _has_ended(self, part: StreamPart) -> bool:
-        return any(before.finish_reason for before in self.parts.get((part.request_id, part.attempt), ()))
+        before = self.parts.get((part.request_id, part.attempt), ())
+        is_behind = part.error is not None and any(part.offset < b.offset + len(b.token_ids) for b in before)
+        return is_behind or any(b.finish_reason for b in before)
 
 
 class Twins:
@@ -220,12 +229,13 @@ class Twins:
         target_blocks: int,
         chunk_tokens: int,
         silence_s: float,
+        late: LateOrder | None = None,
         **lost: float,
     ) -> None:
-        """``lost``: see ``Wire``."""
+        """``late``: see ``TwinWorker``. ``lost``: see ``Wire``."""
         self.random = random.Random(seed)
         self.wire = Wire(seed, ("w0", "w1", "w9"), **lost)
-        made: dict[str, Any] = {"chunk_tokens": chunk_tokens, "silence_s": silence_s}
+        made: dict[str, Any] = {"chunk_tokens": chunk_tokens, "silence_s": silence_s, "late": late, "seed": seed}
         self.source = TwinWorker(self.wire, "w0", role=role, epoch=1, num_blocks=source_blocks, **made)
         self.target = TwinWorker(self.wire, "w1", role=role, epoch=2, num_blocks=target_blocks, **made)
         self.workers = [self.source, self.target]
@@ -341,7 +351,7 @@ class Twins:
 
     async def check(self) -> None:
         """Each request ended once with the tokens of one engine, and nothing is left. But of a pair that failed the
-        source, which cannot know, may end an attempt that has ended at the target."""
+        source, which cannot know, may end an attempt that the target computes, or has."""
         async with asyncio.timeout(WAIT_S):
             await self.until_all_ended()
         await asyncio.gather(*self._tasks)
@@ -355,7 +365,9 @@ class Twins:
                 assert self.ends(name) in ([], ["cancelled"])
             else:
                 assert (tokens, self.ends(name)) == (whole, ["length"]), name
-        assert {part.error and part.error.code for part in self.gateway.late} <= {"unavailable"}
+        for part in self.gateway.late:
+            told = [p.error for p in (part, *self.gateway.parts[part.request_id, part.attempt])]
+            assert "unavailable" in {error and error.code for error in told}
         assert not self.gateway.late or self.report is None or self.report.outcome == "failed"
 
     def said_by(self) -> dict[str, dict[str, str]]:
