@@ -20,8 +20,8 @@ COMPUTE_S = 0.0005, 0.006
 """Of one operation."""
 COPY_S: dict[LateOrder, tuple[float, float]] = {
     "copies_first": (0.0, 0.0),
-    "copies_last": (0.006, 0.015),
-    "drawn": (0.0, 0.008),
+    "copies_last": (0.01, 0.05),
+    "drawn": (0.0, 0.03),
 }
 Call = Callable[[], Completion[Any]]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,13 +115,14 @@ def leave(index: int) -> Act:
     return act
 
 
-def fail(index: int) -> Act:
-    """A member's engine cannot run the next layer for the pair."""
+def fail(index: int, *, later: bool = False) -> Act:
+    """A member's engine cannot run the next layer for the pair. ``later``: a late engine, when it comes to that."""
 
     def act(twins: Twins, _: Line) -> None:
         worker = twins.workers[index]
         twins.wire.say(worker.worker_id, "fails in a layer")
-        engine = worker.engine.loop.engine
+        engine: Any = worker.engine.loop.engine
+        engine = engine.watched if later else engine
         run_part = engine.run_part
 
         def fail_once(*_: object) -> None:
