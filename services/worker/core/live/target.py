@@ -64,7 +64,7 @@ from shared.messages.live import (
     Settle,
     ZigzagAssignment,
 )
-from shared.zigzag.batch import ENDED, State
+from shared.zigzag.batch import State
 from shared.zigzag.queue import Claim, Layer, Policy, Queue
 
 WATCH_S = 0.05
