@@ -110,7 +110,7 @@ class QueuedBatch:
     """The target will run no more of it (best effort only)."""
     absent: bool = False
     """What the target needs to begin it is still on its way; the source may have it back."""
-    wanted: bool = False
+    awaited: bool = False
     """The source waits for the end of the layers that are begun."""
     state: State = State.WAITING
 
@@ -122,7 +122,7 @@ class QueuedBatch:
     @property
     def can_begin(self) -> bool:
         """The target can begin a layer of it, as far as the batch is concerned."""
-        may = self.state is State.WAITING or (self.state is State.RUNNING and not self.wanted)
+        may = self.state is State.WAITING or (self.state is State.RUNNING and not self.awaited)
         return may and not self.absent
 
     @property

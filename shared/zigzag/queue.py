@@ -257,7 +257,7 @@ class Queue:
         if self.policy is Policy.BEST_EFFORT and head.num_begun and not head.released:
             return Wait(head.batch_id, "in_hand")
         if head.in_layer:
-            head.wanted = True
+            head.awaited = True
             return Wait(head.batch_id, "in_layer")
         return self._claim(claim_id, head)
 
@@ -400,7 +400,7 @@ class Queue:
     @staticmethod
     def _end(batch: QueuedBatch) -> None:
         batch.apply(BatchEvent.END)
-        batch.wanted = False
+        batch.awaited = False
 
     def _settle(self, batch: QueuedBatch) -> None:
         if batch.state in ENDED:

@@ -467,7 +467,7 @@ class RandomPair(RuleBasedStateMachine):
         self.target_ran: dict[str, list[int]] = {}
         self.running: list[str] = []
         """Of layers that are begun, in order."""
-        self.wanted: set[str] = set()
+        self.awaited: set[str] = set()
         self.claims: dict[str, Claim] = {}
         self.confirmed: set[str] = set()
         self.taken_back: set[str] = set()
@@ -509,7 +509,7 @@ class RandomPair(RuleBasedStateMachine):
         if layer is None:
             return
         assert layer.layer == len(self.target_ran[layer.batch_id]) + self.running.count(layer.batch_id)
-        assert layer.batch_id not in self.wanted, "the source waits for it"
+        assert layer.batch_id not in self.awaited, "the source waits for it"
         gate = self.queue.batch(layer.batch_id).gate
         short = [b for b in self.queue.batches() if b.gate is not None and b.next_layer < b.gate]
         if gate is not None and layer.layer >= gate:
@@ -520,7 +520,7 @@ class RandomPair(RuleBasedStateMachine):
             if other.batch_id == layer.batch_id:
                 break
             startable = other.state in {State.WAITING, State.RUNNING} and other.num_begun < self.queue.layers_ready
-            startable = startable and other.batch_id not in self.absent | self.wanted
+            startable = startable and other.batch_id not in self.absent | self.awaited
             assert not startable or other.gate is not None, "a later batch went first"
         self.running.append(layer.batch_id)
 
@@ -536,7 +536,7 @@ class RandomPair(RuleBasedStateMachine):
             self.queue.layer_done(batch_id)
             self.target_ran[batch_id].append(len(self.target_ran[batch_id]))
         if batch_id not in self.running:
-            self.wanted.discard(batch_id)
+            self.awaited.discard(batch_id)
 
     @precondition(lambda self: not self.queue.dissolved)
     @rule()
@@ -545,7 +545,7 @@ class RandomPair(RuleBasedStateMachine):
         claim_id = f"c{len(self.claims)}"
         pulled = self.queue.pull(claim_id)
         if isinstance(pulled, Wait) and pulled.reason == "in_layer":
-            self.wanted.add(pulled.batch_id)
+            self.awaited.add(pulled.batch_id)
         if not isinstance(pulled, Claim):
             return
         assert self.queue.pull(claim_id) == pulled

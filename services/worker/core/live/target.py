@@ -321,7 +321,7 @@ class TargetMachine(Machine):
                 self.do(RunPart(layer.batch_id, layer.layer, begin, end))
                 return
             self._begun = None
-            self._is_stopped(run)
+            self._stop(run)
         self.may_run = False
 
     def _next_layer(self) -> Layer | None:
@@ -342,7 +342,7 @@ class TargetMachine(Machine):
         if error is not None:
             self._engine_failed(error)
         elif not self._is_wanted(part.batch_id):
-            self._is_stopped(run)
+            self._stop(run)
         elif part.end == run.batch.num_tokens:
             if part.layer + 1 < self.queue.num_layers:
                 self.queue.layer_done(part.batch_id)
@@ -350,7 +350,7 @@ class TargetMachine(Machine):
                 # Before the queue knows: the next look must find the requests in one place or the other.
                 self.do(Finish(part.batch_id))
 
-    def _is_stopped(self, run: _Run) -> None:
+    def _stop(self, run: _Run) -> None:
         """Nobody waits for the batch: no more of it is run, and it is freed when nothing of it is in flight."""
         batch_id = run.batch.batch_id
         if self._begun is not None and self._begun.batch_id == batch_id:
