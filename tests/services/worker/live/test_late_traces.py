@@ -16,7 +16,7 @@ from services.worker.device.late import LateOrder
 from tests.services.worker.live.traces import CASES, LONG, SHORT, SOURCE, STATES, TARGET, Case, fail, trace
 
 ORDERS: tuple[LateOrder, ...] = ("copies_first", "copies_last", "drawn")
-NUM_SEEDS = int(os.environ.get("LATE_PAIR_SEEDS", "1"))
+NUM_SEEDS = int(os.environ.get("LATE_PAIR_SEEDS", "2"))
 """Of each case and order."""
 LATE_CASES = CASES | {
     "target_engine_fails_later": replace(SHORT, when=STATES["cooperating"], act=fail(TARGET, later=True)),
