@@ -24,7 +24,7 @@ async def test_a_drain_moves_what_runs_and_does_not_wait_for_its_end(redis_url: 
         assert fleet.said_by("r") == ["w0", "w1"]
 
 
-@also_late()
+@also_late("drawn")
 async def test_many_spread_over_those_that_take_them(redis_url: str) -> None:
     async with moving(redis_url, 3) as fleet:
         names = [f"r{i}" for i in range(8)]

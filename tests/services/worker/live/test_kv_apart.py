@@ -259,7 +259,7 @@ async def test_kv_is_sent_once_and_only_of_what_the_source_has_pulled(
 # --- long prompts --------------------------------------------------------------------------------
 
 
-@also_late()
+@also_late("drawn")
 @pytest.mark.parametrize("part_tokens", [7, 16])
 async def test_long_prompts_are_split_between_the_members_as_well(redis_url: str, part_tokens: int) -> None:
     async with slow_cluster(redis_url, prefill_chunk_tokens=part_tokens) as cluster:

@@ -19,7 +19,7 @@ MAX_CASES = 3
 """In which the burst waits until there is a pair once, also on a busy machine."""
 
 
-@also_late()
+@also_late("drawn")
 @pytest.mark.parametrize("policy", ["zigzag", "best_effort", "overlap", "stop_the_world"])
 async def test_a_burst_gets_its_tokens_while_the_second_instance_loads(
     redis_url: str, policy: LivePolicy, caplog: pytest.LogCaptureFixture
