@@ -1039,3 +1039,106 @@ def test_an_engine_may_stop_before_anything_was_lent(lends: bool) -> None:
         source.told(HasLanded(s.AskOffer()))
     actions = source.told(EngineStopped())
     assert actions[-2:] == [Detach(), Over()]
+
+
+# --- parts behind parts ---------------------------------------------------------------------------
+
+
+def in_flight(source: Source, count: int) -> list[RunPart]:
+    """It is given so many."""
+    return [the(RunPart, source.told(PartWanted())) for _ in range(count)]
+
+
+def test_layers_are_given_behind_those_that_have_not_landed_batch_after_batch() -> None:
+    source = Source()
+    source.cooperating("a", "b")
+    source.begun("pair-0")
+    source.begun("pair-1", 2)
+    parts = in_flight(source, NUM_LAYERS + 2)
+    assert [(part.batch_id, part.layer) for part in parts] == [
+        *[("pair-0", layer) for layer in range(NUM_LAYERS)],
+        *[("pair-1", layer) for layer in range(2, NUM_LAYERS)],
+    ]
+    assert source.told(PartWanted()) == []
+    for part in parts[: NUM_LAYERS - 1]:
+        assert source.told(HasLanded(part, s.Ran.WELL)) == []
+    actions = source.told(HasLanded(parts[NUM_LAYERS - 1], s.Ran.WELL))
+    assert of_kind(Finish, actions) == [Finish("pair-0")]
+    assert of_kind(s.Done, actions) == []
+
+
+def test_the_next_batch_is_given_and_lands_while_first_tokens_of_the_one_before_are_sampled() -> None:
+    source = Source()
+    source.cooperating("a", "b")
+    source.begun("pair-0")
+    finish = the(Finish, source.run("pair-0"))
+    source.begun("pair-1")
+    (part,) = in_flight(source, 1)
+    assert part.batch_id == "pair-1"
+    assert source.told(HasLanded(part, s.Ran.WELL)) == []
+    actions = source.told(HasLanded(finish, s.Ran.WELL))
+    assert the(s.Done, actions).batch_id == "pair-0"
+    assert source.machine.remaining_s == (NUM_LAYERS - 1) * source.machine.batches["pair-1"].layer_s
+
+
+@pytest.mark.parametrize("behind", list(s.Ran))
+def test_a_landing_behind_a_failed_one_counts_for_nothing(behind: s.Ran) -> None:
+    source = Source()
+    source.cooperating("a", "b")
+    source.begun("pair-0", 2)
+    source.begun("pair-1")
+    first, second, beside = in_flight(source, 3)
+    source.told(HasLanded(s.FetchKv("pair-0", 0, 0), True))
+    actions = source.told(HasLanded(first, s.Ran.FAILED))
+    assert of_kind(s.Conclude, actions) == [s.Conclude("pair-0", How.COMPUTE_HERE)]
+    assert the(s.Done, actions).batch_id == "pair-0"
+    assert source.told(HasLanded(second, behind)) == [], "it was its last layer"
+    assert beside.batch_id == "pair-1"
+    source.told(HasLanded(beside, s.Ran.WELL))
+    assert the(RunPart, source.told(PartWanted())).layer == 1
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_batch_that_failed_with_more_of_it_in_flight_waits_for_its_kv_all_the_same(is_here: bool) -> None:
+    source = Source()
+    source.cooperating("a")
+    source.begun("pair-0", 2)
+    first, second = in_flight(source, 2)
+    assert of_kind(s.Conclude, source.told(HasLanded(first, s.Ran.FAILED))) == []
+    assert source.told(HasLanded(second, s.Ran.FAILED)) == []
+    actions = source.told(HasLanded(s.FetchKv("pair-0", 0, 0), is_here))
+    assert of_kind(s.Conclude, actions) == [s.Conclude("pair-0", How.COMPUTE_HERE)]
+
+
+def test_what_is_left_of_a_batch_are_the_layers_that_have_not_landed() -> None:
+    source = Source()
+    source.cooperating("a")
+    source.begun("pair-0")
+    layer_s = source.machine.batches["pair-0"].layer_s
+    first, second = in_flight(source, 2)
+    assert source.machine.remaining_s == NUM_LAYERS * layer_s
+    source.told(HasLanded(first, s.Ran.WELL))
+    assert source.machine.remaining_s == (NUM_LAYERS - 1) * layer_s
+    source.told(HasLanded(second, s.Ran.WELL))
+    assert source.machine.remaining_s == (NUM_LAYERS - 2) * layer_s
+
+
+def test_whether_kv_leaves_with_a_layer_is_said_when_it_is_given() -> None:
+    source = Source()
+    source.cooperating("a")
+    source.begun("pair-0", 2)
+    (first,) = in_flight(source, 1)
+    source.told(HasLanded(s.FetchKv("pair-0", 0, 0), True))
+    (second,) = in_flight(source, 1)
+    assert (first.kv_leaves, second.kv_leaves) == (False, True)
+
+
+def test_an_engine_that_stops_with_parts_in_flight_has_ended_them() -> None:
+    source = Source()
+    source.cooperating("a")
+    source.begun("pair-0")
+    first, second = in_flight(source, 2)
+    actions = source.told(EngineStopped())
+    assert of_kind(Over, actions)
+    assert source.told(HasLanded(first, s.Ran.WELL), HasLanded(second, s.Ran.WELL)) == []
+    assert source.told(PartWanted()) == []

@@ -26,7 +26,7 @@ from services.worker.core.live.machine import (
     TellEnded,
 )
 from services.worker.core.live.target import KNOWS_S, WATCH_S
-from shared.messages.common import Ack
+from shared.messages.common import Ack, LivePolicy
 from shared.messages.live import Dissolve, Dissolved, Gate, Pulled, PullKv
 from tests.services.worker.core.live.pairs import NUM_LAYERS, TOKENS, Target, key, of_kind, request, the
 
@@ -875,3 +875,169 @@ def test_that_an_engine_is_about_to_stop_changes_nothing_else() -> None:
     target = Target()
     target.has("a")
     assert target.told(t.EngineStops("the target leaves")) == []
+
+
+# --- parts behind parts ---------------------------------------------------------------------------
+
+
+def loaded_with(*batch_ids: str, num_layers: int = NUM_LAYERS - 1, policy: LivePolicy = "zigzag") -> Target:
+    """The queue is sealed, and so many layers are there."""
+    target = Target(policy)
+    target.has(*batch_ids)
+    target.sealed(len(batch_ids))
+    if num_layers == NUM_LAYERS:
+        target.loaded()
+    else:
+        target.told(t.LayersReady(num_layers))
+    return target
+
+
+def in_flight(target: Target, count: int = 2) -> list[RunPart]:
+    """It is given so many."""
+    return [target.part() for _ in range(count)]
+
+
+def test_a_layer_is_given_behind_one_that_has_not_landed_and_they_land_in_order() -> None:
+    target = loaded_with("a", num_layers=NUM_LAYERS)
+    parts = in_flight(target, NUM_LAYERS)
+    assert [(part.batch_id, part.layer) for part in parts] == [("a", layer) for layer in range(NUM_LAYERS)]
+    assert target.told(PartWanted()) == []
+    for part in parts[:-1]:
+        assert target.told(HasLanded(part)) == []
+    assert of_kind(Finish, target.told(HasLanded(parts[-1]))) == [Finish("a")]
+
+
+def test_what_is_in_flight_goes_on_with_the_next_batch_once_a_batch_has_no_layer_left() -> None:
+    target = loaded_with("a", "b", num_layers=2)
+    parts = in_flight(target, 4)
+    assert [(part.batch_id, part.layer) for part in parts] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert target.told(PartWanted()) == []
+    target.told(t.LayersReady(3))
+    assert target.part() == RunPart("a", 2, 0, TOKENS), "the first come, though nothing of it has landed"
+
+
+def test_a_batch_whose_part_is_in_flight_is_first_run_to_the_end_of_its_layer() -> None:
+    target = Target(part_tokens=TOKENS // 3)
+    target.has("a", "b")
+    target.told(t.LayersReady(1))
+    parts = in_flight(target, 6)
+    assert [part.batch_id for part in parts] == ["a"] * 3 + ["b"] * 3
+    assert [part.begin for part in parts[:3]] == [0, 3, 6]
+    assert target.told(*map(HasLanded, parts[:2])) == []
+    assert pulled(target.pulled("0")) == ("", 0), "its last part has not landed"
+    target.told(HasLanded(parts[2]))
+    assert pulled(target.pulled("1")) == ("a", 1)
+
+
+def test_a_landing_behind_a_failed_one_counts_for_nothing() -> None:
+    target = loaded_with("a", num_layers=NUM_LAYERS)
+    parts = in_flight(target, NUM_LAYERS)
+    target.told(*map(HasLanded, parts[:-2]))
+    actions = target.told(HasLanded(parts[-2], "RuntimeError: cuda"))
+    assert of_kind(t.AwaitStepEnd, actions)
+    assert freed(actions) == []
+    assert target.told(HasLanded(parts[-1])) == [], "nor is it finished"
+    actions = target.told(HasLanded(t.AwaitStepEnd()))
+    assert freed(actions) == ["a"]
+    assert the(TellEnded, actions).reason == "the target's engine failed: RuntimeError: cuda"
+
+
+def test_two_that_fail_are_one_failure() -> None:
+    target = loaded_with("a")
+    first, second = in_flight(target)
+    target.told(HasLanded(first, "RuntimeError: cuda"))
+    assert target.told(HasLanded(second, "RuntimeError: again")) == []
+    ended = the(TellEnded, target.told(HasLanded(t.AwaitStepEnd())))
+    assert ended.reason == "the target's engine failed: RuntimeError: cuda"
+
+
+def test_a_batch_that_nobody_waits_for_is_freed_when_the_last_of_it_has_landed() -> None:
+    target = loaded_with("a", "b", num_layers=2)
+    first, second = in_flight(target)
+    target.told(Cancelled((key("a"),)))
+    assert freed(target.told(HasLanded(t.EndRequests((key("a"),))))) == []
+    assert freed(target.told(HasLanded(first))) == []
+    assert target.machine.holds("a")
+    assert target.part().batch_id == "b", "nothing more of it is run"
+    assert freed(target.told(HasLanded(second))) == ["a"]
+    assert not target.machine.holds("a")
+
+
+def test_a_batch_that_nobody_waits_for_is_freed_at_once_if_all_that_was_given_of_it_has_landed() -> None:
+    target = Target(part_tokens=TOKENS // 3)
+    target.has("a")
+    target.told(t.LayersReady(1))
+    target.told(HasLanded(target.part()))
+    target.told(Cancelled((key("a"),)))
+    assert freed(target.told(HasLanded(t.EndRequests((key("a"),))))) == [], "it is inside a layer"
+    assert freed(target.told(PartWanted())) == ["a"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_of_a_batch_cancelled_while_first_tokens_are_sampled_it_is_known_whose_it_was(kept: bool) -> None:
+    target = loaded_with("a", num_layers=NUM_LAYERS)
+    parts = in_flight(target, NUM_LAYERS)
+    target.told(*map(HasLanded, parts))
+    if kept:
+        assert shares(target.asked_to_part()).kept == ("a",)
+    target.told(Cancelled((key("a"),)))
+    assert freed(target.told(HasLanded(t.EndRequests((key("a"),))))) == []
+    actions = target.told(HasLanded(Finish("a")))
+    assert of_kind(t.Forget, actions) == [t.Forget(("a",), theirs=not kept)]
+    assert of_kind(t.TellTaken, actions) == []
+    assert not target.machine.holds("a")
+
+
+def test_a_pull_is_answered_when_all_that_is_in_flight_of_the_batch_has_landed_and_nothing_more_of_it_is_given() -> None:
+    target = loaded_with("a", "b")
+    first, second = in_flight(target)
+    assert target.pulled("0", wait_s=9.0) == []
+    beside = target.part()
+    assert (beside.batch_id, beside.layer) == ("b", 0)
+    assert of_kind(AnswerQuestion, target.told(HasLanded(first))) == []
+    assert target.part().batch_id == "b"
+    actions = target.told(HasLanded(second))
+    assert the(SendHidden, actions).batch_id == "a"
+    assert pulled(actions) == ("a", 2)
+
+
+def test_who_wishes_to_part_waits_for_all_that_is_in_flight_and_nothing_is_given_meanwhile() -> None:
+    target = loaded_with("a", "b")
+    first, second = in_flight(target)
+    assert target.asked_to_part() == []
+    assert target.told(PartWanted()) == []
+    assert target.told(HasLanded(first)) == []
+    assert target.told(PartWanted()) == [], "neither of it nor of another"
+    actions = target.told(HasLanded(second))
+    assert [(g.batch_id, g.first_layer) for g in shares(actions).given] == [("a", 2), ("b", 0)]
+    assert the(SendHidden, actions).batch_id == "a"
+    assert freed(actions) == ["b"]
+
+
+def test_who_wishes_to_part_waits_for_the_other_parts_of_a_layer_that_is_begun() -> None:
+    target = Target(part_tokens=TOKENS // 3)
+    target.has("a")
+    target.sealed(1)
+    target.told(t.LayersReady(2))
+    first, second = in_flight(target)
+    assert target.asked_to_part() == []
+    target.told(HasLanded(first), HasLanded(second))
+    third = target.part()
+    assert (third.layer, third.begin, third.end) == (0, 6, 9)
+    assert target.told(PartWanted()) == []
+    assert [(g.batch_id, g.first_layer) for g in shares(target.told(HasLanded(third))).given] == [("a", 1)]
+
+
+def test_who_wishes_to_part_waits_for_what_best_effort_has_let_go_of_and_is_in_flight() -> None:
+    target = loaded_with("a", "b", num_layers=2, policy="best_effort")
+    first, second = in_flight(target)
+    beside = target.part()
+    assert beside.batch_id == "b", "half of the layers of the first one are begun"
+    target.loaded()
+    assert target.asked_to_part() == []
+    assert target.told(HasLanded(first)) == []
+    answered = shares(target.told(HasLanded(second)))
+    assert [(g.batch_id, g.first_layer) for g in answered.given] == [("a", 2)]
+    assert answered.kept == ("b",)
+    assert target.told(HasLanded(beside)) == []
+    assert target.part() == RunPart("b", 1, 0, TOKENS)
