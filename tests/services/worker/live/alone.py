@@ -9,11 +9,15 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-from services.worker.core.live import source, target
+from services.worker.core.live import source_words as source
+from services.worker.core.live import target_words as target
 from services.worker.core.live.batch import Batch, Request
 from services.worker.core.live.machine import Action, AnswerQuestion, Begin, HasLanded, Lost, SendHidden
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.completion import Completion
+from services.worker.device.late import LateStreams
 from services.worker.engine.loop import EngineLoop
+from services.worker.engine.thread import After
 from services.worker.instance.instance import Instance
 from services.worker.live.batches import PromptBatch
 from services.worker.live.member import LATER
@@ -22,8 +26,11 @@ from services.worker.live.target import LiveTarget
 from services.worker.requests.inbox import Inbox
 from shared.messages.codec import Message
 from shared.messages.common import Ack
-from shared.messages.live import Pull, Pulled, Settle
+from shared.messages.generation import StreamPart
+from shared.messages.live import Dissolve, Pull, Pulled, Seal, Settle
 from shared.transport.base import Buffer
+from tests.services.worker.device.by_hand import HandStreams
+from tests.services.worker.late_workers import WatchedLate
 from tests.services.worker.live.ends import Requests
 from tests.services.worker.live.members import (
     NUM_LAYERS,
@@ -49,33 +56,62 @@ class Engine:
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
+        self._waiting: list[Callable[[], None]] = []
 
-    def call(self, function: Callable[[EngineLoop], T], *, after: object = None) -> Future[T]:
-        """At once."""
+    def call(self, function: Callable[[EngineLoop], T], *, after: After = After.NOTHING) -> Future[T]:
+        """At once, or when all has landed."""
         done: Future[T] = Future()
-        done.set_result(function(self.loop))
+        self._waiting.append(lambda: done.set_result(function(self.loop)))
+        if after is After.NOTHING:
+            self._waiting.pop()()
+        self.stepped()
         return done
+
+    def stepped(self) -> None:
+        """All may have landed."""
+        while self._waiting and self.loop.is_quiet:
+            self._waiting.pop(0)()
+        self.loop.halts = bool(self._waiting)
+
+
+class LateEngine(WatchedLate):
+    """On streams of the caller's hand."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.streams = HandStreams()
+        super().__init__(loop.engine, cast(LateStreams, self.streams))
+        self.watch(loop.scheduler.pool)
+        self.given: list[str] = []
+        """All calls, in their order."""
+
+    def _later(self, what: str, *parts: Any, **more: Any) -> Any:
+        self.given.append(what)
+        return super()._later(what, *parts, **more)
 
 
 class Alone:
-    """One member."""
+    """One member. ``late``: its engine computes when ``runs`` says so."""
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, loop: EngineLoop, *, late: bool = False) -> None:
         self.loop = loop
+        if late:
+            loop.engine = LateEngine(loop)
         self.said: list[Action] = []
         """What it wanted done on the event loop, in order."""
         self.instance = SimpleNamespace(
             instance_id="here",
             layout=SimpleNamespace(num_layers=NUM_LAYERS),
             scheduler=loop.scheduler.config,
-            engine=Engine(loop),
+            engine=(engine := Engine(loop)),
             copy=SimpleNamespace(layers_ready=0, complete=False),
             ordered_s=0.0,
         )
+        self._engine = engine
 
     def _listen(self, member: LiveSource | LiveTarget) -> None:
         carriers = member.carry_out.items()
-        member.carry_out = {kind: carry if kind.on_engine else self._say for kind, carry in carriers}
+        here = {target.AwaitStepEnd} if isinstance(self.loop.engine, LateEngine) else set()
+        member.carry_out = {kind: carry if kind.on_engine or kind in here else self._say for kind, carry in carriers}
 
     def _say(self, action: Action) -> object:
         self.said.append(action)
@@ -83,6 +119,48 @@ class Alone:
 
     def all_said(self, kind: type[A]) -> list[A]:
         return [action for action in self.said if isinstance(action, kind)]
+
+    # --- of a late one ------------------------------------------------------------------------
+
+    @property
+    def late(self) -> LateEngine:
+        """Its engine."""
+        assert isinstance(self.loop.engine, LateEngine)
+        return self.loop.engine
+
+    def step(self) -> list[StreamPart]:
+        """What has landed is taken, and what is next is begun, until there is nothing to do. What came of it."""
+        outputs: list[StreamPart] = []
+        while (output := self.loop.step()) is not None:
+            outputs += output.outputs
+            self._engine.stepped()
+        return outputs
+
+    def runs(self, count: int = 1) -> list[StreamPart]:
+        """The engine computes so many of the calls that it was given, and a step follows each."""
+        outputs: list[StreamPart] = []
+        for _ in range(count):
+            self.late.streams.run(self.late.streams.compute)
+            outputs += self.step()
+        return outputs
+
+    def runs_all(self, limit: int = 500) -> list[StreamPart]:
+        """Whatever is given, until there is nothing to do. No caller took for done what was not."""
+        outputs = self.step()
+        for _ in range(limit):
+            if not self.late.streams.num_queued:
+                assert not self.loop.has_work
+                assert self.late.faults == []
+                return outputs
+            self.late.streams.run_all()
+            outputs += self.step()
+        raise AssertionError(f"work after {limit} steps")
+
+    def _made(self, completion: Completion[T]) -> T:
+        """Of what is beside the loop's: at once."""
+        if isinstance(self.loop.engine, LateEngine):
+            return self.late.streams.wait(completion)
+        return completion.result()
 
     @property
     def watched(self) -> WatchedEngine:
@@ -103,8 +181,8 @@ class Alone:
 class Target(Alone):
     """A target that has said yes."""
 
-    def __init__(self, **changes: int) -> None:
-        super().__init__(make_loop(**changes))
+    def __init__(self, *, late: bool = False, **changes: int) -> None:
+        super().__init__(make_loop(lambda: 0.0, **changes), late=late)
         self.work = LiveTarget(
             assignment(),
             cast(Instance, self.instance),
@@ -125,7 +203,7 @@ class Target(Alone):
         requests = tuple(Request(s.key, s.num_tokens) for s in sequences)
         self.work.offered = {batch_id: batch}
         self.work.handle(target.HandedOver(0, Batch(batch_id, requests, 1.0), 0, behind_seal=False))
-        batch.hidden = self.loop.engine.embed_tokens(batch.token_ids()).result()
+        batch.hidden = self._made(self.loop.engine.embed_tokens(batch.token_ids()))
         self.work.handle(HasLanded(target.HostBatch(batch_id, 0), True))
         return batch
 
@@ -138,8 +216,12 @@ class Target(Alone):
 
     def ask(self, question: Pull | Settle) -> Message:
         """The answer."""
-        self.work.handle(target.SourceAsks(0, question))
+        self.asks(question)
         return self.all_said(AnswerQuestion)[-1].message
+
+    def asks(self, question: Seal | Pull | Settle | Dissolve, number: int = 0) -> None:
+        """The answer may come later."""
+        self.work.handle(target.SourceAsks(number, question))
 
     @property
     def finished(self) -> list[str]:
@@ -154,8 +236,9 @@ class Target(Alone):
     def state_of(self, batch_id: str, num_layers: int) -> tuple[Buffer, Buffer]:
         """Hidden states and KV of what was run of a batch."""
         batch, engine = self.work.held[batch_id], self.loop.engine
+        assert batch.activation is not None
         kv = engine.export_kv(batch.kv(0, num_layers).tables, batch.lengths, num_layers)
-        return engine.hidden_states(batch.activation).result(), kv.result()
+        return self._made(engine.hidden_states(batch.activation)), self._made(kv)
 
 
 class Source(Alone):
@@ -166,11 +249,12 @@ class Source(Alone):
         *waiting: ActiveSequence,
         own: ActiveSequence | None = None,
         decode_interval_s: float = 1e9,
+        late: bool = False,
         **changes: int,
     ) -> None:
         """``own``: a prompt of which a chunk was computed before."""
         self.clock = Clock()
-        super().__init__(make_loop(self.clock, **changes))
+        super().__init__(make_loop(self.clock, **changes), late=late)
         if own is not None:
             self.loop.add(own)
             self.loop.step()
@@ -236,9 +320,13 @@ class Source(Alone):
         run_all(there.loop)
         return there
 
+    def import_kv(self, batch: PromptBatch) -> Completion[None]:
+        """It has come, and is to be written into its blocks."""
+        kv, num_layers = self._kv[batch.batch_id]
+        return self.loop.engine.import_kv(batch.kv(0, num_layers).tables, batch.lengths, num_layers, kv)
+
     def kv_over(self, batch: PromptBatch, *, is_here: bool = True) -> None:
         """Its KV has come, or will not."""
         if is_here:
-            kv, num_layers = self._kv[batch.batch_id]
-            self.loop.engine.import_kv(batch.kv(0, num_layers).tables, batch.lengths, num_layers, kv).result()
+            self._made(self.import_kv(batch))
         self.work.handle(HasLanded(source.FetchKv(batch.batch_id, 0, 0), is_here))

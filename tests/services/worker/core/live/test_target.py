@@ -988,7 +988,7 @@ def test_of_a_batch_cancelled_while_first_tokens_are_sampled_it_is_known_whose_i
     assert not target.machine.holds("a")
 
 
-def test_a_pull_is_answered_when_all_that_is_in_flight_of_the_batch_has_landed_and_nothing_more_of_it_is_given() -> None:
+def test_a_pull_is_answered_when_all_of_the_batch_has_landed_and_nothing_more_of_it_is_given() -> None:
     target = loaded_with("a", "b")
     first, second = in_flight(target)
     assert target.pulled("0", wait_s=9.0) == []
