@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import torch
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion, Landed, Pending
 from services.worker.device.late import LateStreams, LateTiming
+from services.worker.engine import loop as engine_loop
 from services.worker.engine.base import Activation, Engine
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.late.activation import LateActivation
@@ -28,6 +29,7 @@ from services.worker.engine.thread import After
 from services.worker.engine.torch_engine import TorchEngine
 from shared.errors import BlitzError, Unavailable
 from shared.messages.generation import SamplingParams
+from tests.services.worker.device.by_hand import HandStreams
 from tests.services.worker.device.waiting import held, settled
 from tests.services.worker.engine.late_engines import late
 from tests.services.worker.engine.late_loops import WAIT_S, Asked, LateLoop, drawn, late_loop, plain_texts
@@ -246,6 +248,44 @@ def test_a_step_that_cannot_be_begun_is_work_though_nothing_else_is_left() -> No
         assert loop.scheduler.pool.num_used == 0
     finally:
         streams.close()
+
+
+@pytest.mark.parametrize("prefills", [True, False])
+def test_a_step_whose_layers_cannot_be_asked_for_waits_for_what_it_is_begun_with(
+    monkeypatch: pytest.MonkeyPatch, prefills: bool
+) -> None:
+    """Its request is cancelled meanwhile: that is still to be embedded, from its blocks."""
+    streams = HandStreams()
+    engine = LateEngine(MockEngine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE), cast(LateStreams, streams))
+    monkeypatch.setattr(engine_loop, "waited", streams.wait)
+    loop = make_loop(engine)
+    engine.watch(loop.scheduler.pool)
+    run_layers, refused = engine.run_layers, list[int]()
+
+    def refuse_one(activation: Activation, first: int, last: int) -> Completion[None]:
+        if not refused:
+            refused.append(first)
+            raise RuntimeError("cannot begin this")
+        return run_layers(activation, first, last)
+
+    loop.add(a := active("a", max_tokens=9))
+    while not prefills and not a.output:
+        if loop.step() is None:
+            streams.run(streams.compute)
+    monkeypatch.setattr(engine, "run_layers", refuse_one)
+    assert loop.step() is None
+    assert refused == [0]
+    loop.scheduler.cancel("a", a.attempt)
+    assert prefills == (streams.num_queued == 1), "it is alone, or behind another"
+    streams.run(streams.compute, streams.num_queued - 1)
+    loop.step()
+    assert loop.num_in_flight == 1
+    assert loop.scheduler.pool.num_used
+    streams.run(streams.compute)
+    while loop.has_work:
+        loop.step()
+    assert loop.scheduler.pool.num_used == 0
+    assert engine.num_faults == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -305,6 +305,55 @@ async def test_who_is_cancelled_while_the_engine_is_called_waits_for_what_it_was
     await release
 
 
+async def test_what_the_engine_has_yet_to_write_is_not_here(wire: Wire) -> None:
+    """As a device that computes later."""
+    given: list[Pending[None]] = []
+    import_kv = wire.receiver.import_kv
+
+    def later(*kv: Any, **layers: Any) -> Completion[None]:
+        import_kv(*kv, **layers)
+        given.append(Pending())
+        return given[-1]
+
+    wire.receiver.import_kv = later  # type: ignore[method-assign]
+    inflow, outflow = wire.inflow(1), wire.outflow()
+    task = running(inflow)
+    sending = asyncio.create_task(wire.send(outflow, 0, LAYERS))
+    for layer in range(LAYERS):
+        await eventually(lambda layer=layer: len(given) == layer + 1)
+        await asyncio.sleep(0.01)
+        assert (inflow.num_here, len(given)) == (layer, layer + 1)
+        assert not task.done()
+        given[layer].settle(Landed())
+    await task
+    await sending
+    assert all(wire.same())
+
+
+async def test_what_the_engine_has_yet_to_read_is_not_sent(wire: Wire) -> None:
+    """As a device that computes later."""
+    given: list[Pending[Buffer]] = []
+    export_kv = wire.sender.export_kv
+
+    def later(*kv: Any, **layers: Any) -> Completion[Buffer]:
+        given.append(Pending())
+        return given[-1]
+
+    wire.sender.export_kv = later  # type: ignore[method-assign]
+    inflow, outflow = wire.inflow(), wire.outflow()
+    task = running(inflow)
+    sending = asyncio.create_task(wire.send(outflow, 0, LAYERS))
+    await eventually(lambda: bool(given))
+    await asyncio.sleep(0.01)
+    assert not sending.done()
+    assert inflow.num_come == 0
+    layers = kv(THERE)
+    given[0].settle(export_kv(layers.tables, layers.ends, LAYERS))
+    await sending
+    await task
+    assert all(wire.same())
+
+
 async def test_what_the_engine_cannot_write_is_said(wire: Wire) -> None:
     wire.receiver.fails = ValueError("broken")
     inflow = wire.inflow()

@@ -5,7 +5,10 @@ Streams run by the test's hand, so that each operation is looked at before and a
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +18,13 @@ from services.worker.core.live.machine import AnswerQuestion, HasLanded, RefuseQ
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion, Landed, Pending
+from services.worker.device.host import HOST
 from services.worker.engine.base import Activation
+from services.worker.kv_transfer.connector import KvConnector
+from services.worker.live.batches import PromptBatch
+from services.worker.live.kv_fetch import KvFetch
+from services.worker.live.links import LinkToTarget
+from services.worker.live.tensors import Tensors
 from shared.messages.generation import DecodePlace, StreamPart
 from shared.messages.live import Dissolve, Dissolved, Pull, Pulled, Seal
 from shared.transport.base import Buffer
@@ -23,6 +32,8 @@ from shared.zigzag.batch import State
 from tests.processes import INCARNATION
 from tests.services.worker.live.alone import ONE_EACH, Alone, LateEngine, Source, Target
 from tests.services.worker.live.members import NUM_LAYERS, expected, request, run_all, tokens_of
+from tests.shared.transport.memory import MemoryFabric
+from tests.wait_until import WAIT_S, eventually
 
 ELSEWHERE = DecodePlace(worker_id="w9", incarnation=INCARNATION, instance_id="i9")
 LONG_S = 1e6
@@ -46,12 +57,12 @@ def until_given(member: Alone, what: str, limit: int = 50) -> None:
     raise AssertionError(f"{what} was not asked for: {member.late.given}")
 
 
-def begun(there: Source, first_layer: int, *, with_kv: bool = False) -> Any:
-    """A batch is pulled, and has landed with what the target ran of it; nothing more is computed."""
-    batch = there.start(first_layer, with_kv=False)
-    there.runs()
+def begun(here: Source, first_layer: int, *, there: Target | None = None, with_kv: bool = False) -> PromptBatch:
+    """A batch is pulled and resumed from what the target ran of it; nothing more is computed."""
+    batch = here.start(first_layer, there=there, with_kv=False)
+    here.runs()
     if with_kv:
-        there.kv_over(batch)
+        here.kv_over(batch)
     return batch
 
 
@@ -389,6 +400,60 @@ async def test_a_wish_to_part_waits_for_both_layers_and_nothing_more_is_begun() 
     run_all(plain.loop)
     assert [bytes(part) for part in plain.state_of("x", 2)] == [bytes(hidden), bytes(kv)]
     assert here.late.faults == []
+
+
+# --- KV between the two ---------------------------------------------------------------------------
+
+
+async def test_kv_is_sent_when_it_was_copied_and_is_here_when_it_was_written() -> None:
+    fabric = MemoryFabric()
+    transports = [fabric.start(name=name) for name in ("target", "source")]
+    to = await transports[0].connect(transports[1].address, same_host=False)
+    back = await transports[1].connect(transports[0].address, same_host=False)
+    at_target = Tensors(KvConnector(transports[0], HOST), to, 1, timeout_s=WAIT_S)
+    at_source = Tensors(KvConnector(transports[1], HOST), back, 1, timeout_s=WAIT_S)
+
+    async def acknowledged(*_: Any) -> None:
+        pass
+
+    async def until(task: Coroutine[Any, Any, None]) -> None:
+        await task
+
+    there, a = Target(late=True), request("a", 9)
+    there.take("pair-0", request("a", 9))
+    there.load(2)
+    there.runs_all()
+    here = Source(a, late=True)
+    batch = begun(here, 2, there=there)
+    link = cast(LinkToTarget, SimpleNamespace(ask_pair=acknowledged, until=until))
+    fetching = asyncio.create_task(KvFetch("pair", here.late, link, at_source).fetch(batch, 0, 2))
+    kv = there.work.held["pair-0"].kv(0, 2)
+    there.late.given.clear()
+    outflow = at_target.kv_outflow(there.late)
+    sending = asyncio.create_task(outflow.send(kv, [at_target.kv_tag(0, 0)], lies_there=lambda: True))
+    await eventually(lambda: there.late.given == ["export"])
+    await asyncio.sleep(0.01)
+    assert not sending.done()
+    assert "import" not in here.late.given
+    there.late.streams.run(there.late.streams.out)
+    await at_target.sent(*await sending)
+    await eventually(lambda: "import" in here.late.given)
+    await asyncio.sleep(0.01)
+    assert not fetching.done()
+    here.runs(3)  # layers 2 and 3, and the first token
+    assert a.output == [*expected(a)[:1]]
+    assert here.done == [batch.batch_id]
+    assert not here.loop.has_work
+    assert not fetching.done()
+    here.late.streams.run(here.late.streams.into)
+    assert await fetching
+    here.work.handle(HasLanded(s.FetchKv(batch.batch_id, 0, 0), True))
+    here.runs_all()
+    assert a.output == [*expected(a)]
+    assert here.is_empty
+    assert there.late.faults == []
+    for transport in transports:
+        await transport.close()
 
 
 # --- what fails -----------------------------------------------------------------------------------
