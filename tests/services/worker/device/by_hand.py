@@ -45,9 +45,13 @@ class HandStreams:
             while self._given[id(stream)]:
                 self.run(stream)
 
-    def wait(self, completion: Completion[T]) -> T:
-        """What it made. It runs now, with what its stream was given before it."""
+    def run_to(self, completion: Completion[Any]) -> None:
+        """It runs now, with what its stream was given before it."""
         for stream in (self.compute, self.out, self.into):
             while any(pending is completion for pending, _ in self._given[id(stream)]):
                 self.run(stream)
+
+    def wait(self, completion: Completion[T]) -> T:
+        """What it made, as soon as it has run."""
+        self.run_to(completion)
         return completion.result()

@@ -19,6 +19,7 @@ from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion, Landed, Pending
 from services.worker.device.host import HOST
+from services.worker.engine import loop as engine_loop
 from services.worker.engine.base import Activation
 from services.worker.kv_transfer.connector import KvConnector
 from services.worker.live.batches import PromptBatch
@@ -30,6 +31,8 @@ from shared.messages.live import Dissolve, Dissolved, Pull, Pulled, Seal
 from shared.transport.base import Buffer
 from shared.zigzag.batch import State
 from tests.processes import INCARNATION
+from tests.services.worker.device.by_hand import HandStreams
+from tests.services.worker.live import alone
 from tests.services.worker.live.alone import ONE_EACH, Alone, LateEngine, Source, Target
 from tests.services.worker.live.members import NUM_LAYERS, expected, request, run_all, tokens_of
 from tests.shared.transport.memory import MemoryFabric
@@ -39,6 +42,24 @@ ELSEWHERE = DecodePlace(worker_id="w9", incarnation=INCARNATION, instance_id="i9
 LONG_S = 1e6
 PULL = Pull(pair_id="pair", claim_id="claim", serial=0, wait_s=LONG_S)
 PART = Dissolve(pair_id="pair", claim_id="end", first_serial=3, source_busy_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loop itself waits for is computed then."""
+    made: list[HandStreams] = []
+
+    def make() -> HandStreams:
+        made.append(HandStreams())
+        return made[-1]
+
+    def waited(completion: Completion[Any]) -> Any:
+        for streams in made:
+            streams.run_to(completion)
+        return completion.result()
+
+    monkeypatch.setattr(alone, "HandStreams", make)
+    monkeypatch.setattr(engine_loop, "waited", waited)
 
 
 def layers(num_tokens: int, *which: int) -> list[str]:
@@ -278,20 +299,59 @@ async def test_blocks_of_a_batch_that_nobody_waits_for_are_free_at_the_target_wh
     assert here.is_empty
 
 
+async def test_blocks_of_a_batch_that_nobody_waits_for_are_free_at_the_source_when_its_last_part_has_landed() -> None:
+    a, b = request("a", 9), request("b", 5)
+    here = Source(a, b, late=True, max_num_sequences=ONE_EACH)
+    batch = here.start()
+    here.step()
+    used = here.num_used
+    here.loop.scheduler.cancel(*a.key)
+    behind = here.start()
+    for _ in range(2):  # it is embedded, and its first layer
+        here.runs()
+        assert (here.num_used, here.done) == (used + 2, []), "blocks of both"
+        assert not here.loop.is_free(a)
+    here.runs()
+    assert here.done == [batch.batch_id]
+    assert here.num_used == 2
+    assert layers(9, 2)[0] not in here.late.given
+    assert tokens_of(one for one in here.runs_all() if one.request_id == "b") == {"b": expected(b)}
+    assert here.done == [batch.batch_id, behind.batch_id]
+    assert here.is_empty
+
+
+async def test_a_batch_cancelled_while_it_is_resumed_keeps_its_blocks_until_its_kv_is_over() -> None:
+    a = request("a", 9)
+    here = Source(a, late=True)
+    batch = here.start(2, with_kv=False)
+    here.loop.scheduler.cancel(*a.key)
+    here.step()
+    used = here.num_used
+    assert here.late.given == ["resume"]
+    here.runs()
+    assert here.done == [batch.batch_id]
+    written = here.import_kv(batch)
+    assert here.runs_all() == []
+    assert written.error is None
+    assert used == here.num_used > 0
+    here.work.handle(HasLanded(s.FetchKv(batch.batch_id, 0, 0), True))
+    assert here.is_empty
+
+
 @pytest.mark.parametrize("member", [Source, Target])
 async def test_a_request_is_not_free_while_a_part_of_its_batch_is_in_flight(member: type[Source | Target]) -> None:
-    a, here = request("a", 9), Target(late=True)
-    there = Source(a, late=True) if member is Source else here
-    if isinstance(there, Source):
-        there.start()
+    a = request("a", 9)
+    here = Source(a, late=True) if member is Source else Target(late=True)
+    if isinstance(here, Source):
+        here.start()
     else:
-        there.take("x", a)
-        there.load(NUM_LAYERS - 1)
-    there.step()
+        here.take("x", a)
+        here.load(NUM_LAYERS - 1)
+    here.step()
     flew = []
-    while there.loop.num_in_flight:
-        flew.append(not there.loop.is_free(a))
-        there.runs()
+    while here.loop.num_in_flight:
+        flew.append(not here.loop.is_free(a))
+        here.runs()
     assert len(flew) >= NUM_LAYERS
     assert all(flew)
 

@@ -973,6 +973,17 @@ def test_a_batch_that_nobody_waits_for_is_freed_at_once_if_all_that_was_given_of
     assert freed(target.told(PartWanted())) == ["a"]
 
 
+def test_of_a_batch_that_is_freed_as_its_part_lands_no_other_part_is_given() -> None:
+    target = Target(part_tokens=TOKENS // 3)
+    target.has("a", "b")
+    target.told(t.LayersReady(1))
+    part = target.part()
+    target.told(Cancelled((key("a"),)))
+    target.told(HasLanded(t.EndRequests((key("a"),))))
+    assert freed(target.told(HasLanded(part))) == ["a"]
+    assert target.part() == RunPart("b", 0, 0, TOKENS // 3)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_of_a_batch_cancelled_while_first_tokens_are_sampled_it_is_known_whose_it_was(kept: bool) -> None:
     target = loaded_with("a", num_layers=NUM_LAYERS)
