@@ -148,7 +148,7 @@ class Queue:
         return (
             self.loaded
             and not self._open
-            and not any((b.next_layer and b is not self._in_hand) or b.gate is not None for b in self._order)
+            and not any((b.num_begun and b is not self._in_hand) or b.gate is not None for b in self._order)
         )
 
     # how it fills
@@ -353,6 +353,8 @@ class Queue:
         if held is not None and held.can_begin and not held.released:
             if held.num_begun < limit:
                 return held
+            if held.in_layer and held.num_begun < self.num_layers // 2:
+                return None  # its next layer may be there by the end of what is begun
             held.released = True
         return self._first_untouched(limit)
 

@@ -11,6 +11,7 @@ from services.worker.core.scheduling.sequence import ActiveSequence, submit_of
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.kv_transfer.connector import KvRange
+from shared.errors import BlitzError, Internal
 from shared.messages.generation import Submit
 from shared.transport.base import Buffer
 
@@ -26,7 +27,7 @@ class PromptBatch:
     hidden: Buffer = None
     """What the other member sent, until a layer is begun."""
     activation: Activation | None = None
-    broken: Exception | None = None
+    broken: BlitzError | None = None
     """It could not be resumed, or a part of it failed: what is in flight behind that counts for nothing."""
     busy_s: float = 0.0
     """Of this engine, with it."""
@@ -56,6 +57,13 @@ class PromptBatch:
     def submits(self, instance_id: str, model: str, model_hash: str) -> tuple[Submit, ...]:
         """The requests, as the target has to know them."""
         return tuple(submit_of(s, instance_id, model, model_hash) for s in self.sequences)
+
+    def breaks(self, error: Exception) -> bool:
+        """Whether it had not before. What the error holds on to, which may be much, is not kept."""
+        is_first = self.broken is None
+        self.broken = self.broken or Internal(f"{type(error).__name__}: {error}")
+        self.forget_tensors()
+        return is_first
 
     def forget_tensors(self) -> None:
         """They are large, and the batch's KV may still be on its way."""

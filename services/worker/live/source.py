@@ -210,12 +210,13 @@ class LiveSource(PairMember[SourceMachine]):
             steps = loop.batches.of_prompts(batch.sequences)
             resumed = batch.activation = loop.engine.resume(steps, batch.hidden, next_layer=action.first_layer)
         except Exception as error:  # noqa: BLE001 - whatever it is, the batch ends with it in its turn
-            batch.broken = error
+            self._failed(batch, error)
             return True
         return self._land(action, batch, resumed, lambda _: self._resumed(batch, resumed))
 
     def _resumed(self, batch: PromptBatch, resumed: Completion[Any]) -> bool:
-        batch.broken = resumed.error
+        if resumed.error is not None:
+            self._failed(batch, resumed.error)
         return True
 
     def _run_part(self, action: RunPart) -> object:
@@ -237,8 +238,8 @@ class LiveSource(PairMember[SourceMachine]):
         return core.Ran.NOT
 
     def _part_ran(self, action: RunPart, batch: PromptBatch, ran: Completion[None], busy_s: float) -> core.Ran:
-        if batch.broken is not None or ran.error is not None:
-            return self._failed(batch, batch.broken or ran.error)
+        if (error := ran.error or batch.broken) is not None:
+            return self._failed(batch, error)
         batch.busy_s += busy_s
         if action.end == batch.num_tokens:
             self.ran_layer()
@@ -246,11 +247,11 @@ class LiveSource(PairMember[SourceMachine]):
                 batch.tell_layers(self._engine.loop, action.layer + 1)
         return core.Ran.WELL
 
-    def _failed(self, batch: PromptBatch, error: Exception | None) -> core.Ran:
+    @staticmethod
+    def _failed(batch: PromptBatch, error: Exception) -> core.Ran:
         """Ordinary steps find out which request the engine fails on."""
-        log.error("batch %s failed: its requests are computed in steps", batch.batch_id, exc_info=error)
-        batch.broken = error
-        batch.forget_tensors()
+        if batch.breaks(error):
+            log.error("batch %s failed: its requests are computed in steps", batch.batch_id, exc_info=error)
         return core.Ran.FAILED
 
     def _finish(self, action: Finish) -> object:

@@ -243,10 +243,10 @@ class LiveTarget(PairMember[TargetMachine]):
         return self._launch(action, batch, ran, lambda _: self._part_ran(action, batch, ran))
 
     def _part_ran(self, action: RunPart, batch: PromptBatch, ran: Completion[None]) -> str | None:
-        error = batch.broken = batch.broken or ran.error
-        if error is not None:  # the source computes these batches then
-            log.error("layer %d of batch %s failed", action.layer, batch.batch_id, exc_info=error)
-            return f"{type(error).__name__}: {error}"
+        if (error := ran.error or batch.broken) is not None:  # the source computes these batches then
+            if batch.breaks(error):
+                log.error("layer %d of batch %s failed", action.layer, batch.batch_id, exc_info=error)
+            return str(batch.broken)
         if action.end == batch.num_tokens:
             self.ran_layer()
             batch.tell_layers(self._engine.loop, action.layer + 1)

@@ -111,6 +111,21 @@ def test_a_loaded_target_begins_the_next_batch_behind_the_one_that_it_finishes()
         assert [queue.layer_done("a") for _ in range(4)] == [False, False, False, True]
 
 
+def test_best_effort_goes_on_with_what_is_loaded_while_a_layer_of_it_is_run() -> None:
+    queue = queue_of("a", "b", num_layers=8, policy=Policy.BEST_EFFORT)
+    assert [queue.next_for_target(1) for _ in range(2)] == [Layer("a", 0), None]
+    queue.set_layers_ready(4)
+    assert queue.next_for_target() == Layer("a", 1)
+
+
+def test_a_batch_that_is_begun_keeps_a_loaded_queue_from_dissolving() -> None:
+    queue = queue_of("a", "b")
+    assert [queue.next_for_target(1) for _ in range(2)] == [Layer("a", 0), Layer("b", 0)]
+    queue.layer_done("a")
+    assert queue.next_for_target(4) == Layer("a", 1)
+    assert not queue.can_dissolve, "b is begun, and not in hand"
+
+
 def test_best_effort_lets_go_of_what_has_half_of_its_layers_begun() -> None:
     queue = queue_of("a", "b", policy=Policy.BEST_EFFORT)
     assert [queue.next_for_target(4) for _ in range(2)] == [Layer("a", 0), Layer("a", 1)]

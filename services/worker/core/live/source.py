@@ -554,8 +554,8 @@ class SourceMachine(Machine):
     # --- layers -----------------------------------------------------------------------------------
 
     def _part_wanted(self, _: PartWanted) -> None:
-        run = next((run for run in self._runs if run.next_part[0] < self._num_layers), None)
-        if run is not None:
+        run = next((run for run in self._runs if run.next_layer < self._num_layers), None)
+        if run is not None and run.next_part[0] < self._num_layers:  # else its first tokens come before others' layers
             batch, (layer, begin) = run.batch.batch, run.next_part
             end = part_from(begin, batch.num_tokens, self._chunk_tokens)
             run.next_part = (layer, end) if end < batch.num_tokens else (layer + 1, 0)

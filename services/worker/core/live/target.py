@@ -133,6 +133,8 @@ class TargetMachine(Machine):
         """Questions that are answered once blocks are free."""
         self._begun: Layer | None = None
         """With parts that the engine was not given yet."""
+        self._ends = False
+        """A batch's last part is in flight: its first tokens come before others' layers."""
         self._finished: list[str] = []
         """Batches that were finished here, in order, and of which the source may not know."""
         self._pulls: list[tuple[int, Pull, float]] = []
@@ -318,6 +320,7 @@ class TargetMachine(Machine):
                 run.num_in_flight += 1
                 run.next_token = end % num_tokens
                 self._begun = layer if run.next_token else None
+                self._ends = self._is_last(layer.layer, end, run)
                 self.do(RunPart(layer.batch_id, layer.layer, begin, end))
                 return
             self._begun = None
@@ -325,7 +328,7 @@ class TargetMachine(Machine):
         self.may_run = False
 
     def _next_layer(self) -> Layer | None:
-        if self._halted:
+        if self._halted or self._ends:
             return None
         if self._begun is not None:
             return self._begun
@@ -339,16 +342,19 @@ class TargetMachine(Machine):
             return  # the pair ended in the meantime
         run.num_in_flight -= 1
         self.may_run = True
+        self._ends = self._ends and not self._is_last(part.layer, part.end, run)
         if error is not None:
             self._engine_failed(error)
         elif not self._is_wanted(part.batch_id):
             self._stop(run)
+        elif self._is_last(part.layer, part.end, run):
+            # Before the queue knows: the next look must find the requests in one place or the other.
+            self.do(Finish(part.batch_id))
         elif part.end == run.batch.num_tokens:
-            if part.layer + 1 < self.queue.num_layers:
-                self.queue.layer_done(part.batch_id)
-            else:
-                # Before the queue knows: the next look must find the requests in one place or the other.
-                self.do(Finish(part.batch_id))
+            self.queue.layer_done(part.batch_id)
+
+    def _is_last(self, layer: int, end: int, run: _Run) -> bool:
+        return layer + 1 == self.queue.num_layers and end == run.batch.num_tokens
 
     def _stop(self, run: _Run) -> None:
         """Nobody waits for the batch: no more of it is run, and it is freed when nothing of it is in flight."""

@@ -1054,17 +1054,17 @@ def test_layers_are_given_behind_those_that_have_not_landed_batch_after_batch() 
     source.cooperating("a", "b")
     source.begun("pair-0")
     source.begun("pair-1", 2)
-    parts = in_flight(source, NUM_LAYERS + 2)
-    assert [(part.batch_id, part.layer) for part in parts] == [
-        *[("pair-0", layer) for layer in range(NUM_LAYERS)],
-        *[("pair-1", layer) for layer in range(2, NUM_LAYERS)],
-    ]
-    assert source.told(PartWanted()) == []
+    parts = in_flight(source, NUM_LAYERS)
+    assert [(part.batch_id, part.layer) for part in parts] == [("pair-0", layer) for layer in range(NUM_LAYERS)]
+    assert source.told(PartWanted()) == [], "its first tokens come first"
     for part in parts[: NUM_LAYERS - 1]:
         assert source.told(HasLanded(part, s.Ran.WELL)) == []
+    assert source.told(PartWanted()) == []
     actions = source.told(HasLanded(parts[NUM_LAYERS - 1], s.Ran.WELL))
     assert of_kind(Finish, actions) == [Finish("pair-0")]
     assert of_kind(s.Done, actions) == []
+    parts = in_flight(source, NUM_LAYERS - 2)
+    assert [(part.batch_id, part.layer) for part in parts] == [("pair-1", layer) for layer in range(2, NUM_LAYERS)]
 
 
 def test_the_next_batch_is_given_and_lands_while_first_tokens_of_the_one_before_are_sampled() -> None:
@@ -1087,13 +1087,14 @@ def test_a_landing_behind_a_failed_one_counts_for_nothing(behind: s.Ran) -> None
     source.cooperating("a", "b")
     source.begun("pair-0", 2)
     source.begun("pair-1")
-    first, second, beside = in_flight(source, 3)
+    first, second = in_flight(source, 2)
     source.told(HasLanded(s.FetchKv("pair-0", 0, 0), True))
     actions = source.told(HasLanded(first, s.Ran.FAILED))
     assert of_kind(s.Conclude, actions) == [s.Conclude("pair-0", How.COMPUTE_HERE)]
     assert the(s.Done, actions).batch_id == "pair-0"
-    assert source.told(HasLanded(second, behind)) == [], "it was its last layer"
+    (beside,) = in_flight(source, 1)
     assert beside.batch_id == "pair-1"
+    assert source.told(HasLanded(second, behind)) == [], "it was its last layer"
     source.told(HasLanded(beside, s.Ran.WELL))
     assert the(RunPart, source.told(PartWanted())).layer == 1
 

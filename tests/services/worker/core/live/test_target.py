@@ -221,6 +221,21 @@ def test_a_layer_is_run_part_by_part_before_another_is_begun() -> None:
     assert target.part().batch_id == "b"
 
 
+def test_first_tokens_of_a_batch_come_before_layers_of_another() -> None:
+    target = Target()
+    target.has("a", "b")
+    target.loaded()
+    parts = [target.part() for _ in range(NUM_LAYERS)]
+    assert [(part.batch_id, part.layer) for part in parts] == [("a", layer) for layer in range(NUM_LAYERS)]
+    assert target.told(PartWanted()) == []
+    for part in parts[:-1]:
+        target.told(HasLanded(part))
+        assert target.told(PartWanted()) == []
+    assert of_kind(Finish, target.told(HasLanded(parts[-1]))) == [Finish("a")]
+    assert target.may_run()
+    assert target.part().batch_id == "b"
+
+
 def test_the_last_layer_counts_once_the_source_knows() -> None:
     target = Target()
     target.has("a")
