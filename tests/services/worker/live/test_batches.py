@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 from services.worker.core.scheduling.sequence import sequence_of
+from services.worker.device.completion import Landed
 from services.worker.live.batches import PromptBatch
 from shared.messages.codec import decode, encode
 from shared.messages.generation import SamplingParams, Submit
@@ -25,6 +29,27 @@ def test_a_batch_has_ended_when_nobody_waits_for_any_of_it() -> None:
     assert not batch.ended
     b.finished = True
     assert batch.ended
+
+
+def test_what_a_failed_batch_computed_with_is_not_kept_by_its_error() -> None:
+    class Large:
+        """A device's memory."""
+
+    def fails(large: Large) -> Exception:
+        try:
+            raise RuntimeError("out of memory")
+        except RuntimeError as error:
+            return error
+
+    batch, large = PromptBatch("x", (request("a"),)), Large()
+    batch.activation = Landed(large)
+    held = weakref.ref(large)
+    assert batch.breaks(fails(large))
+    assert not batch.breaks(fails(large)), "it had before"
+    assert str(batch.broken) == "RuntimeError: out of memory"
+    del large
+    gc.collect()
+    assert held() is None
 
 
 def test_the_target_knows_a_request_as_the_source_does() -> None:
