@@ -277,7 +277,7 @@ async def test_the_source_is_stopped_while_the_target_is_inside_a_long_layer(red
         await burst.live_source()
         target = burst.live_target_of(burst.target)
         assert target is not None
-        await eventually(lambda: target.machine._inside)
+        await eventually(lambda: any(batch.in_layer for batch in target.machine.queue.batches()))
         stop = asyncio.create_task(burst.source.stop())
         await burst.ends()
         await stop
