@@ -40,6 +40,10 @@ class Completion(Protocol[T_co]):
     def result(self) -> T_co:
         """What it made. Raises its error, and ``RuntimeError`` while it is not done."""
 
+    def ahead(self) -> T_co:
+        """What it will have made, for who goes on behind it on its stream. Raises its error, and ``RuntimeError`` where
+        that is not known before it is done."""
+
     def then(self, told: Callable[[], object]) -> None:
         """Have ``told()`` called once, when it is done: at once if it is, else on its stream's thread, which it must
         not keep. It raises nothing."""
@@ -61,6 +65,8 @@ class Landed(Generic[T]):
         if self.error is not None:
             raise self.error
         return self._value  # type: ignore[return-value]
+
+    ahead = result
 
     def then(self, told: Callable[[], object]) -> None:
         told()
@@ -98,6 +104,9 @@ class Pending(Generic[T]):
         if self._came_to is None:
             raise RuntimeError("the device has not done this yet")
         return self._came_to.result()
+
+    def ahead(self) -> T:
+        return self.result()
 
     def then(self, told: Callable[[], object]) -> None:
         with self._gate:
@@ -176,6 +185,10 @@ class Combined:
         """What each made."""
         return tuple(part.result() for part in self._parts)
 
+    def ahead(self) -> tuple[Any, ...]:
+        """The same, of streams that are known to be ahead."""
+        return tuple(part.ahead() for part in self._parts)
+
     def then(self, told: Callable[[], object]) -> None:
         self._when_done(0, told)
 
@@ -186,6 +199,38 @@ class Combined:
                 self._parts[index].then(functools.partial(self._when_done, index + 1, told))
                 return
         told()
+
+
+class Mapped(Generic[T]):
+    """A completion, and what the host makes of it when it is asked for, once."""
+
+    def __init__(self, inner: Completion[Any], make: Callable[[Any], T]) -> None:
+        """``make`` is given what ``inner`` made. It raises nothing, and what it takes the device does not know of."""
+        self._inner, self._make = inner, make
+        self._made: Landed[T] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._inner.done
+
+    @property
+    def error(self) -> Exception | None:
+        return self._inner.error
+
+    @property
+    def device_s(self) -> float:
+        return self._inner.device_s
+
+    def result(self) -> T:
+        if self._made is None:
+            self._made = Landed(self._make(self._inner.result()))
+        return self._made.result()
+
+    def ahead(self) -> T:
+        return self.result()
+
+    def then(self, told: Callable[[], object]) -> None:
+        self._inner.then(told)
 
 
 def combined(*parts: Completion[Any]) -> Completion[tuple[Any, ...]]:

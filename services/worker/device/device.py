@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from services.worker.device.completion import DeviceStreams
 from services.worker.device.memory import DeviceMemory
 from shared.transport.base import Buffer
+
+if TYPE_CHECKING:
+    from services.worker.device.tensors import Tensors
 
 
 class Device(Protocol):
@@ -14,6 +17,10 @@ class Device(Protocol):
 
     @property
     def streams(self) -> DeviceStreams: ...
+
+    @property
+    def tensors(self) -> Tensors:
+        """For who computes on it. Imports PyTorch when it is first asked for."""
 
     def allocate(self, num_bytes: int) -> DeviceMemory:
         """Memory that the network can reach and kernels compute on, for the worker's life. Raises ``OSError`` where

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from services.worker.device.completion import HOST_STREAMS, DeviceStreams
@@ -9,11 +12,20 @@ from services.worker.device.device import Device
 from services.worker.device.memory import HostMemory
 from shared.transport.base import Buffer
 
+if TYPE_CHECKING:
+    from services.worker.device.tensors import Tensors
+
 
 class HostDevice:
     """``Device``: operations run as they are given, and all memory is the host's."""
 
     streams: DeviceStreams = HOST_STREAMS
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        from services.worker.device.tensors import HostTensors
+
+        return HostTensors()
 
     def allocate(self, num_bytes: int) -> HostMemory:
         return HostMemory(num_bytes)

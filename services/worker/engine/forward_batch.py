@@ -8,9 +8,12 @@ that it comes from (``RowOf``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice
 from services.worker.core.scheduling.sequence import ActiveSequence
@@ -70,6 +73,11 @@ class ForwardBatch(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         return sum([len(piece.token_ids) for piece in self.slices])
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """``[num_tokens]``, with any id where a slice names a row."""
+        return np.fromiter(chain.from_iterable([s.token_ids for s in self.slices]), np.int64, count=self.num_tokens)
 
     @property
     def rows(self) -> tuple[SamplingRow, ...]:

@@ -35,9 +35,14 @@ def asked_of(activation: Completion[Any], operation: Completion[T]) -> Completio
 def host_bytes(buffer: Buffer, num_bytes: int, what: str) -> Bytes:
     """``buffer`` as flat bytes, without a copy. Raises ``BadRequest`` unless it has ``num_bytes``."""
     flat = np.frombuffer(buffer, dtype=np.uint8)
-    if len(flat) != num_bytes:
-        raise BadRequest(f"{what}: {len(flat)} bytes, expected {num_bytes}")
+    check_bytes(len(flat), num_bytes, what)
     return flat
+
+
+def check_bytes(num_bytes: int, expected: int, what: str) -> None:
+    """Raises ``BadRequest`` for another number than is expected."""
+    if num_bytes != expected:
+        raise BadRequest(f"{what}: {num_bytes} bytes, expected {expected}")
 
 
 def slots_of(

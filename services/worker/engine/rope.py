@@ -7,6 +7,7 @@ whatever the model's dtype.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -33,17 +34,24 @@ def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
     return inv_freq if spec.llama3_rope is None else _llama3(inv_freq, spec.llama3_rope)
 
 
-def rotation(inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[num_tokens, 1, head_dim / 2]`` in the model's dtype."""
+class Rotation(NamedTuple):
+    """Of a batch's tokens: cosines and sines ``[num_tokens, 1, head_dim / 2]`` in the model's dtype."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def rotation(inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
+    """Of tokens at ``positions [num_tokens]``."""
     angles = (positions.float()[:, None] * inv_freq)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
-def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate_(heads: torch.Tensor, turned: Rotation) -> None:
     """Rotate ``heads [num_tokens, num_heads, head_dim]`` in place."""
     half = heads.shape[-1] // 2
     low, high = heads[..., :half], heads[..., half:]
-    turned_low = low * cos - high * sin
-    turned_high = high * cos + low * sin
+    turned_low = low * turned.cos - high * turned.sin
+    turned_high = high * turned.cos + low * turned.sin
     low.copy_(turned_low)
     high.copy_(turned_high)

@@ -22,12 +22,41 @@ import numpy as np
 import torch
 
 from services.worker.core.scheduling.schedule import Sampled
+from services.worker.device.tensors import Tensors
 from services.worker.engine.categorical import DrawRow, Floats, Ids, draw, uniform
-from services.worker.engine.forward_batch import SamplingRow
+from services.worker.engine.forward_batch import ForwardBatch, SampledSteps, SamplingRow
+from services.worker.engine.handoff import check_tokens
+from services.worker.engine.sampling import Drawn
 from services.worker.engine.token_counts import TokenCounts
 from shared.errors import BadRequest, Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams, TokenLogprobs
+
+
+class HostSampler:
+    """``Sampler`` on the CPU, where logits are there when they are asked for."""
+
+    def __init__(self, vocab_size: int, tensors: Tensors) -> None:
+        self._vocab_size = vocab_size
+        self._tensors = tensors
+        self._steps = SampledSteps()
+
+    def known(self, batch: ForwardBatch) -> Ids:
+        token_ids = self._steps.known(batch).token_ids
+        check_tokens(token_ids, self._vocab_size)
+        return token_ids
+
+    def token_ids(self, known: Ids) -> torch.Tensor:
+        return self._tensors.upload(known)[0]
+
+    def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> TokenCounts:
+        return TokenCounts(prompt, output)
+
+    def sample(self, logits: torch.Tensor, batch: ForwardBatch) -> Drawn:
+        sampled = sample_rows(logits, batch.rows)
+        self._steps.add(batch.number, sampled)
+        return lambda: sampled
+
 
 _ROWS_AT_ONCE = 32
 """Bounds the copies: 32 rows of 128k tokens are 16 MiB each."""

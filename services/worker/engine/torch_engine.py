@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.device.completion import Completion
+from services.worker.device.completion import Completion, Mapped
 from services.worker.device.device import Device
 from services.worker.device.host import HOST
+from services.worker.device.tensors import Array
 from services.worker.engine.attention.kinds import ATTENTION, attention_backend
-from services.worker.engine.forward_batch import ForwardBatch, SampledSteps
+from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.handoff import (
-    Bytes,
     asked_of,
     check_batch,
+    check_bytes,
     check_layers,
     check_next,
     check_next_layer,
     check_part,
     check_tokens,
     check_whole,
-    host_bytes,
     slots_of,
 )
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.models.forward import Placement, forward_of
+from services.worker.engine.placement import places_of
 from services.worker.engine.rope import inverse_frequencies, rotation
-from services.worker.engine.sampler import sample_rows
-from services.worker.engine.token_counts import TokenCounts
+from services.worker.engine.sampler import HostSampler
+from services.worker.engine.sampling import Drawn
 from services.worker.memory.arena import Arena
 from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.errors import BadRequest
@@ -53,8 +55,8 @@ class TorchActivation:
     """Of the whole batch, once that is run in one go."""
     hidden: torch.Tensor
     """``[num_tokens, hidden_size]``; after the last layer ``[num_sampled, hidden_size]``."""
-    sampled_rows: torch.Tensor
-    """``[num_sampled]``: rows of the slices' last tokens, in the order of the slices that sample."""
+    sampled_rows: Array
+    """``[num_sampled]`` int64: rows of the slices' last tokens, in the order of the slices that sample."""
     next_layer: int = 0
     next_token: int = 0
     """Of the next layer: those before it have run."""
@@ -63,12 +65,6 @@ class TorchActivation:
 
 
 Activation = Completion[TorchActivation]
-
-
-def _host_bytes(tensor: torch.Tensor) -> Bytes:
-    """A tensor's bytes, flat; shares its memory where it is on the host."""
-    flat: Bytes = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
-    return flat
 
 
 class TorchEngine:
@@ -89,15 +85,15 @@ class TorchEngine:
         spec = layout.spec
         if layout.num_bytes > arena.capacity_bytes:
             raise BadRequest(f"model of {layout.num_bytes} bytes does not fit an arena of {arena.capacity_bytes}")
-        self._device, self._streams = device, device.streams
+        self._device, self._streams, self._tensors = device, device.streams, device.tensors
         self._kv_pool = kv_pool
         self.cache = kv_pool.view(layout, block_size, num_blocks)
         """The pages that it writes KV into."""
-        self._attention = attention_backend(attention)(layout, block_size)
+        self._attention = attention_backend(attention)(layout, block_size, self._tensors)
         self._model = forward_of(layout, arena, self.cache, self._attention)
         self._spec = spec
-        self._steps = SampledSteps()
-        self._inv_freq = inverse_frequencies(spec)
+        self._sampler = HostSampler(spec.vocab_size, self._tensors)
+        self._inv_freq = inverse_frequencies(spec).to(self._tensors.device)
         self._dtype = TORCH_DTYPES[spec.dtype]
         self.num_layers = spec.num_layers
         self.num_blocks = self.cache.num_blocks
@@ -112,20 +108,22 @@ class TorchEngine:
 
     def embed(self, batch: ForwardBatch) -> Activation:
         """Plan and embed. Raises ``BadRequest`` for an empty batch or slice, a short block table, an unknown token."""
-        batch = self._steps.known(batch)
+        known = self._sampler.known(batch)
         check_batch(batch, self.block_size)
-        ids = self._ids([token for piece in batch.slices for token in piece.token_ids])
-        return self._streams.compute.run(lambda: self._begin(batch, self._embed(ids), 0))
+        return self._streams.compute.run(lambda: self._begin(batch, self._embed(self._sampler.token_ids(known)), 0))
 
     def embed_tokens(self, token_ids: Sequence[int]) -> Completion[Buffer]:
         """See ``Engine``: ``[num_tokens, hidden_size]`` before layer 0, from any thread."""
-        ids = self._ids(token_ids)
-        return self._streams.out.run(lambda: _host_bytes(self._embed(ids)))
-
-    def _ids(self, token_ids: Sequence[int]) -> torch.Tensor:
         ids = np.asarray(token_ids, dtype=np.int64)
         check_tokens(ids, self._spec.vocab_size)
-        return torch.from_numpy(ids)
+        return self._streams.out.run(lambda: self._embed_out(ids))
+
+    @torch.inference_mode()
+    def _embed_out(self, ids: Array) -> Buffer:
+        buffer, flat = self._staged(len(ids) * self.hidden_bytes_per_token)
+        hidden = self._embed(self._tensors.upload(ids)[0])
+        flat.copy_(hidden.view(torch.uint8).view(-1), non_blocking=True)
+        return buffer
 
     @torch.inference_mode()
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -135,35 +133,47 @@ class TorchEngine:
         """See ``Engine``. Layers before ``next_layer`` are neither run nor read: their KV serves later tokens."""
         check_next_layer(next_layer, self.num_layers)
         check_batch(batch, self.block_size)
-        flat = host_bytes(hidden, batch.num_tokens * self.hidden_bytes_per_token, "hidden states")
-        hidden_size = self._spec.hidden_size
-        return self._streams.compute.run(
-            lambda: self._begin(batch, self._tensor(flat).view(-1, hidden_size), next_layer)
-        )
+        flat = self._bytes_of(hidden, batch.num_tokens * self.hidden_bytes_per_token, "hidden states")
+        return self._streams.compute.run(lambda: self._resume(batch, flat, next_layer))
+
+    @torch.inference_mode()
+    def _resume(self, batch: ForwardBatch, flat: torch.Tensor, next_layer: int) -> TorchActivation:
+        hidden = self._here(flat).view(self._dtype).view(-1, self._spec.hidden_size)
+        return self._begin(batch, hidden, next_layer)
 
     @torch.inference_mode()
     def _begin(self, batch: ForwardBatch, hidden: torch.Tensor, next_layer: int) -> TorchActivation:
         """Takes ``hidden [num_tokens, hidden_size]`` over."""
-        last_rows = np.cumsum([len(piece.token_ids) for piece in batch.slices]) - 1
-        sampled = [int(row) for row, piece in zip(last_rows, batch.slices, strict=True) if piece.row is not None]
-        sampled_rows = torch.tensor(sampled, dtype=torch.int64)
-        return TorchActivation(batch, None, hidden, sampled_rows, next_layer)
+        ends = np.cumsum([len(piece.token_ids) for piece in batch.slices])
+        sampled = ends[[piece.row is not None for piece in batch.slices]] - 1
+        return TorchActivation(batch, None, hidden, sampled, next_layer)
 
-    def _tensor(self, flat: Bytes) -> torch.Tensor:
-        """Bytes as ``[n]`` in the model's dtype, where they lie if a tensor can lie there."""
-        if not len(flat):
-            return torch.empty(0, dtype=self._dtype)  # numpy's strides of nothing are no tensor's
-        if not flat.flags.writeable or flat.ctypes.data % self._dtype.itemsize:
-            flat = flat.copy()
-        return torch.from_numpy(flat).view(self._dtype)
+    def _bytes_of(self, buffer: Buffer, num_bytes: int, what: str) -> torch.Tensor:
+        """As ``[num_bytes]`` uint8. Raises ``BadRequest`` for another number."""
+        flat = self._tensors.of(buffer)
+        check_bytes(flat.numel(), num_bytes, what)
+        return flat if flat.data_ptr() % self._dtype.itemsize == 0 else flat.clone()
+
+    def _here(self, flat: torch.Tensor) -> torch.Tensor:
+        """On the device: a copy, unless it is there."""
+        return flat.to(self._tensors.device, non_blocking=True)
+
+    def _staged(self, num_bytes: int) -> tuple[Buffer, torch.Tensor]:
+        """Memory for what goes out, and the same as ``[num_bytes]`` uint8."""
+        buffer = self._device.staging(num_bytes)
+        return buffer, self._tensors.of(buffer)
 
     def hidden_states(self, activation: Activation) -> Completion[Buffer]:
         """See ``Engine``. From any thread, unless the engine thread runs a layer of this very batch."""
-        return asked_of(activation, self._streams.out.run(lambda: self._hidden_states(activation.result())))
+        return asked_of(activation, self._streams.out.run(lambda: self._hidden_states(activation.ahead())))
 
-    def _hidden_states(self, activation: TorchActivation) -> Bytes:
+    @torch.inference_mode()
+    def _hidden_states(self, activation: TorchActivation) -> Buffer:
         check_whole(activation.next_layer, activation.next_token, self.num_layers)
-        return _host_bytes(activation.hidden.clone())
+        hidden = activation.hidden.view(torch.uint8).view(-1)
+        buffer, flat = self._staged(hidden.numel())
+        flat.copy_(hidden, non_blocking=True)
+        return buffer
 
     def export_kv(
         self,
@@ -180,11 +190,14 @@ class TorchEngine:
         return self._streams.out.run(lambda: self._export(slots, first_layer, last_layer - first_layer))
 
     @torch.inference_mode()
-    def _export(self, slots: torch.Tensor, first_layer: int, num_layers: int) -> Bytes:
-        num_bytes = num_layers * len(slots) * self.kv_bytes_per_token_layer
-        flat = host_bytes(self._device.staging(num_bytes), num_bytes, "KV")
-        self.cache.gather(slots, self._kv_view(flat, num_layers, len(slots)), first_layer)
-        return flat
+    def _export(self, slots: Array, first_layer: int, num_layers: int) -> Buffer:
+        buffer, flat = self._staged(num_layers * len(slots) * self.kv_bytes_per_token_layer)
+        kv = self._kv_view(flat, num_layers, len(slots))
+        here = kv if kv.device == self._tensors.device else torch.empty_like(kv, device=self._tensors.device)
+        self.cache.gather(self._tensors.upload(slots)[0], here, first_layer)
+        if here is not kv:
+            kv.copy_(here, non_blocking=True)
+        return buffer
 
     def import_kv(
         self,
@@ -200,47 +213,33 @@ class TorchEngine:
         check_layers(first_layer, last_layer, self.num_layers)
         num_layers = last_layer - first_layer
         slots = self._slots(block_tables, num_tokens, first_tokens)
-        flat = host_bytes(kv, num_layers * len(slots) * self.kv_bytes_per_token_layer, "KV")
+        flat = self._bytes_of(kv, num_layers * len(slots) * self.kv_bytes_per_token_layer, "KV")
         return self._streams.into.run(lambda: self._import(slots, flat, first_layer, num_layers))
 
     @torch.inference_mode()
-    def _import(self, slots: torch.Tensor, flat: Bytes, first_layer: int, num_layers: int) -> None:
-        self.cache.scatter(slots, self._kv_view(flat, num_layers, len(slots)), first_layer)
+    def _import(self, slots: Array, flat: torch.Tensor, first_layer: int, num_layers: int) -> None:
+        kv = self._kv_view(self._here(flat), num_layers, len(slots))
+        self.cache.scatter(self._tensors.upload(slots)[0], kv, first_layer)
 
-    def _kv_view(self, flat: Bytes, num_layers: int, num_tokens: int) -> torch.Tensor:
+    def _kv_view(self, flat: torch.Tensor, num_layers: int, num_tokens: int) -> torch.Tensor:
         """``[num_layers, 2, num_tokens, num_kv_heads, head_dim]``."""
-        return self._tensor(flat).view(num_layers, 2, num_tokens, *self.cache.k[0].shape[2:])
+        return flat.view(self._dtype).view(num_layers, 2, num_tokens, *self.cache.k[0].shape[2:])
 
     def _slots(
         self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], first_tokens: Sequence[int]
-    ) -> torch.Tensor:
-        return torch.from_numpy(
-            slots_of(block_tables, num_tokens, first_tokens, block_size=self.block_size, num_blocks=self.num_blocks)
-        )
+    ) -> Array:
+        return slots_of(block_tables, num_tokens, first_tokens, block_size=self.block_size, num_blocks=self.num_blocks)
 
     def _place(self, batch: ForwardBatch) -> Placement:
-        size = self.block_size
-        positions, kv_slots = [], []
-        qo_indptr, kv_indptr, kv_indices, last_page_len = [0], [0], list[int](), list[int]()
-        for piece in batch.slices:
-            end = piece.start + len(piece.token_ids)
-            num_pages = -(-end // size)
-            table = piece.block_table[:num_pages]
-            kv_indices.extend(table)
-            kv_indptr.append(len(kv_indices))
-            qo_indptr.append(qo_indptr[-1] + len(piece.token_ids))
-            last_page_len.append(end - (num_pages - 1) * size)
-            at = np.arange(piece.start, end)
-            positions.append(at)
-            kv_slots.append(np.asarray(table)[at // size] * size + at % size)
-        cos, sin = rotation(self._inv_freq, torch.from_numpy(np.concatenate(positions)), self._dtype)
-        plan = self._attention.plan(qo_indptr, kv_indptr, kv_indices, last_page_len)
-        return Placement(cos, sin, torch.from_numpy(np.concatenate(kv_slots)), plan)
+        places = places_of(batch, self.block_size)
+        positions, slots, pages = self._tensors.upload(places.positions, places.slots, places.paged.pages)
+        plan = self._attention.plan(places.paged, pages, slots)
+        return Placement(rotation(self._inv_freq, positions, self._dtype), plan)
 
     def run_layers(self, activation: Activation, first: int, last: int) -> Completion[None]:
         """Run ``first <= i < last``. Raises ``BadRequest`` if ``first`` is not the batch's next layer, or has begun."""
         return asked_of(
-            activation, self._streams.compute.run(lambda: self._run_layers(activation.result(), first, last))
+            activation, self._streams.compute.run(lambda: self._run_layers(activation.ahead(), first, last))
         )
 
     @torch.inference_mode()
@@ -248,16 +247,23 @@ class TorchEngine:
         check_next(first, last, activation.next_layer, activation.next_token, self.num_layers)
         if activation.placement is None:
             activation.placement = self._place(activation.batch)
+        rows = None
+        if last == self.num_layers and last > first:
+            rows = self._only(activation.sampled_rows, activation.batch.num_tokens)
         for index in range(first, last):
-            rows = activation.sampled_rows if index == self.num_layers - 1 else None
-            activation.hidden = self._model.run_layer(index, activation.hidden, activation.placement, rows)
+            only = rows if index == self.num_layers - 1 else None
+            activation.hidden = self._model.run_layer(index, activation.hidden, activation.placement, only)
         activation.next_layer = last
+
+    def _only(self, rows: Array, num_tokens: int) -> torch.Tensor | None:
+        """These rows, for the last layer; None where they are all."""
+        return None if len(rows) == num_tokens else self._tensors.upload(rows)[0]
 
     def run_part(self, activation: Activation, layer: int, begin: int, end: int) -> Completion[None]:
         """See ``Engine``. A part's attention is planned each time: kept for all parts, the masks of a prompt of 32k
         tokens would take half a gigabyte."""
         return asked_of(
-            activation, self._streams.compute.run(lambda: self._run_part(activation.result(), layer, begin, end))
+            activation, self._streams.compute.run(lambda: self._run_part(activation.ahead(), layer, begin, end))
         )
 
     @torch.inference_mode()
@@ -270,20 +276,20 @@ class TorchEngine:
             return
         placement, rows = self._place(activation.batch.part(begin, end)), None
         if layer == self.num_layers - 1:
-            rows = activation.sampled_rows
-            rows = rows[(rows >= begin) & (rows < end)] - begin
+            at_rows = activation.sampled_rows
+            rows = self._only(at_rows[(at_rows >= begin) & (at_rows < end)] - begin, end - begin)
         hidden = self._model.run_layer(layer, activation.hidden[begin:end], placement, rows)
-        if rows is not None:
+        if layer == self.num_layers - 1:
             activation.ended.append(hidden)
         activation.next_token = end
         if end == num_tokens:
             activation.next_layer, activation.next_token = layer + 1, 0
-            if rows is not None:
+            if activation.ended:
                 activation.hidden = torch.cat(activation.ended)
 
     def head(self, activation: Activation) -> torch.Tensor:
         """Logits ``[num_sampled, vocab_size]``, float32. Raises ``BadRequest`` before the last layer has run."""
-        return self._head(activation.result())
+        return self._head(activation.ahead())
 
     @torch.inference_mode()
     def _head(self, activation: TorchActivation) -> torch.Tensor:
@@ -291,16 +297,14 @@ class TorchEngine:
             raise BadRequest(f"head of a batch whose next layer is {activation.next_layer} of {self.num_layers}")
         return self._model.head(activation.hidden)
 
-    def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> TokenCounts:
+    def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> Any:
         """See ``Engine``."""
-        return TokenCounts(prompt, output)
+        return self._sampler.counts_of(prompt, output)
 
     def sample(self, activation: Activation) -> Completion[list[Sampled]]:
         """See ``Engine``, and ``sampler``. It fails with ``BadRequest`` as ``head`` does."""
-        return self._streams.compute.run(lambda: self._sample(activation))
+        return Mapped(self._streams.compute.run(lambda: self._sample(activation.ahead())), lambda drawn: drawn())
 
-    def _sample(self, activation: Activation) -> list[Sampled]:
-        batch = activation.result().batch
-        sampled = sample_rows(self.head(activation), batch.rows)
-        self._steps.add(batch.number, sampled)
-        return sampled
+    @torch.inference_mode()
+    def _sample(self, activation: TorchActivation) -> Drawn:
+        return self._sampler.sample(self._head(activation), activation.batch)

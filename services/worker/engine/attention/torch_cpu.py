@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.worker.device.tensors import Tensors
+from services.worker.engine.attention.backend import PagedBatch
 from services.worker.engine.kernels import CAST_DTYPES
 from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.layout import ArenaLayout
@@ -93,6 +95,8 @@ class TorchPlan:
 
     singles: tuple[_Single, ...]
     padded: tuple[_Padded, ...]
+    slots: torch.Tensor
+    """``[num_tokens]``: where the batch's own K and V go."""
 
 
 def _by_length(decodes: Sequence[_Decode]) -> list[list[_Decode]]:
@@ -108,7 +112,8 @@ def _by_length(decodes: Sequence[_Decode]) -> list[list[_Decode]]:
 class TorchAttention:
     """``AttentionBackend`` for the CPU, in any of the model's dtypes."""
 
-    def __init__(self, layout: ArenaLayout, block_size: int) -> None:
+    def __init__(self, layout: ArenaLayout, block_size: int, tensors: Tensors) -> None:
+        del tensors
         spec = layout.spec
         self._num_kv_heads = layout.num_kv_heads
         self._group = layout.num_heads // layout.num_kv_heads
@@ -123,19 +128,15 @@ class TorchAttention:
         # Kept from batch to batch: fresh memory would be paged in for every layer.
         self._gathered = torch.empty(2, 0, self._head_dim, dtype=self._dtype)
 
-    def plan(
-        self,
-        qo_indptr: Sequence[int],
-        kv_indptr: Sequence[int],
-        kv_indices: Sequence[int],
-        kv_last_page_len: Sequence[int],
-    ) -> TorchPlan:
+    def plan(self, batch: PagedBatch, pages: torch.Tensor, slots: torch.Tensor) -> TorchPlan:
+        del pages
+        qo_indptr, kv_indptr, all_blocks = (x.tolist() for x in (batch.qo_indptr, batch.kv_indptr, batch.pages))
         singles: list[_Single] = []
         short: list[_Decode] = []
         key_bytes = 2 * self._num_kv_heads * self._head_dim * self._dtype.itemsize
-        for i, last_page_len in enumerate(kv_last_page_len):
+        for i, last_page_len in enumerate(batch.last_page_len.tolist()):
             begin, end = qo_indptr[i], qo_indptr[i + 1]
-            blocks = tuple(kv_indices[kv_indptr[i] : kv_indptr[i + 1]])
+            blocks = tuple(all_blocks[kv_indptr[i] : kv_indptr[i + 1]])
             num_keys = (len(blocks) - 1) * self._block_size + last_page_len
             if end - begin > 1:
                 singles.append(self._prefill(begin, end, blocks, num_keys))
@@ -152,7 +153,13 @@ class TorchAttention:
             else:
                 padded.append(self._pad(group))
         self._reserve(max((len(group.index) for group in padded), default=0))
-        return TorchPlan(tuple(singles), tuple(padded))
+        return TorchPlan(tuple(singles), tuple(padded), slots)
+
+    def append(
+        self, plan: TorchPlan, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> None:
+        k_cache.view(-1, *k.shape[1:]).index_copy_(0, plan.slots, k)
+        v_cache.view(-1, *v.shape[1:]).index_copy_(0, plan.slots, v)
 
     def _reserve(self, num_rows: int) -> None:
         if num_rows > self._gathered.shape[1]:

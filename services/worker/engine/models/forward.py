@@ -13,6 +13,7 @@ import torch
 
 from services.worker.engine.attention.backend import AttentionBackend, AttentionPlan
 from services.worker.engine.kv_pool import KvCache
+from services.worker.engine.rope import Rotation
 from services.worker.memory.arena import Arena
 from shared.layout import ArenaLayout
 from shared.models.families import family_of
@@ -20,11 +21,9 @@ from shared.models.families import family_of
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a batch's tokens are: rotations ``[n, 1, D / 2]``, and the flat KV slot of each ``[n]``."""
+    """Where a batch's tokens are."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-    kv_slots: torch.Tensor
+    rotation: Rotation
     attention: AttentionPlan
 
 

@@ -56,11 +56,10 @@ class LlamaForward:
         num_rotated = num_heads + num_kv_heads
         qkv = linear(rms_norm(hidden, weights.input_norm, self._eps), weights.qkv, weights.qkv_bias)
         heads = qkv.view(hidden.shape[0], num_rotated + num_kv_heads, self._head_dim)
-        rotate_(heads[:, :num_rotated], placement.cos, placement.sin)
+        rotate_(heads[:, :num_rotated], placement.rotation)
         k_cache, v_cache = self._cache.k[index], self._cache.v[index]
-        each = -1, num_kv_heads, self._head_dim
-        k_cache.view(each).index_copy_(0, placement.kv_slots, heads[:, num_heads:num_rotated])
-        v_cache.view(each).index_copy_(0, placement.kv_slots, heads[:, num_rotated:])
+        k, v = heads[:, num_heads:num_rotated], heads[:, num_rotated:]
+        self._attention.append(placement.attention, k, v, k_cache, v_cache)
         if only_rows is not None and not len(only_rows):
             return hidden[:0]
         attended = self._attention.run(placement.attention, heads[:, :num_heads], k_cache, v_cache)

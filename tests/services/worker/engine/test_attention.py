@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
+from services.worker.device.tensors import HostTensors
 from services.worker.engine.attention import torch_cpu
-from services.worker.engine.attention.torch_cpu import TorchAttention
+from services.worker.engine.attention.backend import PagedBatch
+from services.worker.engine.attention.torch_cpu import TorchAttention, TorchPlan
 from shared.layout import layout_of
 from shared.model_spec import ModelSpec
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 400
+
+
+def _plan(
+    backend: TorchAttention, qo_indptr: list[int], kv_indptr: list[int], pages: list[int], last_page_len: list[int]
+) -> TorchPlan:
+    batch = PagedBatch(*(np.array(x, dtype=np.int32) for x in (qo_indptr, kv_indptr, pages, last_page_len)))
+    return backend.plan(batch, torch.from_numpy(batch.pages), torch.empty(0, dtype=torch.int64))
 
 
 def _spec(window: int | None, num_heads: int, num_kv_heads: int, dtype: str) -> ModelSpec:
@@ -75,8 +85,10 @@ def test_prefill_in_float16_is_attended_in_float32_and_rounded(
     q, k, v = torch.randn(48, 4, 16), *(torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, 16) for _ in range(2))
     outputs = []
     for dtype in (torch.float16, torch.float32):
-        backend = TorchAttention(layout_of(_spec(window, 4, 2, str(dtype).removeprefix("torch."))), BLOCK_SIZE)
-        plan = backend.plan([0, 48], [0, 30], list(range(60, 0, -2)), [BLOCK_SIZE])
+        backend = TorchAttention(
+            layout_of(_spec(window, 4, 2, str(dtype).removeprefix("torch."))), BLOCK_SIZE, HostTensors()
+        )
+        plan = _plan(backend, [0, 48], [0, 30], list(range(60, 0, -2)), [BLOCK_SIZE])
         outputs.append(backend.run(plan, *(x.half().to(dtype) for x in (q, k, v))))
     assert torch.equal(outputs[0], outputs[1].half())
 
@@ -88,8 +100,8 @@ def test_a_chunk_of_several_tiles_gathers_its_prefix_once_and_makes_its_mask_onc
     monkeypatch.setattr(torch_cpu, "QUERY_TILE_TOKENS", 16)
     spec = _spec(window, 4, 2, "float32")
     pages = list(range(2 * 30, 0, -2))  # no run
-    backend = TorchAttention(layout_of(spec), BLOCK_SIZE)
-    plan = backend.plan([0, 48], [0, 30], pages, [BLOCK_SIZE])
+    backend = TorchAttention(layout_of(spec), BLOCK_SIZE, HostTensors())
+    plan = _plan(backend, [0, 48], [0, 30], pages, [BLOCK_SIZE])
     masks: list[torch.Tensor] = []
     gathers: list[int] = []
     attend, index_select = torch_cpu.scaled_dot_product_attention, torch.Tensor.index_select
@@ -141,8 +153,8 @@ def _check(spec: ModelSpec, is_run: bool, atol: float) -> None:
         kv_indices += pages
         kv_indptr.append(len(kv_indices))
         last_page_len.append(num_keys - (num_pages - 1) * BLOCK_SIZE)
-    backend = TorchAttention(layout_of(spec), BLOCK_SIZE)
-    plan = backend.plan(qo_indptr, kv_indptr, kv_indices, last_page_len)
+    backend = TorchAttention(layout_of(spec), BLOCK_SIZE, HostTensors())
+    plan = _plan(backend, qo_indptr, kv_indptr, kv_indices, last_page_len)
     for _ in range(2):  # a plan serves every layer
         out = backend.run(plan, q, k_cache, v_cache)
         torch.testing.assert_close(out.double(), torch.cat(expected).flatten(1), atol=atol, rtol=0)

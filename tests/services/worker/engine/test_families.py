@@ -46,14 +46,14 @@ def test_what_a_model_is_takes_no_torch_to_know() -> None:
 def test_an_engine_computes_with_the_family_of_its_layout(kind: str) -> None:
     layout = inspect_checkpoint(tiny_checkpoint(kind), with_hash=False).layout
     arena, pool = Arena(HOST.allocate(layout.num_bytes)), KvPool(HOST.allocate(1 << 20))
-    attention = attention_backend(ATTENTION[0])(layout, 16)
+    attention = attention_backend(ATTENTION[0])(layout, 16, HOST.tensors)
     assert has(Forward, forward_of(layout, arena, pool.view(layout, 16), attention))
 
 
 @pytest.mark.parametrize("name", list(ATTENTION))
 def test_a_backend_is_made_for_a_layout(name: str) -> None:
     layout = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False).layout
-    assert has(AttentionBackend, attention_backend(name)(layout, 16))
+    assert has(AttentionBackend, attention_backend(name)(layout, 16, HOST.tensors))
 
 
 def test_a_backend_that_there_is_not_is_refused() -> None:
