@@ -26,6 +26,10 @@ class Device(Protocol):
         """Memory that the network can reach and kernels compute on, for the worker's life. Raises ``OSError`` where
         there is not so much."""
 
+    def host_memory(self, num_bytes: int) -> DeviceMemory:
+        """Memory of the host that it copies from and to, once that is pinned (``DeviceMemory.pin``). Raises
+        ``OSError``, ``MemoryError`` or ``OverflowError`` where there is not so much."""
+
     def staging(self, num_bytes: int) -> Buffer:
         """Host memory for one transfer, ``[num_bytes]`` uint8: what the network sends or has sent, and the streams
         ``out`` and ``into`` copy. Whatever is in it at first."""

@@ -30,6 +30,9 @@ class HostDevice:
     def allocate(self, num_bytes: int) -> HostMemory:
         return HostMemory(num_bytes)
 
+    def host_memory(self, num_bytes: int) -> HostMemory:
+        return HostMemory(num_bytes)
+
     def staging(self, num_bytes: int) -> Buffer:
         # numpy's memory, for it asks for huge pages: 131 MB were filled in 25 ms, torch's in 70 ms (measured).
         return np.empty(num_bytes, dtype=np.uint8)

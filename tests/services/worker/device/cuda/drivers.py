@@ -1,0 +1,118 @@
+"""Twins of the driver: one whose device is the CPU and whose events are played, one whose device computes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+FAKE = "fakegpu"
+
+
+class PlayedEvent:
+    """The device comes to it when it is told to; times are what the driver says."""
+
+    def __init__(self, driver: PlayedDriver) -> None:
+        self._driver = driver
+        self._come = threading.Event()
+        self.at_ms = 0.0
+
+    def record(self) -> None:
+        self._driver.recorded.append(self)
+        if not self._driver.by_hand:
+            self.come()
+
+    def come(self) -> None:
+        self.at_ms = self._driver.now_ms
+        self._come.set()
+
+    def synchronize(self) -> None:
+        self._come.wait()
+        if self._driver.failure is not None:
+            raise self._driver.failure
+
+    def query(self) -> bool:
+        return self._come.is_set()
+
+    def elapsed_time(self, end: PlayedEvent) -> float:
+        return end.at_ms - self.at_ms
+
+
+class PlayedDriver:
+    """``Driver`` of a device that is the CPU: what is launched is there at once, and nobody is told before the events
+    are played."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        self.device = torch.device("cpu")
+        self.by_hand = by_hand
+        self.recorded: list[PlayedEvent] = []
+        self.now_ms = 0.0
+        self.failure: Exception | None = None
+        self.num_pinned = 0
+        self.pins: dict[int, int] = {}
+        self.current: list[Any] = []
+
+    def play(self) -> None:
+        """The device comes to all that was recorded."""
+        for event in self.recorded:
+            event.come()
+        self.recorded.clear()
+
+    def stream(self, *, first: bool) -> Any:
+        return ("first" if first else "later", object())
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[object]:
+        self.current.append(stream)
+        try:
+            yield stream
+        finally:
+            self.current.pop()
+
+    def event(self) -> PlayedEvent:
+        return PlayedEvent(self)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.num_pinned += 1
+        return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self.pins[address] = num_bytes
+
+    def unpin(self, address: int) -> None:
+        del self.pins[address]
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        at = tensor.data_ptr()
+        return any(begin <= at < begin + num_bytes for begin, num_bytes in self.pins.items())
+
+
+@cache
+def _register() -> None:
+    backend_registration._setup_privateuseone_for_python_backend(FAKE)
+
+
+class FakeDriver(PlayedDriver):
+    """``Driver`` of a device of its own kind, whose tensors have shapes and no numbers. Under a ``FakeTensorMode``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _register()
+        self.device = torch.device(FAKE, 0)
+        self.pinned_at: set[int] = set()
+        """Storages."""
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
