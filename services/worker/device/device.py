@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from services.worker.device.completion import DeviceStreams
+from services.worker.device.graphs import Graphs
 from services.worker.device.memory import DeviceMemory
 from shared.transport.base import Buffer
 
@@ -21,6 +22,10 @@ class Device(Protocol):
     @property
     def tensors(self) -> Tensors:
         """For who computes on it. Imports PyTorch when it is first asked for."""
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """None where work costs the host little beside what it costs the device."""
 
     def allocate(self, num_bytes: int) -> DeviceMemory:
         """Memory that the network can reach and kernels compute on, for the worker's life. Raises ``OSError`` where

@@ -9,6 +9,7 @@ import numpy as np
 
 from services.worker.device.completion import HOST_STREAMS, DeviceStreams
 from services.worker.device.device import Device
+from services.worker.device.graphs import Graphs
 from services.worker.device.memory import HostMemory
 from shared.transport.base import Buffer
 
@@ -20,6 +21,8 @@ class HostDevice:
     """``Device``: operations run as they are given, and all memory is the host's."""
 
     streams: DeviceStreams = HOST_STREAMS
+
+    graphs: Graphs | None = None
 
     @cached_property
     def tensors(self) -> Tensors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.worker.device.completion import DeviceStreams
 from services.worker.device.cuda.driver import CudaDriver, Driver
+from services.worker.device.cuda.graphs import CudaGraphs
 from services.worker.device.cuda.memory import CudaMemory, Hashes, PinnedMemory
 from services.worker.device.cuda.streams import CudaStream
 from services.worker.device.cuda.tensors import CudaTensors
@@ -20,6 +21,7 @@ class CudaDevice:
         self.streams = DeviceStreams(
             CudaStream(driver, "compute", first=True), CudaStream(driver, "out"), CudaStream(driver, "into")
         )
+        self.graphs = CudaGraphs(driver)
         self._hashes = hashes
 
     def allocate(self, num_bytes: int) -> CudaMemory:

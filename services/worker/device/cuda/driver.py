@@ -6,8 +6,12 @@ further call fails with it, and the process has to end.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
+
+from services.worker.device.graphs import Graph
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +55,9 @@ class Driver(Protocol):
         """Memory of the host that the device copies from and to, ``[num_bytes]`` uint8. It is used again when nobody
         has it any more, and what was asked of it is done."""
 
+    def record(self, work: Callable[[], object]) -> Graph:
+        """See ``Graphs``, on the calling thread's stream, which is not the first one."""
+
     def pin(self, address: int, num_bytes: int) -> None:
         """Make memory of the host, which stays where it is, such memory. Raises ``OSError``."""
 
@@ -72,6 +79,8 @@ class CudaDriver:
         self._torch, self._cupy = torch, cupy
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
+        self._graphs = self._cuda.graph_pool_handle()
+        """All graphs take their memory from one pool: no two of them run at the same time."""
 
     def stream(self, *, first: bool) -> Any:
         return self._cuda.Stream(self.device, priority=-1 if first else 0)
@@ -100,6 +109,20 @@ class CudaDriver:
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=True)
+
+    def record(self, work: Callable[[], object]) -> Graph:
+        # ``torch.cuda.graph`` would wait for the whole device, and give its free memory back, before and after.
+        graph: Any = self._cuda.CUDAGraph()
+        graph.capture_begin(pool=self._graphs, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is not valid any more, which is no news
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        recorded: Graph = graph
+        return recorded
 
     def pin(self, address: int, num_bytes: int) -> None:
         status = int(self._cuda.cudart().cudaHostRegister(address, num_bytes, 0))

@@ -35,6 +35,16 @@ class PagedBatch:
     """``[N]``."""
 
 
+class FixedAttention(Protocol):
+    """Of decode batches of one size, in memory that stays where it is, for graphs."""
+
+    def plan(self, batch: PagedBatch, pages: torch.Tensor) -> None:
+        """From here on the plan is of this batch, also where it was recorded in a graph."""
+
+    def planned(self, slots: torch.Tensor) -> AttentionPlan:
+        """The plan, for what is recorded: ``slots [batch_size]`` are read when it is run."""
+
+
 class AttentionBackend(Protocol):
     """One model's attention on one device. Not thread-safe: the engine thread's alone, inside of operations of the
     compute stream."""
@@ -51,7 +61,7 @@ class AttentionBackend(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> None:
-        """Write the batch's K and V ``[num_tokens, num_kv_heads, head_dim]``, of any stride between tokens, into one
+        """Write a batch's K and V ``[num_tokens, num_kv_heads, head_dim]``, of any stride between tokens, into one
         layer's caches ``[num_blocks, block_size, num_kv_heads, head_dim]``."""
 
     def run(self, plan: AttentionPlan, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
@@ -60,3 +70,7 @@ class AttentionBackend(Protocol):
         ``q [num_tokens, num_heads, head_dim]``, of any stride between tokens; returns ``[num_tokens, num_heads *
         head_dim]``.
         """
+
+    def fixed(self, batch_size: int, most_pages: int) -> FixedAttention:
+        """For decode batches of this size, of so many pages at most. Raises ``NotImplementedError`` on a device that
+        records nothing."""
