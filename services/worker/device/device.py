@@ -27,6 +27,9 @@ class Device(Protocol):
     def graphs(self) -> Graphs | None:
         """None where work costs the host little beside what it costs the device."""
 
+    def enter(self) -> None:
+        """Make the calling thread one that uses it. For threads of others, before they do."""
+
     def allocate(self, num_bytes: int) -> DeviceMemory:
         """Memory that the network can reach and kernels compute on, for the worker's life. Raises ``OSError`` where
         there is not so much."""

@@ -33,6 +33,9 @@ class HostDevice:
     def allocate(self, num_bytes: int) -> HostMemory:
         return HostMemory(num_bytes)
 
+    def enter(self) -> None:
+        pass
+
     def host_memory(self, num_bytes: int) -> HostMemory:
         return HostMemory(num_bytes)
 

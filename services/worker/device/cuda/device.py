@@ -24,6 +24,9 @@ class CudaDevice:
         self.graphs = CudaGraphs(driver)
         self._hashes = hashes
 
+    def enter(self) -> None:
+        self.driver.enter()
+
     def allocate(self, num_bytes: int) -> CudaMemory:
         return CudaMemory(num_bytes, self.driver, self.streams, self.tensors, self._hashes)
 

@@ -38,6 +38,9 @@ class Driver(Protocol):
 
     device: torch.device
 
+    def enter(self) -> None:
+        """Have the calling thread use this GPU's context."""
+
     def stream(self, *, first: bool) -> Any:
         """A new one. ``first``: its kernels go before those of others."""
 
@@ -78,9 +81,13 @@ class CudaDriver:
         self._cuda: Any = torch.cuda
         self._torch, self._cupy = torch, cupy
         self.device = torch.device("cuda", index)
-        torch.cuda.set_device(self.device)
+        self.enter()
         self._graphs = self._cuda.graph_pool_handle()
         """All graphs take their memory from one pool: no two of them run at the same time."""
+
+    def enter(self) -> None:
+        self._cuda.set_device(self.device)
+        self._cuda.synchronize()  # which makes the context, where there is none
 
     def stream(self, *, first: bool) -> Any:
         return self._cuda.Stream(self.device, priority=-1 if first else 0)

@@ -136,13 +136,22 @@ class PinnedMemory(HostMemory):
         if self._is_pinned:
             self._driver.unpin(self.address)
 
-    def copy_from(self, source: DeviceMemory, offset: int, num_bytes: int) -> Completion[tuple[int, ...]]:
-        if source.on_host:
-            return super().copy_from(source, offset, num_bytes)
-        target, origin = self.memory(offset, num_bytes), source.memory(offset, num_bytes)
+    def write(self, offset: int, source: Buffer) -> Completion[None]:
+        """As ``DeviceMemory``, or from memory of the device."""
+        if not isinstance(source, torch.Tensor):
+            return super().write(offset, source)
+        return self._copied(self.memory(offset, len(source)), source)
+
+    def _copied(self, target: Buffer, origin: torch.Tensor) -> Completion[None]:
         self.pin()
 
         def copy() -> None:
             self._tensors.of(target).copy_(origin, non_blocking=True)
 
-        return Mapped(self._streams.out.run(copy), lambda _: block_checksums(target.data))
+        return self._streams.out.run(copy)
+
+    def copy_from(self, source: DeviceMemory, offset: int, num_bytes: int) -> Completion[tuple[int, ...]]:
+        if source.on_host:
+            return super().copy_from(source, offset, num_bytes)
+        target, origin = self.memory(offset, num_bytes), source.memory(offset, num_bytes)
+        return Mapped(self._copied(target, origin), lambda _: block_checksums(target.data))

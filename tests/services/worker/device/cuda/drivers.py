@@ -57,12 +57,16 @@ class PlayedDriver:
         self.num_pinned = 0
         self.pins: dict[int, int] = {}
         self.current: list[Any] = []
+        self.entered: set[int] = set()
 
     def play(self) -> None:
         """The device comes to all that was recorded."""
         for event in self.recorded:
             event.come()
         self.recorded.clear()
+
+    def enter(self) -> None:
+        self.entered.add(threading.get_ident())
 
     def stream(self, *, first: bool) -> Any:
         return ("first" if first else "later", object())

@@ -148,3 +148,14 @@ def test_arrays_go_up_together_in_one_copy_and_come_back() -> None:
         assert tensor.numpy().dtype == array.dtype
     for array, back in zip(arrays, gpu.tensors.download(*tensors), strict=True):
         assert (array == back).all()
+
+
+def test_pinned_memory_is_written_from_the_device_and_from_the_host() -> None:
+    gpu, driver = device()
+    memory, host = gpu.allocate(SIZE), gpu.host_memory(SIZE)
+    waited(memory.write(0, some_bytes(SIZE)))
+    waited(host.write(4096, memory.memory(0, 100)))
+    waited(host.write(5000, some_bytes(10, 2)))
+    assert driver.pins == {host.address: SIZE}
+    assert (host.bytes[4096:4196] == some_bytes(SIZE)[:100]).all()
+    assert (host.bytes[5000:5010] == some_bytes(10, 2)).all()
