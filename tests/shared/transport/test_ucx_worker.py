@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ucxx._lib.libucxx  # noqa: F401 - which sets UCX_RNDV_THRESH by itself, once
 
 from shared.transport import ucx, ucx_worker
 from shared.transport.ucx_worker import UcxWorker, open_worker
@@ -75,6 +76,7 @@ def test_memory_of_a_device_is_not_sent_eagerly(monkeypatch: pytest.MonkeyPatch,
     given: list[dict[str, str]] = []
     monkeypatch.setattr(ucx_worker, "RDMA_DEVICES", Path("/nowhere"))
     monkeypatch.setattr(ucx_worker, "UcxWorker", lambda ucx, array, options: given.append(options))
+    monkeypatch.delenv("UCX_RNDV_THRESH", raising=False)
     open_worker(device_memory=device_memory)
     assert ("RNDV_THRESH" in given[0]) is not device_memory
 
