@@ -47,6 +47,8 @@ class CudaStream:
         self._order = threading.Lock()
         """Operations of several threads are launched one after the other, and not into one another."""
         self._launched: SimpleQueue[_Launched] = SimpleQueue()
+        self.busy_s = 0.0
+        """Seconds in which the device did what ended, without the waits between."""
         threading.Thread(target=self._wait, name=f"cuda-{name}", daemon=True).start()
 
     def run(self, operation: Callable[[], T]) -> Completion[T]:
@@ -69,7 +71,9 @@ class CudaStream:
     def _wait(self) -> None:
         while True:
             launched = self._launched.get()
-            launched.pending.settle(_came_to(launched))
+            came_to = _came_to(launched)
+            self.busy_s += came_to.device_s
+            launched.pending.settle(came_to)
             del launched  # what it keeps is free before the next one ends
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from services.worker.device.graphs import Graph
 
 FAKE = "fakegpu"
 
@@ -89,6 +93,9 @@ class PlayedDriver:
         self.num_pinned += 1
         return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
 
+    def record(self, work: Callable[[], object]) -> Graph:
+        return RecordedGraph(work)
+
     def pin(self, address: int, num_bytes: int) -> None:
         self.pins[address] = num_bytes
 
@@ -98,6 +105,67 @@ class PlayedDriver:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         at = tensor.data_ptr()
         return any(begin <= at < begin + num_bytes for begin, num_bytes in self.pins.items())
+
+
+class HostDecision(RuntimeError):
+    """What cannot be recorded: the host looks at what the device computes, or brings something new."""
+
+
+_LOOKS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
+opaque: list[Callable[[Callable[[], object]], None]] = []
+"""Of the recording that goes on: what a library's kernel does is noted with it, and not the operations of its twin."""
+
+
+class RecordedGraph(TorchDispatchMode):
+    """``Graph``: the operations that ``work`` gave, done again in the same memory. What the host decided stays."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self._calls: list[Callable[[], object]] = []
+        self._is_opaque = False
+        self.num_replays = 0
+        opaque.append(self._note)
+        try:
+            with self:
+                work()
+        finally:
+            opaque.pop()
+
+    def _note(self, kernel: Callable[[], object]) -> None:
+        self._is_opaque = True
+        try:
+            kernel()
+        finally:
+            self._is_opaque = False
+        self._calls.append(kernel)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOOKS or _is_masked(func, args):
+            raise HostDecision(str(func))
+        out = func(*args, **kwargs)
+        if not self._is_opaque:
+            self._calls.append(lambda: _again(func, args, kwargs, out))
+        return out
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for call in self._calls:
+            call()
+
+
+def _is_masked(func: Any, args: Any) -> bool:
+    """How many there are only the device knows."""
+    named = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+    return func in named and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+def _again(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    new = func(*args, **kwargs)
+    for ours, theirs in zip(tree_leaves(out), tree_leaves(new), strict=True):
+        # A view is where it was, and what is done in place was done there.
+        if isinstance(ours, torch.Tensor) and ours.data_ptr() != theirs.data_ptr():
+            ours.copy_(theirs)
 
 
 @cache

@@ -112,4 +112,4 @@ def test_the_devices_time_of_an_operation_is_without_the_wait_before_it() -> Non
     driver.now_ms = 107.5
     ended.come()
     waited(completion)
-    assert completion.device_s == pytest.approx(0.0075)
+    assert completion.device_s == stream.busy_s == pytest.approx(0.0075)
