@@ -108,9 +108,9 @@ class CudaDriver:
                 memory = cupy.cuda.Memory(num_bytes)
             except cupy.cuda.runtime.CUDARuntimeError as error:
                 raise OSError(0, f"CUDA gives no {num_bytes} bytes: {error}") from error
+            cupy.cuda.runtime.memset(memory.ptr, 0, num_bytes)
+            cupy.cuda.runtime.deviceSynchronize()
             array = cupy.ndarray(num_bytes, dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
-            array.fill(0)
-            cupy.cuda.get_current_stream().synchronize()
         memory_of_it: torch.Tensor = self._torch.utils.dlpack.from_dlpack(array)
         return memory_of_it
 
