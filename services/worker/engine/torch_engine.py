@@ -199,7 +199,9 @@ class TorchEngine:
 
     def _here(self, flat: torch.Tensor) -> torch.Tensor:
         """On the device: a copy, unless it is there."""
-        return flat.to(self._tensors.device, non_blocking=True)
+        if flat.device == self._tensors.device:
+            return flat
+        return torch.empty(flat.shape, dtype=flat.dtype, device=self._tensors.device).copy_(flat, non_blocking=True)
 
     def _staged(self, num_bytes: int) -> tuple[Buffer, torch.Tensor]:
         """Memory for what goes out, and the same as ``[num_bytes]`` uint8."""

@@ -34,7 +34,7 @@ class CudaDevice:
         return PinnedMemory(num_bytes, self.driver, self.streams, self.tensors)
 
     def staging(self, num_bytes: int) -> Buffer:
-        return self.driver.pinned(num_bytes).numpy()
+        return self.driver.pinned(num_bytes).array
 
 
 def cuda_device() -> CudaDevice:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
 
 from services.worker.device.graphs import Graph
 
@@ -33,6 +35,13 @@ class CudaEvent(Protocol):
         """Milliseconds from here to another that the device has come to."""
 
 
+class Pinned(NamedTuple):
+    """The same ``[num_bytes]`` uint8 twice."""
+
+    tensor: torch.Tensor
+    array: np.ndarray[Any, np.dtype[np.uint8]]
+
+
 class Driver(Protocol):
     """One GPU's. Any thread."""
 
@@ -54,9 +63,9 @@ class Driver(Protocol):
         """Memory of the device for the process's life, ``[num_bytes]`` uint8: one allocation of its own, that other
         processes can open. Raises ``OSError`` where there is not so much."""
 
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the host that the device copies from and to, ``[num_bytes]`` uint8. It is used again when nobody
-        has it any more, and what was asked of it is done."""
+    def pinned(self, num_bytes: int) -> Pinned:
+        """Memory of the host that the device copies from and to. It is used again when nobody has it any more, and what
+        was asked of it is done."""
 
     def record(self, work: Callable[[], object]) -> Graph:
         """See ``Graphs``, on the calling thread's stream, which is not the first one."""
@@ -114,8 +123,9 @@ class CudaDriver:
         memory_of_it: torch.Tensor = self._torch.utils.dlpack.from_dlpack(array)
         return memory_of_it
 
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        return self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=True)
+    def pinned(self, num_bytes: int) -> Pinned:
+        memory = self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=True)
+        return Pinned(memory, memory.numpy())
 
     def record(self, work: Callable[[], object]) -> Graph:
         # ``torch.cuda.graph`` would wait for the whole device, and give its free memory back, before and after.

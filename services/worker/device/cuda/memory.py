@@ -78,7 +78,7 @@ class CudaMemory:
         parts = []
         for begin in range(0, len(origin), BOUNCE_BYTES):
             part = origin[begin : begin + BOUNCE_BYTES]
-            bounced = self._driver.pinned(len(part))
+            bounced = self._driver.pinned(len(part)).tensor
             bounced.copy_(part)
             parts.append(self._copied(target[begin : begin + BOUNCE_BYTES], bounced))
         return Mapped(combined(*parts), lambda _: None)

@@ -10,6 +10,15 @@ from services.worker.device.tensors import Array
 from shared.transport.base import Buffer
 
 _ALIGN_BYTES = 16
+_NUMPY_DTYPES = {
+    torch.uint8: np.dtype(np.uint8),
+    torch.bool: np.dtype(np.bool_),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
+_DTYPES = {theirs: ours for ours, theirs in _NUMPY_DTYPES.items()}
 
 
 class CudaTensors:
@@ -31,19 +40,19 @@ class CudaTensors:
             offsets.append(end)
             end += -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         packed = self._driver.pinned(end)
-        flat = packed.numpy()
         for offset, array in zip(offsets, arrays, strict=True):
-            flat[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        there = packed.to(self.device, non_blocking=True)
+            packed.array[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        there = torch.empty(end, dtype=torch.uint8, device=self.device)
+        there.copy_(packed.tensor, non_blocking=True)
         return [
-            there[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+            there[offset : offset + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
             for offset, array in zip(offsets, arrays, strict=True)
         ]
 
     def download(self, *tensors: torch.Tensor) -> list[Array]:
         arrays = []
         for tensor in tensors:
-            here = self._driver.pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-            here.copy_(tensor, non_blocking=True)
-            arrays.append(here.numpy())
+            here = self._driver.pinned(tensor.nbytes)
+            here.tensor.copy_(tensor.contiguous().view(-1).view(torch.uint8), non_blocking=True)
+            arrays.append(here.array.view(_NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape))
         return arrays

@@ -9,11 +9,14 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils import backend_registration
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from services.worker.device.cuda.driver import Pinned
 from services.worker.device.graphs import Graph
 
 FAKE = "fakegpu"
@@ -89,9 +92,10 @@ class PlayedDriver:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def pinned(self, num_bytes: int) -> torch.Tensor:
+    def pinned(self, num_bytes: int) -> Pinned:
         self.num_pinned += 1
-        return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+        array = np.full(num_bytes, 0xEE, dtype=np.uint8)
+        return Pinned(torch.from_numpy(array), array)
 
     def record(self, work: Callable[[], object]) -> Graph:
         return RecordedGraph(work)
@@ -181,10 +185,22 @@ class FakeDriver(PlayedDriver):
         _register()
         self.device = torch.device(FAKE, 0)
         self.pinned_at: set[int] = set()
-        """Storages."""
+        """Where such memory begins. It is kept, so that no other is there later."""
+        self._kept: list[torch.Tensor] = []
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def pinned(self, num_bytes: int) -> Pinned:
+        with _disable_current_modes(), torch.inference_mode(False):
+            memory = torch.zeros(num_bytes, dtype=torch.uint8)
+            self.pinned_at.add(memory.untyped_storage().data_ptr())
+            self._kept.append(memory)
+            return Pinned(memory, memory.numpy())
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        with _disable_current_modes():
+            return not is_fake(tensor) and tensor.untyped_storage().data_ptr() in self.pinned_at
