@@ -9,6 +9,7 @@ import os
 import sys
 
 from services.worker.config import WorkerConfig
+from services.worker.engine.attention.kinds import attention_for
 from services.worker.engine.kinds import check_device, engine_kind
 from services.worker.node.facts import discover
 from services.worker.service import WorkerService
@@ -34,6 +35,7 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     kind = engine_kind(config.engine)
     check_device(config.engine, config.device, f"BLITZ_WORKER_DEVICE={config.device}")
+    attention_for(config.attention, config.device)
     for module in kind.modules:
         importlib.import_module(module)
     kind.set_threads(config.num_threads)

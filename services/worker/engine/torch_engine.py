@@ -14,7 +14,7 @@ from services.worker.device.completion import Completion, Mapped
 from services.worker.device.device import Device
 from services.worker.device.host import HOST
 from services.worker.device.tensors import Array
-from services.worker.engine.attention.kinds import ATTENTION, attention_backend
+from services.worker.engine.attention.kinds import BY_DEVICE, attention_backend
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.handoff import (
     asked_of,
@@ -79,7 +79,7 @@ class TorchEngine:
         *,
         num_blocks: int | None = None,
         block_size: int = 16,
-        attention: str = ATTENTION[0],
+        attention: str = BY_DEVICE,
         device: Device = HOST,
     ) -> None:
         spec = layout.spec
@@ -89,7 +89,7 @@ class TorchEngine:
         self._kv_pool = kv_pool
         self.cache = kv_pool.view(layout, block_size, num_blocks)
         """The pages that it writes KV into."""
-        self._attention = attention_backend(attention)(layout, block_size, self._tensors)
+        self._attention = attention_backend(attention, self._tensors.device.type)(layout, block_size, self._tensors)
         self._model = forward_of(layout, arena, self.cache, self._attention)
         self._spec = spec
         self._sampler = HostSampler(spec.vocab_size, self._tensors)
