@@ -52,14 +52,7 @@ class FlashInferTwin:
 
     def put(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """For the length of a test."""
-
-        def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-            copy = tensor.clone()
-            self._pinned[copy.untyped_storage().data_ptr()] = copy
-            return copy
-
-        monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-        monkeypatch.setattr(torch.cuda, "Event", partial(_Event, self))
+        self.put_events(monkeypatch)
         functions: dict[str, dict[str, Callable[..., Any]]] = {
             "decode": {"BatchDecodeWithPagedKVCacheWrapper": partial(_Decode, self)},
             "prefill": {"BatchPrefillWithPagedKVCacheWrapper": partial(_Prefill, self)},
@@ -72,6 +65,17 @@ class FlashInferTwin:
             module = types.ModuleType(f"flashinfer.{name}")
             vars(module).update(contents)
             monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def put_events(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And pinned memory, for PyTorch without a GPU."""
+
+        def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+            copy = tensor.clone()
+            self._pinned[copy.untyped_storage().data_ptr()] = copy
+            return copy
+
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+        monkeypatch.setattr(torch.cuda, "Event", partial(_Event, self))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
@@ -231,8 +235,8 @@ class _Wrapper:
             rows = slice(int(plan.qo_indptr[i]), int(plan.qo_indptr[i + 1]))
             pages = plan.pages[int(plan.kv_indptr[i]) : int(plan.kv_indptr[i + 1])].long()
             num_keys = (len(pages) - 1) * plan.page_size + last_page_len if len(pages) else 0
-            k, v = (cache[pages].flatten(0, 1)[:num_keys].float() for cache in caches)
-            out[rows] = _attended(q[rows].float(), k, v, plan) if num_keys else 0
+            k, v = (cache[pages].flatten(0, 1)[:num_keys] for cache in caches)
+            out[rows] = attended(q[rows], k, v, plan.sm_scale, plan.causal, plan.window_left)
         return out
 
 
@@ -279,16 +283,20 @@ class _Prefill(_Wrapper):
         self._planned(*args, **kwargs)
 
 
-def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """``[n, Hq, D]``. The last queries are at the last keys."""
-    group = plan.num_qo_heads // plan.num_kv_heads
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * plan.sm_scale
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, causal: bool, window_left: int
+) -> torch.Tensor:
+    """``[n, Hq, D]`` float32, of queries at the last of the keys ``[m, Hkv, D]``; zeros where there are none."""
+    if not len(k):
+        return torch.zeros(q.shape)
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * sm_scale
     queries = torch.arange(len(k) - len(q), len(k))[:, None]
     keys = torch.arange(len(k))[None]
     unseen = torch.zeros(len(q), len(k), dtype=torch.bool)
-    if plan.causal:
+    if causal:
         unseen |= keys > queries
-    if plan.window_left >= 0:
-        unseen |= keys < queries - plan.window_left
+    if window_left >= 0:
+        unseen |= keys < queries - window_left
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v)

@@ -44,16 +44,20 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> FlashInferTwin:
 
 def put_twin(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> FlashInferTwin:
     """Takes ``dtype``; everything that runs on FlashInfer on a GPU runs on the twin."""
-    dtypes = frozenset({dtype})
-    monkeypatch.setattr(flashinfer, "DTYPES", dtypes)
+    run_on_flashinfer(monkeypatch, dtype)
+    twin = FlashInferTwin(dtypes=frozenset({dtype}))
+    twin.put(monkeypatch)
+    return twin
+
+
+def run_on_flashinfer(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Have what is of ``dtype`` and the size of the tiny checkpoints computed there, on the CPU."""
+    monkeypatch.setattr(flashinfer, "DTYPES", frozenset({dtype}))
     monkeypatch.setattr(flashinfer, "HEAD_DIMS", frozenset({16, 24}))
     monkeypatch.setattr(flashinfer, "FLOAT_WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setitem(kinds.ATTENTION, "flashinfer", ("cpu",))
-    monkeypatch.setattr(kernels, "on_flashinfer", lambda x: x.dtype in dtypes and x.shape[0] > 0)
-    monkeypatch.setattr(rope, "is_fused", lambda device, dtype, head_dim: dtype in dtypes)
-    twin = FlashInferTwin(dtypes=dtypes)
-    twin.put(monkeypatch)
-    return twin
+    monkeypatch.setattr(kernels, "on_flashinfer", lambda x: x.dtype == dtype and x.shape[0] > 0)
+    monkeypatch.setattr(rope, "is_fused", lambda device, of, head_dim: of == dtype)
 
 
 def attention_of(engine: TorchEngine) -> FlashInferAttention:
