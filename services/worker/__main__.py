@@ -10,6 +10,7 @@ import sys
 
 from services.worker.config import WorkerConfig
 from services.worker.device.host import HOST
+from services.worker.engine.attention.kinds import attention_for
 from services.worker.engine.kinds import check_device, device_of, engine_kind
 from services.worker.node.facts import discover
 from services.worker.service import WorkerService
@@ -35,6 +36,7 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     kind = engine_kind(config.engine)
     check_device(config.engine, config.device, f"BLITZ_WORKER_DEVICE={config.device}")
+    attention_for(config.attention, config.device)
     for module in kind.modules:
         importlib.import_module(module)
     kind.set_threads(config.num_threads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 
+import numpy as np
 import torch
 
 from services.worker.device.graphs import Graph, Graphs
@@ -17,7 +18,7 @@ from services.worker.engine.attention.backend import AttentionBackend
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.kv_pool import KvCache
 from services.worker.engine.models.forward import Forward, Placement
-from services.worker.engine.placement import TokenPlaces, padded
+from services.worker.engine.placement import NOWHERE, TokenPlaces
 from services.worker.engine.rope import inverse_frequencies, rotation
 from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.model_spec import ModelSpec
@@ -87,17 +88,16 @@ class DecodeStep:
     ) -> None:
         self._size, self._forward, self._cache, self._tensors = size, forward, cache, tensors
         self._num_layers, self._dtype = spec.num_layers, TORCH_DTYPES[spec.dtype]
-        # Each sequence's pages, and a page of nobody's for each row of padding.
-        self._attention = attention.fixed(size, cache.num_blocks + size)
         self._inv_freq = inverse_frequencies(spec).to(tensors.device)
         self._positions, self._slots = (torch.zeros(size, dtype=torch.int64, device=tensors.device) for _ in range(2))
+        self._attention = attention.fixed(size, cache.num_blocks, self._slots)
         self._hidden = torch.zeros(size, spec.hidden_size, dtype=self._dtype, device=tensors.device)
         self._logits = torch.empty(0, device=tensors.device)
         self._graph: Graph | None = None
 
     def record(self, graphs: Graphs) -> None:
         """To be called once."""
-        self._place(padded(None, self._size, self._cache))
+        self._place(NOWHERE)
         # What a first use costs is paid here: libraries choose kernels and take memory, which a graph cannot.
         for _ in range(2):
             self._compute()
@@ -107,20 +107,26 @@ class DecodeStep:
         """Logits ``[num_tokens, vocab_size]`` of ``hidden [num_tokens, hidden_size]`` before the first layer, float32,
         until this is run again."""
         assert self._graph is not None
-        self._place(padded(places, self._size, self._cache))
+        self._place(places)
         self._hidden[: len(hidden)].copy_(hidden)
         self._graph.replay()
         return self._logits[: len(hidden)]
 
     def _place(self, places: TokenPlaces) -> None:
-        positions, slots, pages = self._tensors.upload(places.positions, places.slots, places.paged.pages)
+        rest = self._size - len(places.positions)
+        nobodys = self._cache.scratch_block * self._cache.block_size
+        positions, slots, pages = self._tensors.upload(
+            np.pad(places.positions, (0, rest)),
+            np.pad(places.slots, (0, rest), constant_values=nobodys),
+            places.paged.pages,
+        )
         self._positions.copy_(positions)
         self._slots.copy_(slots)
         self._attention.plan(places.paged, pages)
 
     def _compute(self) -> None:
         angles = rotation(self._inv_freq, self._positions, self._dtype)
-        placement = Placement(angles, self._attention.planned(self._slots))
+        placement = Placement(angles, self._attention.attention)
         hidden = self._hidden.clone()
         for layer in range(self._num_layers):
             hidden = self._forward.run_layer(layer, hidden, placement)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.worker.engine.attention.kinds import ATTENTION
+from services.worker.engine.attention.kinds import ATTENTION, BY_DEVICE
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.errors import BadRequest
 from shared.model_spec import DTYPE_BYTES
@@ -38,7 +38,7 @@ class EngineParts:
     device: Device
     num_blocks: int
     block_size: int
-    attention: str = ATTENTION[0]
+    attention: str = BY_DEVICE
     profile: Profile | None = None
     """What the mock plays, where ``timing`` says nothing."""
     timing: MockTiming = field(default_factory=MockTiming)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from services.worker.engine.attention.backend import PagedBatch
 from services.worker.engine.forward_batch import ForwardBatch
-from services.worker.engine.kv_pool import KvCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +44,7 @@ def places_of(batch: ForwardBatch, block_size: int) -> TokenPlaces:
     return TokenPlaces(paged, positions, pages[page_of].astype(np.int64) * block_size + positions % block_size)
 
 
-def padded(places: TokenPlaces | None, num_rows: int, cache: KvCache) -> TokenPlaces:
-    """Of a decode, one token of each sequence: filled up to ``num_rows`` with tokens at position 0 of nobody's block.
-    Without ``places`` they all are."""
-    own = _NOWHERE if places is None else places
-    num_more = num_rows - len(own.positions)
-    block, slot = cache.scratch_block, cache.scratch_block * cache.block_size
-    more = np.arange(1, num_more + 1, dtype=np.int32)
-    paged = PagedBatch(
-        np.arange(num_rows + 1, dtype=np.int32),
-        np.concatenate((own.paged.kv_indptr, own.paged.kv_indptr[-1] + more)),
-        np.concatenate((own.paged.pages, np.full(num_more, block, dtype=np.int32))),
-        np.concatenate((own.paged.last_page_len, np.ones(num_more, dtype=np.int32))),
-    )
-    return TokenPlaces(
-        paged,
-        np.concatenate((own.positions, np.zeros(num_more, dtype=np.int64))),
-        np.concatenate((own.slots, np.full(num_more, slot, dtype=np.int64))),
-    )
-
-
-_NOWHERE = TokenPlaces(
+NOWHERE = TokenPlaces(
     PagedBatch(*(np.zeros(n, dtype=np.int32) for n in (1, 1, 0, 0))), np.empty(0, np.int64), np.empty(0, np.int64)
 )
+"""Of no tokens."""

@@ -15,7 +15,7 @@ from services.worker.device.device import Device
 from services.worker.device.host import HOST
 from services.worker.device.tensors import Array
 from services.worker.engine.attention.backend import AttentionBackend
-from services.worker.engine.attention.kinds import ATTENTION, attention_backend
+from services.worker.engine.attention.kinds import BY_DEVICE, attention_backend
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.handoff import (
@@ -93,7 +93,7 @@ class TorchEngine:
         *,
         num_blocks: int | None = None,
         block_size: int = 16,
-        attention: str = ATTENTION[0],
+        attention: str = BY_DEVICE,
         device: Device = HOST,
     ) -> None:
         spec = layout.spec
@@ -122,9 +122,9 @@ class TorchEngine:
         tensors, graphs = self._tensors, self._device.graphs
 
         def bind() -> _Bound:
-            backend = attention_backend(attention)(layout, cache.block_size, tensors)
+            backend = attention_backend(attention, tensors.device.type)(layout, cache.block_size, tensors)
             forward = forward_of(layout, arena, cache, backend)
-            if graphs is None:
+            if graphs is None or not backend.can_fix:
                 return _Bound(cache, backend, forward, None)
             decode = DecodeGraphs(layout.spec, forward, backend, cache, tensors, graphs)
             return _Bound(cache, backend, forward, decode)

@@ -36,18 +36,24 @@ class PagedBatch:
 
 
 class FixedAttention(Protocol):
-    """Of decode batches of one size, in memory that stays where it is, for graphs."""
+    """Of decode batches of one size, in memory that stays where it is, for one graph."""
+
+    @property
+    def attention(self) -> AttentionPlan:
+        """The plan, for what is recorded, and for all batches that are planned later."""
 
     def plan(self, batch: PagedBatch, pages: torch.Tensor) -> None:
-        """From here on the plan is of this batch, also where it was recorded in a graph."""
-
-    def planned(self, slots: torch.Tensor) -> AttentionPlan:
-        """The plan, for what is recorded: ``slots [batch_size]`` are read when it is run."""
+        """The plan is of this batch from here on, also where it was recorded. ``pages``: as for
+        ``AttentionBackend.plan``. Rows behind the batch's see no keys."""
 
 
 class AttentionBackend(Protocol):
     """One model's attention on one device. Not thread-safe: the engine thread's alone, inside of operations of the
     compute stream."""
+
+    @property
+    def can_fix(self) -> bool:
+        """Whether it has ``fixed``."""
 
     def plan(self, batch: PagedBatch, pages: torch.Tensor, slots: torch.Tensor) -> AttentionPlan:
         """Prepare a batch. ``pages``: those of the batch on the device, int32. ``slots [num_tokens]``: the flat KV slot
@@ -71,6 +77,6 @@ class AttentionBackend(Protocol):
         head_dim]``.
         """
 
-    def fixed(self, batch_size: int, most_pages: int) -> FixedAttention:
-        """For decode batches of this size, of so many pages at most. Raises ``NotImplementedError`` on a device that
-        records nothing."""
+    def fixed(self, batch_size: int, most_pages: int, slots: torch.Tensor) -> FixedAttention:
+        """For decodes of up to ``batch_size`` sequences with ``most_pages`` pages in all, whose tokens' KV goes where
+        ``slots [batch_size]`` says when it is run. Raises ``NotImplementedError`` unless it ``can_fix``."""

@@ -112,6 +112,8 @@ def _by_length(decodes: Sequence[_Decode]) -> list[list[_Decode]]:
 class TorchAttention:
     """``AttentionBackend`` for the CPU, in any of the model's dtypes."""
 
+    can_fix = False
+
     def __init__(self, layout: ArenaLayout, block_size: int, tensors: Tensors) -> None:
         del tensors
         spec = layout.spec
@@ -245,8 +247,8 @@ class TorchAttention:
             out.index_copy_(0, padded.rows, self._attend_padded(padded, heads, k_cache, v_cache))
         return out.view(q.shape[0], -1)
 
-    def fixed(self, batch_size: int, most_pages: int) -> FixedAttention:
-        del batch_size, most_pages
+    def fixed(self, batch_size: int, most_pages: int, slots: torch.Tensor) -> FixedAttention:
+        del batch_size, most_pages, slots
         raise NotImplementedError("a CPU records no graphs")
 
     def _attend_padded(

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.worker.device.host import HOST
+from services.worker.engine.attention.kinds import BY_DEVICE
 from services.worker.engine.forward_batch import Slice
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import TorchEngine
@@ -58,14 +59,20 @@ def _generated(kind: str, prompt: tuple[int, ...], num_tokens: int) -> tuple[int
 
 
 def loaded_engine(
-    kind: str, *, dtype: str = "float32", num_blocks: int = 256, block_size: int = 16, sharded: bool = False
+    kind: str,
+    *,
+    dtype: str = "float32",
+    num_blocks: int = 256,
+    block_size: int = 16,
+    sharded: bool = False,
+    attention: str = BY_DEVICE,
 ) -> TorchEngine:
     """An engine with all of the checkpoint's weights."""
     checkpoint = inspect_checkpoint(tiny_checkpoint(kind, dtype=dtype, sharded=sharded), with_hash=False)
     layout = checkpoint.layout
     arena = Arena(HOST.allocate(layout.num_bytes))
     pool = KvPool(HOST.allocate(kv_pool_bytes(layout, block_size, num_blocks)))
-    engine = TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=block_size)
+    engine = TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=block_size, attention=attention)
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)
     return engine

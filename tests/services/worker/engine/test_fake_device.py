@@ -88,7 +88,7 @@ class OnFake:
 
 @pytest.fixture(params=[(kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16")], ids="-".join)
 def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnFake]:
-    monkeypatch.setattr(kinds, "ATTENTION", ("torch_plain",))
+    monkeypatch.setitem(kinds.ATTENTION, "torch_plain", (FAKE,))
     tiny_checkpoint(request.param[0], dtype=request.param[1])  # with numbers in it
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         yield OnFake(*request.param)
