@@ -39,7 +39,7 @@ FUSED_HEAD_DIMS = frozenset({64, 128, 256})
 """For which FlashInfer has a kernel that rotates where the heads lie; its other one quantises."""
 
 
-class Rotation(NamedTuple):
+class PlainRotation(NamedTuple):
     """Of a batch's tokens: cosines and sines ``[num_tokens, 1, head_dim / 2]`` in the model's dtype."""
 
     cos: torch.Tensor
@@ -55,14 +55,14 @@ class FusedRotation(NamedTuple):
     """``[num_tokens]`` int32, each token's row of it: 0, 1, 2, and so on."""
 
 
-def rotation(inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Rotation | FusedRotation:
+def rotation(inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> PlainRotation | FusedRotation:
     """Of tokens at ``positions [num_tokens]``, in the form for a device, a dtype and a head size."""
     angles = positions.float()[:, None] * inv_freq
     if is_fused(positions.device, dtype, 2 * len(inv_freq)):
         rows = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
         return FusedRotation(torch.cat([angles.cos(), angles.sin()], -1), rows)
     angles = angles[:, None, :]
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    return PlainRotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def is_fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -70,7 +70,7 @@ def is_fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return device.type == "cuda" and dtype in FLASHINFER_DTYPES and head_dim in FUSED_HEAD_DIMS
 
 
-def rotate_(heads: torch.Tensor, turned: Rotation | FusedRotation) -> None:
+def rotate_(heads: torch.Tensor, turned: PlainRotation | FusedRotation) -> None:
     """Rotate ``heads [num_tokens, num_heads, head_dim]`` in place; ``num_heads`` is at least 2."""
     if isinstance(turned, FusedRotation):
         from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ucxx._lib.libucxx  # noqa: F401 - which sets UCX_RNDV_THRESH by itself, once
+import ucxx  # noqa: F401 - which sets UCX_RNDV_THRESH by itself, once
 
 from shared.transport import ucx, ucx_worker
 from shared.transport.ucx_worker import UcxWorker, open_worker

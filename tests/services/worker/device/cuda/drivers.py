@@ -115,9 +115,17 @@ class HostDecision(RuntimeError):
     """What cannot be recorded: the host looks at what the device computes, or brings something new."""
 
 
-_LOOKS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
-opaque: list[Callable[[Callable[[], object]], None]] = []
-"""Of the recording that goes on: what a library's kernel does is noted with it, and not the operations of its twin."""
+_LOOKS = frozenset({"aten::_local_scalar_dense", "aten::nonzero"})
+_recordings: list[RecordedGraph] = []
+"""That go on."""
+
+
+def launch(kernel: Callable[[], object]) -> None:
+    """Run a twin of a library's kernel. Recorded is that it runs, and not what it does by which operations."""
+    if _recordings:
+        _recordings[-1].note(kernel)
+    else:
+        kernel()
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -128,14 +136,14 @@ class RecordedGraph(TorchDispatchMode):
         self._calls: list[Callable[[], object]] = []
         self._is_opaque = False
         self.num_replays = 0
-        opaque.append(self._note)
+        _recordings.append(self)
         try:
             with self:
                 work()
         finally:
-            opaque.pop()
+            _recordings.pop()
 
-    def _note(self, kernel: Callable[[], object]) -> None:
+    def note(self, kernel: Callable[[], object]) -> None:
         self._is_opaque = True
         try:
             kernel()
@@ -145,11 +153,12 @@ class RecordedGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _LOOKS or _is_masked(func, args):
+        if self._is_opaque:
+            return func(*args, **kwargs)
+        if func.name() in _LOOKS or _is_masked(func, args):
             raise HostDecision(str(func))
         out = func(*args, **kwargs)
-        if not self._is_opaque:
-            self._calls.append(lambda: _again(func, args, kwargs, out))
+        self._calls.append(lambda: _again(func, args, kwargs, out))
         return out
 
     def replay(self) -> None:
