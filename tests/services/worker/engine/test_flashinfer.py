@@ -52,7 +52,7 @@ def put_twin(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> FlashInferT
 
 def run_on_flashinfer(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Have what is of ``dtype`` and the size of the tiny checkpoints computed there, on the CPU."""
-    monkeypatch.setattr(flashinfer, "DTYPES", frozenset({dtype}))
+    monkeypatch.setattr(flashinfer, "FLASHINFER_DTYPES", frozenset({dtype}))
     monkeypatch.setattr(flashinfer, "HEAD_DIMS", frozenset({16, 24}))
     monkeypatch.setattr(flashinfer, "FLOAT_WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setitem(kinds.ATTENTION, "flashinfer", ("cpu",))
