@@ -23,6 +23,7 @@ VECTOR_FLOATS = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capabil
 SWAP_MIN_TOKENS = VECTOR_FLOATS
 SWAP_MAX_TOKENS = 4 * VECTOR_FLOATS
 FLASHINFER_DTYPES = frozenset({torch.bfloat16, torch.float16})
+"""It has no attention in float32; norms and the like are left to PyTorch there as well."""
 
 
 def on_flashinfer(x: torch.Tensor) -> bool:

@@ -29,15 +29,14 @@ from services.worker.engine.attention.flashinfer_wrappers import (
     pinned,
 )
 from services.worker.engine.attention.torch_plain import PlainAttention
+from services.worker.engine.kernels import FLASHINFER_DTYPES
 from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.layout import ArenaLayout
 
 HEAD_DIMS = frozenset({64, 128, 256})
-DTYPES = frozenset({torch.float16, torch.bfloat16})
-"""What there are kernels for. FlashInfer has none in float32."""
 FLOAT_WORKSPACE_BYTES = 128 << 20
-"""Partial results of one ``run``. FlashInfer recommends so much; a graph of 256 sequences takes 21 MiB with 32 query
-and 8 key-value heads of 128, and 85 MiB with 40 of each. A plan that needs more raises."""
+"""Partial results of one ``run``. FlashInfer recommends so much; on 132 processors a graph of 256 sequences takes 20
+MiB with 32 query and 8 key-value heads of 128, and 85 MiB with 40 of each. A plan that needs more raises."""
 WRAPPERS = 8
 """Of each of the two kinds, with 8 MiB on the device and 8 MiB pinned each. A plan whose wrapper was taken is made
 again, which is right but costs 0.15 ms: batches that take turns layer by layer, of which a live pair has few, must find
@@ -45,7 +44,7 @@ theirs. The host can be so many plans ahead of the device before it waits."""
 
 
 class FlashInferAttention:
-    """``AttentionBackend`` for ``HEAD_DIMS`` and ``DTYPES``. All calls are made where the same stream is current."""
+    """``AttentionBackend`` for ``HEAD_DIMS`` in half precisions. The same stream is current in all calls."""
 
     can_fix = True
 
@@ -141,8 +140,9 @@ class FlashInferAttention:
 class FixedDecode:
     """Attention of decodes in a CUDA graph, whose kernels read what the last ``plan`` wrote.
 
-    Grid, kernel and addresses depend on the batch size alone (``PrefillPlanImpl`` with ``enable_cuda_graph``), so that
-    a graph captured behind one plan is right behind any other.
+    Grid, kernel and addresses depend on the batch size alone (``PrefillPlanImpl`` with ``enable_cuda_graph``; so it was
+    for batches of all lengths when that code was run for 132 processors), so that a graph captured behind one plan is
+    right behind any other.
     """
 
     def __init__(self, holder: PlannedWrapper, most_pages: int, slots: torch.Tensor, block_size: int) -> None:
@@ -191,7 +191,7 @@ def _padded(batch: PagedBatch, batch_size: int) -> PagedBatch:
 def _make(layout: ArenaLayout, block_size: int, tensors: Tensors) -> AttentionBackend:
     """Where FlashInfer has no kernels, PyTorch's plain operations."""
     spec = layout.spec
-    if spec.head_dim in HEAD_DIMS and TORCH_DTYPES[spec.dtype] in DTYPES:
+    if spec.head_dim in HEAD_DIMS and TORCH_DTYPES[spec.dtype] in FLASHINFER_DTYPES:
         return FlashInferAttention(layout, block_size, tensors)
     return PlainAttention(layout, block_size, tensors)
 

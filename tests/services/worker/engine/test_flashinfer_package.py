@@ -13,9 +13,7 @@ import torch
 
 from services.worker.engine.attention.flashinfer import FlashInferAttention
 from tests.checkpoints import KINDS
-from tests.services.worker.engine.flashinfer_twin import FlashInferTwin, attended
-from tests.services.worker.engine.harness import DrivenSequence, compute, prompt_of
-from tests.services.worker.engine.test_flashinfer import (
+from tests.services.worker.engine.flashinfer_harness import (
     SCATTERED,
     assert_logits,
     attention_of,
@@ -24,6 +22,8 @@ from tests.services.worker.engine.test_flashinfer import (
     made,
     run_on_flashinfer,
 )
+from tests.services.worker.engine.flashinfer_twin import FlashInferTwin, attended
+from tests.services.worker.engine.harness import DrivenSequence, compute, prompt_of
 
 MODULES = ("decode", "prefill", "norm", "activation", "rope")
 CAUSAL, NHD = 1, 0

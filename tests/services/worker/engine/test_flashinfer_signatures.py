@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from services.worker.engine.attention import flashinfer, flashinfer_wrappers
+from tests.services.worker.engine.flashinfer_harness import attention_of, decode_of, loaded, put_twin
 from tests.services.worker.engine.flashinfer_twin import FlashInferTwin
 from tests.services.worker.engine.harness import DrivenSequence, compute, prompt_of
-from tests.services.worker.engine.test_flashinfer import attention_of, decode_of, loaded, put_twin
 
 FOLDER = "FLASHINFER_FOLDER"
 """Environment: where the package lies, if it is not installed: the folder that has ``decode.py``."""
