@@ -15,6 +15,7 @@ from services.worker.device.tensors import Array
 from services.worker.engine.categorical import LEAST_TEMPERATURE, uniforms
 from services.worker.engine.device_draw import (
     ROWS_AT_ONCE,
+    SORTED_ROWS_AT_ONCE,
     TOP_K_TOKENS,
     DrawTable,
     draw_by_id,
@@ -96,12 +97,12 @@ class DrawnRows:
                 else:
                     (of_all if is_limited or params.top_p < 1.0 else by_id).append(index)
         most = max((rows[index].params.top_k for index in of_top_k), default=0)
-        kinds: list[tuple[list[int], _Draw]] = [
-            (by_id, draw_by_id),
-            (of_top_k, functools.partial(draw_of_top_k, most=most)),
-            (of_all, draw_sorted),
+        kinds: list[tuple[list[int], _Draw, int]] = [
+            (by_id, draw_by_id, ROWS_AT_ONCE),
+            (of_top_k, functools.partial(draw_of_top_k, most=most), ROWS_AT_ONCE),
+            (of_all, draw_sorted, SORTED_ROWS_AT_ONCE),
         ]
-        self._groups = [_DrawGroup(at, [rows[i] for i in at], draw, vocab, pack) for at, draw in kinds if at]
+        self._groups = [_DrawGroup(at, rows, draw, at_once, vocab, pack) for at, draw, at_once in kinds if at]
 
     def draw(self, scores: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor) -> None:
         """Put theirs into ``tokens`` [n]."""
@@ -110,23 +111,33 @@ class DrawnRows:
 
 
 class _DrawGroup:
-    """Rows that are drawn in one way."""
+    """Those that are drawn in one way."""
 
-    def __init__(self, at: list[int], rows: list[SamplingRow], draw: _Draw, vocab: int, pack: HostPack) -> None:
-        """``at``: where they are in the logits."""
-        self._draw = draw
-        self._at = pack.ints(at)
-        params = [row.params for row in rows]
-        figures = [(max(one.temperature, LEAST_TEMPERATURE), one.top_p, one.top_k or vocab) for one in params]
-        numbers = uniforms([one.seed for one in params], [row.position for row in rows])
+    def __init__(
+        self, at: list[int], rows: Sequence[SamplingRow], draw: _Draw, at_once: int, vocab: int, pack: HostPack
+    ) -> None:
+        """``at``: which of all ``rows``."""
+        self._draw, self._at_once = draw, at_once
+        self._at = None if len(at) == len(rows) else pack.ints(at)
+        """None: all."""
+        params = [rows[index].params for index in at]
+        numbers = uniforms([one.seed for one in params], [rows[index].position for index in at])
+        figures = [
+            (max(one.temperature, LEAST_TEMPERATURE), one.top_p, one.top_k if one.top_k > 0 else vocab)
+            for one in params
+        ]
         self._how = pack.floats(np.vstack([numbers, np.array(figures).T]))
 
     def draw(self, scores: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor) -> None:
-        for begin in range(0, len(self._at.tensor), ROWS_AT_ONCE):
-            rows, how = (one.tensor[..., begin : begin + ROWS_AT_ONCE] for one in (self._at, self._how))
-            numbers, temperatures, top_p, top_k = how
+        for begin in range(0, self._how.tensor.shape[1], self._at_once):
+            some = slice(begin, begin + self._at_once)
+            numbers, temperatures, top_p, top_k = self._how.tensor[:, some]
             table = DrawTable(numbers, temperatures.to(torch.float32), top_p, top_k.to(torch.int64))
-            tokens.index_copy_(0, rows, self._draw(scores.index_select(0, rows), best.index_select(0, rows), table))
+            if self._at is None:
+                tokens[some].copy_(self._draw(scores[some], best[some], table))
+            else:
+                at = self._at.tensor[some]
+                tokens.index_copy_(0, at, self._draw(scores.index_select(0, at), best.index_select(0, at), table))
 
 
 class LogprobRows:
@@ -149,7 +160,8 @@ class LogprobRows:
     def tables(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """What is to come to the host: none, or ``[n, 1 + 2 * most]`` float64, of each row its token's, the largest and
         whose these are."""
-        return [torch.cat([part.table(tokens) for part in self._parts])] if self._parts else []
+        parts, self._parts = self._parts, []  # their copies of the logits are not kept until somebody reads this
+        return [torch.cat([part.table(tokens) for part in parts])] if parts else []
 
     def by_row(self, tables: Sequence[Array]) -> dict[int, TokenLogprobs]:
         """Of these, once they are there."""

@@ -217,16 +217,32 @@ def test_numbers_that_are_evenly_spaced_give_each_token_its_share(monkeypatch: p
         assert np.abs(counts - probabilities / probabilities.sum() * count).max() < 1.01
 
 
+LAST = 1 - 2.0**-53
+"""The largest number that ``uniform`` gives."""
+
+
+@pytest.mark.parametrize("first", [1, BLOCK_TOKENS + 3])
 @pytest.mark.parametrize("how", [{}, {"top_k": 1_000}, {"top_p": 0.999}], ids=["by id", "top-k", "sorted"])
 def test_the_first_and_the_last_numbers_draw_tokens_that_have_a_weight(
-    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], first: int
 ) -> None:
     vocab = 3 * BLOCK_TOKENS + 4
     logits = torch.full((2, vocab), -torch.inf)
-    logits[:, [1, vocab - 2]] = 0.0
-    monkeypatch.setattr("services.worker.engine.device_rows.uniforms", lambda *_: np.array([0.0, 1 - 2.0**-53]))
+    logits[:, [first, vocab - 2]] = 0.0
+    monkeypatch.setattr("services.worker.engine.device_rows.uniforms", lambda *_: np.array([0.0, LAST]))
     got = sampled(DeviceSampler(vocab, HostTensors()), logits, [row(temperature=1.0, **how)] * 2)
-    assert [one.token_id for one in got] == [1, vocab - 2]
+    assert [one.token_id for one in got] == [first, vocab - 2]
+
+
+@pytest.mark.parametrize("how", [{"top_k": 6}, {"top_p": 0.75}, {"top_k": 8, "top_p": 0.7}])
+def test_of_equal_scores_those_with_the_lowest_ids_are_kept(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    logits = torch.tensor([[-1.0, -0.0, 0.0, -0.0, 0.0, 0.0, 0.0, 0.0, -0.0, -1.0]]).repeat(2, 1)
+    logits[:, [0, 9]] = -torch.inf
+    monkeypatch.setattr("services.worker.engine.device_rows.uniforms", lambda *_: np.array([0.0, LAST]))
+    got = sampled(DeviceSampler(10, HostTensors()), logits, [row(temperature=1.0, **how)] * 2)
+    assert [one.token_id for one in got] == [1, 6]
 
 
 def test_what_cannot_be_sampled_has_the_hosts_error_and_the_others_their_tokens() -> None:
@@ -377,6 +393,16 @@ def test_what_a_row_with_an_error_drew_counts_for_nothing() -> None:
     assert sampled(device, bad, [request.row(device, 0)])[0].error is not None
     assert sampled(device, torch.zeros(1, 4), [request.row(device, 1)])[0].token_id == 0
     assert [sampled(device, torch.zeros(1, 4), [request.row(device, at)])[0].token_id for at in (0, 1)] == [0, 1]
+
+
+def test_a_token_outside_of_the_vocabulary_is_taken_out_of_nobodys_counts() -> None:
+    vocab = 6
+    device, penalty = DeviceSampler(vocab, HostTensors()), params_of(presence_penalty=9.0)
+    one, other = Request(penalty, (), (0, vocab + 1), ()), Request(penalty, (), (1,), ())
+    got = sampled(device, torch.zeros(2, vocab), [one.row(device, 2), other.row(device, 1)])
+    assert [each.token_id for each in got] == [1, 0]
+    got = sampled(device, torch.zeros(2, vocab), [one.row(device, 1), other.row(device, 2)])
+    assert [each.token_id for each in got] == [1, 2]
 
 
 def test_counts_that_are_gone_leave_their_memory_to_the_next_ones() -> None:
