@@ -17,6 +17,7 @@ from services.worker.device.tensors import Array
 from services.worker.engine.attention.backend import AttentionBackend
 from services.worker.engine.attention.kinds import BY_DEVICE, attention_backend
 from services.worker.engine.decode_graphs import DecodeGraphs
+from services.worker.engine.device_sampler import DeviceSampler
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.handoff import (
     asked_of,
@@ -35,7 +36,7 @@ from services.worker.engine.models.forward import Forward, Placement, forward_of
 from services.worker.engine.placement import places_of
 from services.worker.engine.rope import inverse_frequencies, rotation
 from services.worker.engine.sampler import HostSampler
-from services.worker.engine.sampling import Drawn
+from services.worker.engine.sampling import Drawn, Sampler
 from services.worker.memory.arena import Arena
 from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.errors import BadRequest
@@ -107,7 +108,9 @@ class TorchEngine:
         """The pages that it writes KV into."""
         self._model, self._attention, self._decode = bound.forward, bound.attention, bound.decode
         self._spec = spec
-        self._sampler = HostSampler(spec.vocab_size, self._tensors)
+        is_host = self._tensors.device.type == "cpu"
+        sampler = HostSampler if is_host else DeviceSampler
+        self._sampler: Sampler = sampler(spec.vocab_size, self._tensors)
         self._inv_freq = inverse_frequencies(spec).to(self._tensors.device)
         self._dtype = TORCH_DTYPES[spec.dtype]
         self.num_layers = spec.num_layers

@@ -58,7 +58,6 @@ class FlashInferTwin:
         functions: dict[str, dict[str, Callable[..., Any]]] = {
             "decode": {"BatchDecodeWithPagedKVCacheWrapper": partial(_Decode, self)},
             "prefill": {"BatchPrefillWithPagedKVCacheWrapper": partial(_Prefill, self)},
-            "norm": {"rmsnorm": self.rmsnorm},
             "activation": {"silu_and_mul": self.silu_and_mul},
             "rope": {"apply_rope_with_cos_sin_cache_inplace": self.rope},
         }
@@ -94,17 +93,6 @@ class FlashInferTwin:
         for tensor in tensors:
             assert tensor.dtype == torch.int32, "another type, which a GPU would read as int32"
             assert not self.is_pinned(tensor), "a copy that is waited for"
-
-    def rmsnorm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.note("norm.rmsnorm", *args, **kwargs)
-        x, weight, eps = args
-        assert len(x), "a grid without blocks"
-        assert x.stride(-1) == 1
-        assert x.dtype == weight.dtype
-        assert x.dtype in self.dtypes
-        wide = x.float()
-        normed: torch.Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-        return normed.to(x.dtype)
 
     def silu_and_mul(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.note("activation.silu_and_mul", *args, **kwargs)

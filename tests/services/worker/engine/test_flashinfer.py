@@ -204,8 +204,8 @@ def test_a_prompt_in_parts_layer_by_layer(kind: str) -> None:
 def test_a_batch_that_samples_nothing_launches_nothing_without_rows(twin: FlashInferTwin) -> None:
     engine, sequence = loaded("llama"), DrivenSequence(1, prompt_of(30), SCATTERED)
     assert compute(engine, [sequence.next_slice(20)]).shape[0] == 0
-    norms = [call for call in twin.calls if call.function == "norm.rmsnorm"]
-    assert len(norms) == 2 * NUM_LAYERS - 1  # the last layer's rows are read by nobody, nor is the head's
+    activations = [call for call in twin.calls if call.function == "activation.silu_and_mul"]
+    assert len(activations) == NUM_LAYERS - 1  # the last layer's rows are read by nobody
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -226,7 +226,7 @@ def test_half_precision_is_as_near_to_float32_as_the_cpu_is(monkeypatch: pytest.
 @pytest.mark.usefixtures("twin")
 def test_kernels_compute_what_the_plain_forms_do(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    x, weight, heads = torch.randn(5, 32), torch.randn(32), torch.randn(5, 7, 24)
+    x, heads = torch.randn(5, 32), torch.randn(5, 7, 24)
     positions = torch.tensor([0, 1, 77, 4000, 130_000])
     inv_freq = rope.inverse_frequencies(spec_of(24))
     results = []
@@ -236,9 +236,9 @@ def test_kernels_compute_what_the_plain_forms_do(monkeypatch: pytest.MonkeyPatch
         turned = heads.clone()
         # Queries and keys lie in front of values: rows are not dense.
         rope.rotate_(turned[:, :5], rope.rotation(inv_freq, positions, torch.float32))
-        results.append((kernels.rms_norm(x, weight, 1e-6), kernels.silu_and_mul(x), turned))
+        results.append((kernels.silu_and_mul(x), turned))
     torch.testing.assert_close(results[0], results[1])
-    assert torch.equal(results[0][2][:, 5:], heads[:, 5:])
+    assert torch.equal(results[0][1][:, 5:], heads[:, 5:])
 
 
 def test_what_flashinfer_is_for() -> None:

@@ -25,7 +25,7 @@ from tests.services.worker.engine.flashinfer_harness import (
 from tests.services.worker.engine.flashinfer_twin import FlashInferTwin, attended
 from tests.services.worker.engine.harness import DrivenSequence, compute, prompt_of
 
-MODULES = ("decode", "prefill", "norm", "activation", "rope")
+MODULES = ("decode", "prefill", "activation", "rope")
 CAUSAL, NHD = 1, 0
 
 
@@ -50,9 +50,9 @@ class Kernels:
         monkeypatch.setattr(torch, "empty", unpinned)
         monkeypatch.setattr(self._package["decode"], "get_batch_prefill_module", self.attention)
         monkeypatch.setattr(self._package["prefill"], "get_batch_prefill_module", self.attention)
-        functions = {"norm": self.rmsnorm, "act_and_mul": self.silu_and_mul}
+        functions = {"act_and_mul": self.silu_and_mul}
         functions["rope"] = self.apply_rope_pos_ids_cos_sin_cache
-        for name, module in (("norm", "norm"), ("act_and_mul", "activation"), ("rope", "rope")):
+        for name, module in (("act_and_mul", "activation"), ("rope", "rope")):
             compiled = SimpleNamespace(**{functions[name].__name__: functions[name]})
             monkeypatch.setattr(self._package[module], f"get_{name}_module", lambda *_, compiled=compiled: compiled)
 
@@ -118,9 +118,6 @@ class Kernels:
             k, v = (cache[own].flatten(0, 1)[:num_keys] for cache in (k_cache, v_cache))
             out[rows] = attended(q[rows], k, v, sm_scale, causal, window_left)
 
-    def rmsnorm(self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, enable_pdl: bool) -> None:
-        out.copy_(torch.nn.functional.rms_norm(x, weight.shape, weight, eps))
-
     def silu_and_mul(self, out: torch.Tensor, x: torch.Tensor, enable_pdl: bool) -> None:
         gate, up = x.chunk(2, -1)
         out.copy_(torch.nn.functional.silu(gate) * up)
@@ -147,9 +144,7 @@ class Kernels:
 def package() -> dict[str, ModuleType]:
     """Imported here, since it takes seconds."""
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FLASHINFER_USE_CUDA_NORM", "1")  # and not the norms of CuTe, where that is installed
-            return {name: importlib.import_module(f"flashinfer.{name}") for name in MODULES}
+        return {name: importlib.import_module(f"flashinfer.{name}") for name in MODULES}
     except (ImportError, OSError) as error:
         pytest.skip(f"flashinfer-python is not installed, or cannot be imported: {error}")
 

@@ -29,7 +29,6 @@ CALLED = {
     "prefill.BatchPrefillWithPagedKVCacheWrapper.__init__",
     "prefill.BatchPrefillWithPagedKVCacheWrapper.plan",
     "prefill.BatchPrefillWithPagedKVCacheWrapper.run",
-    "norm.rmsnorm",
     "activation.silu_and_mul",
     "rope.apply_rope_with_cos_sin_cache_inplace",
 }
