@@ -3,23 +3,33 @@ nothing waits for the device, and what goes there and back is in pinned memory."
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import Completion, waited
 from services.worker.device.cuda.device import CudaDevice
 from services.worker.engine.attention import kinds
 from services.worker.engine.forward_batch import Slice
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
+from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import Arena
 from shared.checkpoint import inspect_checkpoint
+from shared.messages.generation import SamplingParams, StreamPart
 from tests.checkpoints import KINDS, VOCAB_SIZE, tiny_checkpoint
 from tests.services.worker.device.cuda.drivers import FAKE, FakeDriver
 from tests.services.worker.engine.batches import forward, slice_of
@@ -110,16 +120,86 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_a_batch_runs_on_the_device_alone(fake: OnFake, name: str) -> None:
-    batch = forward(*BATCHES[name])
-    with fake.guard:
-        activation = fake.engine.embed(batch)
-    for layer in range(fake.engine.num_layers):
-        fake.run(lambda engine, layer=layer: engine.run_layers(activation, layer, layer + 1))
-    with fake.guard:
-        logits = fake.engine.head(activation)
-    num_rows = sum(piece.row is not None for piece in batch.slices)
-    assert logits.shape == (num_rows, VOCAB_SIZE)
-    assert logits.device.type == FAKE
+def test_batches_run_on_the_device_alone(fake: OnFake) -> None:
+    for slices in BATCHES.values():
+        batch = forward(*slices)
+        with fake.guard:
+            activation = fake.engine.embed(batch)
+        for layer in range(fake.engine.num_layers):
+            fake.run(lambda engine, layer=layer: engine.run_layers(activation, layer, layer + 1))
+        with fake.guard:
+            logits = fake.engine.head(activation)
+        assert logits.shape == (sum(piece.row is not None for piece in batch.slices), VOCAB_SIZE)
+        assert logits.device.type == FAKE
     assert fake.guard.num_copies > 0
+
+
+PARAMS = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"top_p": 0.9},
+    {"top_k": 20, "logprobs": 3},
+    {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"logit_bias": ((5, 2.0),), "min_tokens": 2, "stop_token_ids": (7,)},
+)
+
+
+def test_a_loop_samples_in_every_way_on_the_device_alone(fake: OnFake) -> None:
+    config = SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=16, prefill_chunk_tokens=24)
+    loop, landing = EngineLoop(fake.engine, config, time.monotonic), threading.Event()
+    loop.wake = landing.set
+    for index, params in enumerate(PARAMS):
+        sampling = SamplingParams(max_tokens=4, seed=index, **params)  # type: ignore[arg-type]
+        prompt = tuple(range(5, 20 + 9 * index))
+        loop.add(ActiveSequence(request_id=str(index), attempt=1, gateway_id="g", prompt=prompt, params=sampling))
+    endings: dict[str, StreamPart] = {}
+    with fake.guard:
+        while len(endings) < len(PARAMS):
+            step = loop.step()
+            if step is None:
+                assert landing.wait(60)
+                landing.clear()
+                continue
+            assert step.error is None
+            endings |= {part.request_id: part for part in step.outputs if part.finish_reason is not None}
+    assert {part.finish_reason for part in endings.values()} == {"length"}
+
+
+def test_a_batch_and_its_kv_move_through_pinned_memory(fake: OnFake) -> None:
+    engine, batch = fake.engine, forward(*BATCHES["prompts"])
+    tables, ends = [piece.block_table for piece in batch.slices], [len(piece.token_ids) for piece in batch.slices]
+    with fake.guard:
+        activation = engine.embed(batch)
+    fake.run(lambda engine: engine.run_part(activation, 0, 0, 20))
+    fake.run(lambda engine: engine.run_part(activation, 0, 20, batch.num_tokens))
+    hidden = fake.run(lambda engine: engine.hidden_states(activation))
+    assert hidden.nbytes == batch.num_tokens * engine.hidden_bytes_per_token
+    assert fake.run(lambda engine: engine.embed_tokens([1, 2, 3])).nbytes == 3 * engine.hidden_bytes_per_token
+    kv = fake.run(lambda engine: engine.export_kv(tables, ends, 1))
+    assert kv.nbytes == batch.num_tokens * engine.kv_bytes_per_token_layer
+    fake.run(lambda engine: engine.import_kv(tables, ends, 1, kv))
+    with fake.guard:
+        resumed = engine.resume(batch, hidden, next_layer=1)
+    for layer in range(1, engine.num_layers):
+        fake.run(lambda engine, layer=layer: engine.run_layers(resumed, layer, layer + 1))
+    assert len(fake.run(lambda engine: engine.sample(resumed))) == len(batch.rows)
+
+
+def test_the_guard_sees_what_would_wait(fake: OnFake) -> None:
+    device = fake.driver.device
+    with fake.guard:
+        there = torch.empty(4, device=device)
+        with pytest.raises(Mixed):
+            there.cpu()
+        with pytest.raises(Mixed):
+            there.copy_(torch.ones(4))
+        with pytest.raises(Mixed):
+            torch.zeros(4)
+        pinned = fake.driver.pinned(16).tensor
+        with pytest.raises(Mixed):
+            there.view(torch.uint8).copy_(pinned)
+        there.view(torch.uint8).copy_(pinned, non_blocking=True)
+        with pytest.raises(DataDependentOutputException):
+            there.sum().item()
+        with pytest.raises(FakeTensorDeviceMismatchError):
+            there + pinned
