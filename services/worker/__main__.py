@@ -11,6 +11,9 @@ import sys
 from services.worker.config import WorkerConfig
 from services.worker.engine.kinds import check_device, engine_kind
 from services.worker.node.facts import discover
+from services.worker.node.gpu_checks import check_gpu
+from services.worker.node.gpu_claims import claim_of
+from services.worker.node.gpu_machine import gpu_machine
 from services.worker.service import WorkerService
 from shared.ending import end_process
 from shared.identity import new_incarnation
@@ -37,15 +40,22 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
     for module in kind.modules:
         importlib.import_module(module)
     kind.set_threads(config.num_threads)
+    computes_on_gpu = config.device == "cuda" and kind.uses_kv_memory
+    if computes_on_gpu:
+        check_gpu(config, await asyncio.to_thread(gpu_machine, config.visible_gpu))
     incarnation = new_incarnation()
     async with connected("worker", config, process, id=config.worker_id, incarnation=incarnation) as connection:
         transport = UcxTransport(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
         connection.close_with("the transport", transport.close, if_stuck=lambda: fatal("UCX does not end"))
         node = await asyncio.to_thread(discover, config)
         logging.getLogger("worker").info("%s", node.describe())
+        # Held while the service takes its memory: it is not free to others any more, and not yet taken.
+        claim = await process.unless_stopping(asyncio.to_thread(claim_of, config)) if computes_on_gpu else None
         service = WorkerService(
             connection.bus, transport, config, pid=os.getpid(), fatal=fatal, node=node, incarnation=incarnation
         )
+        if claim is not None:
+            claim.allocated()
         process.ready_when(service.registered)
         await service.run(process.stopping)
 

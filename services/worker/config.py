@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -58,6 +60,8 @@ class WorkerConfig(ServiceConfig):
     """Where the disk may be measured. None: it is not."""
     visible_gpu: str
     """The GPU of this worker, as CUDA_VISIBLE_DEVICES lists it: index or UUID. Empty: the first."""
+    gpu_claims: Path
+    """Where the workers of this host note what they claim of their GPUs' memory."""
     host_cache_bytes: int
     """Host memory offered for host copies; 0: none."""
     report_interval_s: float
@@ -219,12 +223,22 @@ class WorkerConfig(ServiceConfig):
             scratch_dir=_scratch_dir(env),
             visible_gpu=env.text(
                 "CUDA_VISIBLE_DEVICES",
-                "The worker's GPU: the first in this list, by index or UUID.",
+                "The worker's GPU: the first in this list, by index or UUID. The others are those that it reaches "
+                "directly: list all of the host.",
                 default="",
                 shown="the first",
             )
             .split(",")[0]
             .strip(),
+            gpu_claims=Path(
+                env.text(
+                    "BLITZ_WORKER_GPU_CLAIMS",
+                    "Directory where the workers of this host note what they claim of their GPUs' memory, so that no "
+                    "two take the same. Containers that share a GPU share it.",
+                    default=f"{tempfile.gettempdir()}/blitzscale-gpus-{os.geteuid()}",
+                    shown="`/tmp/blitzscale-gpus-UID`",
+                )
+            ),
             host_cache_bytes=MIB
             * env.integer(
                 "BLITZ_WORKER_HOST_CACHE_MIB",

@@ -59,6 +59,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "limit_reads": False,
         "scratch_dir": None,
         "visible_gpu": "",
+        "gpu_claims": NO_MACHINE,
         "host_cache_bytes": 0,
         "report_interval_s": 0.05,
         "stall_s": 3.0,
