@@ -70,6 +70,8 @@ class WorkerConfig(ServiceConfig):
     profiles: Path | None
     mock: MockTiming
     mock_faults: MockFaults
+    mock_gpu: str
+    """The model of GPU that the mock engine stands for. Empty: none."""
     late: LateSettings | None
     """The engine computes later than it is called. None: as it does by itself."""
 
@@ -303,6 +305,13 @@ class WorkerConfig(ServiceConfig):
                 kill_token=env.integer_or_none(
                     "BLITZ_MOCK_KILL_TOKEN", "Mock engine: a token id on which its process dies.", minimum=0
                 ),
+            ),
+            mock_gpu=env.text(
+                "BLITZ_MOCK_GPU",
+                "Mock engine: the model of GPU that it stands for (`NVIDIA H100 80GB HBM3`); it plays profiles of that "
+                "one only.",
+                default="",
+                shown="any",
             ),
             late=_late(env),
         )

@@ -68,6 +68,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "profiles": None,
         "mock": MockTiming(),
         "mock_faults": MockFaults(),
+        "mock_gpu": "",
         "late": None,
         "health_port": 0,
         "health_host": "127.0.0.1",

@@ -6,12 +6,13 @@ NVML asks the driver and makes no CUDA context, so that nothing here takes memor
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from services.worker.node.gpu_links import Nvml, handle_of
+from services.worker.config import WorkerConfig
+from services.worker.node.gpu_links import Nvml, handle_of, load_nvml
 
 _log = logging.getLogger(__name__)
 
@@ -20,20 +21,25 @@ _log = logging.getLogger(__name__)
 class GpuFacts:
     """One of them."""
 
-    name: str
+    name: str = ""
     """The model: ``NVIDIA H100 80GB HBM3``. Empty: unknown."""
-    uuid: str
-    capability: tuple[int, int]
+    uuid: str = ""
+    capability: tuple[int, int] = (0, 0)
     """Compute capability: (9, 0) of an H100."""
-    total_bytes: int
+    total_bytes: int = 0
     """0: unknown, where a GPU has no memory of its own."""
-    free_bytes: int
+    free_bytes: int = 0
     """When it was asked."""
 
     @property
     def shown(self) -> str:
         """For people."""
-        return f"{self.name} ({self.uuid})"
+        return f"{self.name} ({self.uuid})" if self.uuid else self.name
+
+    @property
+    def capability_text(self) -> str:
+        """``9.0``; empty: unknown."""
+        return ".".join(map(str, self.capability)) if any(self.capability) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,17 @@ def read_gpu_facts(nvml: Nvml, gpu: str) -> GpuFacts | None:
     except NvmlFailed as error:
         _log.warning("NVML does not describe GPU %r: %s", gpu, error)
     return None
+
+
+def gpu_of(config: WorkerConfig, load: Callable[[], Nvml | None] = load_nvml) -> GpuFacts | None:
+    """What this worker computes on, as the cluster hears of it. None: on CPUs, or nothing is known of its GPU. The mock
+    engine has no GPU; it may be told a name to stand for."""
+    if config.device != "cuda":
+        return None
+    if config.engine == "mock":
+        return GpuFacts(name=config.mock_gpu) if config.mock_gpu else None
+    nvml = load()
+    return None if nvml is None else read_gpu_facts(nvml, config.visible_gpu)
 
 
 def read_driver(nvml: Nvml) -> Driver:

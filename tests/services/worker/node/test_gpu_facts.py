@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.node.gpu_facts import Driver, GpuFacts, NvmlFailed, read_driver, read_gpu_facts
+from services.worker.node.gpu_facts import Driver, GpuFacts, NvmlFailed, gpu_of, read_driver, read_gpu_facts
 from tests.services.worker.node.fake_nvml import FakeGpu, FakeNvml, FakeNvmlError
+from tests.services.workers import worker_config
 
 FIRST = FakeGpu("0000:3b:00.0", uuid="GPU-11aa")
 SECOND = FakeGpu(
@@ -60,6 +61,26 @@ def test_a_gpu_without_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     found = read_gpu_facts(FakeNvml(FIRST), "0")
     assert found is not None
     assert (found.name, found.total_bytes) == (FIRST.name, 0)
+
+
+def test_what_a_worker_computes_on() -> None:
+    found = gpu_of(worker_config("w", device="cuda", engine="torch", visible_gpu="1"), lambda: FakeNvml(FIRST, SECOND))
+    assert found is not None
+    assert (found.uuid, found.capability_text) == ("GPU-22bb", "8.0")
+    assert found.shown == "NVIDIA A100-SXM4-80GB (GPU-22bb)"
+    assert gpu_of(worker_config("w", device="cuda", engine="torch"), lambda: None) is None
+
+
+def test_a_worker_on_the_cpu_and_a_mock_do_not_ask() -> None:
+    def never() -> None:
+        raise AssertionError("asked NVML")
+
+    assert gpu_of(worker_config("w", device="cpu", engine="torch"), never) is None
+    assert gpu_of(worker_config("w", device="cuda", engine="mock"), never) is None
+    stands_for = gpu_of(worker_config("w", device="cuda", engine="mock", mock_gpu="H100 SXM 80 GB"), never)
+    assert stands_for == GpuFacts(name="H100 SXM 80 GB")
+    assert stands_for.shown == "H100 SXM 80 GB"
+    assert stands_for.capability_text == ""
 
 
 def test_the_driver_and_its_gpus() -> None:
