@@ -100,7 +100,7 @@ class Parts:
         self.peers = peers = PeerChannels(bus, transport, info)
         slot.when_changed(registration.changed)
         slot.when_changed(peers.look_soon)
-        self.traffic = TrafficReporter(info, transport.traffic, metrics=metrics)
+        self.traffic = TrafficReporter(info, transport.traffic, peers.transports, metrics=metrics)
 
         self.inbox = inbox = Inbox(bus, info.process, slot.current, looks_every_s=interval_s)
         progress = ProgressReporter(bus, worker_id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -237,7 +236,7 @@ class WorkerConfig(ServiceConfig):
                     "BLITZ_WORKER_GPU_CLAIMS",
                     "Directory where the workers of this host note what they claim of their GPUs' memory, so that no "
                     "two take the same. Containers that share a GPU share it.",
-                    default=f"{tempfile.gettempdir()}/blitzscale-gpus-{os.geteuid()}",
+                    default=f"/tmp/blitzscale-gpus-{os.geteuid()}",
                     shown="`/tmp/blitzscale-gpus-UID`",
                 )
             ),
