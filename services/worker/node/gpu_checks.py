@@ -72,7 +72,7 @@ def check_gpu(config: WorkerConfig, facts: GpuMachine) -> None:
     known later (``GpuClaims``)."""
     driver = check_driver(facts)
     check_packages(facts.packages, driver)
-    gpu = check_device(config, facts, driver)
+    gpu = check_visible(config, facts, driver)
     check_capability(gpu, facts.architectures, facts.packages)
     check_kernels(gpu, facts.kernels)
     check_memory(config, gpu)
@@ -125,7 +125,7 @@ def check_packages(packages: Iterable[CudaPackage], driver: Driver) -> None:
             )
 
 
-def check_device(config: WorkerConfig, facts: GpuMachine, driver: Driver) -> GpuFacts:
+def check_visible(config: WorkerConfig, facts: GpuMachine, driver: Driver) -> GpuFacts:
     """The worker's GPU. Raises ``SettingsError`` where there is no such GPU, or CUDA does not show it."""
     if not driver.uuids:
         raise SettingsError(
