@@ -9,7 +9,9 @@ import os
 import sys
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.kinds import check_device, engine_kind
+from services.worker.device.host import HOST
+from services.worker.engine.attention.kinds import attention_for
+from services.worker.engine.kinds import check_device, device_of, engine_kind
 from services.worker.node.facts import discover
 from services.worker.node.gpu_checks import check_gpu
 from services.worker.node.gpu_claims import claim_of
@@ -37,22 +39,35 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     kind = engine_kind(config.engine)
     check_device(config.engine, config.device, f"BLITZ_WORKER_DEVICE={config.device}")
+    attention_for(config.attention, config.device)
     for module in kind.modules:
         importlib.import_module(module)
     kind.set_threads(config.num_threads)
     computes_on_gpu = config.device == "cuda" and kind.uses_kv_memory
     if computes_on_gpu:
         check_gpu(config, await asyncio.to_thread(gpu_machine, config.visible_gpu))
+    device = await asyncio.to_thread(device_of, config.engine, config.device)
     incarnation = new_incarnation()
     async with connected("worker", config, process, id=config.worker_id, incarnation=incarnation) as connection:
-        transport = UcxTransport(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
+        transport = UcxTransport(
+            name=config.worker_id,
+            enter=None if device is HOST else device.enter,
+            on_failure=lambda error: fatal(str(error)),
+        )
         connection.close_with("the transport", transport.close, if_stuck=lambda: fatal("UCX does not end"))
         node = await asyncio.to_thread(discover, config)
         logging.getLogger("worker").info("%s", node.describe())
         # Held while the service takes its memory: it is not free to others any more, and not yet taken.
         claim = await process.unless_stopping(asyncio.to_thread(claim_of, config)) if computes_on_gpu else None
         service = WorkerService(
-            connection.bus, transport, config, pid=os.getpid(), fatal=fatal, node=node, incarnation=incarnation
+            connection.bus,
+            transport,
+            config,
+            pid=os.getpid(),
+            fatal=fatal,
+            node=node,
+            device=device,
+            incarnation=incarnation,
         )
         if claim is not None:
             claim.allocated()
