@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.worker.config import MIB, WorkerConfig
-from services.worker.node.gpu_facts import Driver, GpuFacts
+from services.worker.node.gpu_facts import GpuFacts, NvidiaDriver
 from shared.settings import SettingsError
 
 LEAST_CAPABILITY = (8, 0)
@@ -53,7 +53,7 @@ class Kernels:
 class GpuMachine:
     """What there is. Made by ``gpu_machine``, or by a test."""
 
-    driver: Driver | None
+    driver: NvidiaDriver | None
     driver_problem: str = ""
     """Why there is none."""
     gpu: GpuFacts | None = None
@@ -78,7 +78,7 @@ def check_gpu(config: WorkerConfig, facts: GpuMachine) -> None:
     check_memory(config, gpu)
 
 
-def check_driver(facts: GpuMachine) -> Driver:
+def check_driver(facts: GpuMachine) -> NvidiaDriver:
     """The driver. Raises ``SettingsError`` where there is none."""
     if facts.driver is None:
         raise SettingsError(
@@ -89,7 +89,7 @@ def check_driver(facts: GpuMachine) -> Driver:
     return facts.driver
 
 
-def check_packages(packages: Iterable[CudaPackage], driver: Driver) -> None:
+def check_packages(packages: Iterable[CudaPackage], driver: NvidiaDriver) -> None:
     """Raises ``SettingsError`` for a package that is not there, that is built for CPUs, or that is of another CUDA than
     the others, and for a driver that is older than all of them."""
     of_majors: dict[int, list[str]] = {}
@@ -125,7 +125,7 @@ def check_packages(packages: Iterable[CudaPackage], driver: Driver) -> None:
             )
 
 
-def check_visible(config: WorkerConfig, facts: GpuMachine, driver: Driver) -> GpuFacts:
+def check_visible(config: WorkerConfig, facts: GpuMachine, driver: NvidiaDriver) -> GpuFacts:
     """The worker's GPU. Raises ``SettingsError`` where there is no such GPU, or CUDA does not show it."""
     if not driver.uuids:
         raise SettingsError(

@@ -43,7 +43,7 @@ class GpuFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Driver:
+class NvidiaDriver:
     """NVIDIA's, of this machine."""
 
     version: str
@@ -82,11 +82,11 @@ def gpu_of(config: WorkerConfig, load: Callable[[], Nvml | None] = load_nvml) ->
     return None if nvml is None else read_gpu_facts(nvml, config.visible_gpu)
 
 
-def read_driver(nvml: Nvml) -> Driver:
+def read_driver(nvml: Nvml) -> NvidiaDriver:
     """Raises ``NvmlFailed``."""
     with _started(nvml):
         number = nvml.nvmlSystemGetCudaDriverVersion()
-        return Driver(
+        return NvidiaDriver(
             version=nvml.nvmlSystemGetDriverVersion(),
             # 12040 is CUDA 12.4.
             cuda=(number // 1000, number % 1000 // 10),

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from services.worker.node.gpu_checks import CudaPackage, GpuMachine, Kernels
-from services.worker.node.gpu_facts import Driver, GpuFacts, NvmlFailed, read_driver, read_gpu_facts
+from services.worker.node.gpu_facts import GpuFacts, NvidiaDriver, NvmlFailed, read_driver, read_gpu_facts
 from services.worker.node.gpu_links import Nvml, load_nvml
 
 _MAJORS = range(11, 15)
@@ -105,7 +105,7 @@ def gpu_machine(visible_gpu: str, probes: GpuProbes | None = None) -> GpuMachine
     )
 
 
-def _driver(nvml: Nvml | None) -> tuple[Driver | None, str]:
+def _driver(nvml: Nvml | None) -> tuple[NvidiaDriver | None, str]:
     if nvml is None:
         return None, "the package nvidia-ml-py is not installed"
     try:

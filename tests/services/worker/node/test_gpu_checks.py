@@ -16,7 +16,7 @@ from services.worker.node.gpu_checks import (
     check_staging,
     needed_bytes,
 )
-from services.worker.node.gpu_facts import Driver, GpuFacts
+from services.worker.node.gpu_facts import GpuFacts, NvidiaDriver
 from shared.settings import SettingsError
 from tests.services.workers import worker_config
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 H100 = GpuFacts(
     name="NVIDIA H100 80GB HBM3", uuid="GPU-11aa", capability=(9, 0), total_bytes=81559 * MIB, free_bytes=81000 * MIB
 )
-DRIVER = Driver(version="580.65.06", cuda=(13, 0), uuids=("GPU-11aa", "GPU-22bb"))
+DRIVER = NvidiaDriver(version="580.65.06", cuda=(13, 0), uuids=("GPU-11aa", "GPU-22bb"))
 TORCH = CudaPackage(name="torch", wheel="torch 2.13.0+cu130", cuda_major=13)
 CUPY = CudaPackage(name="cupy", wheel="cupy-cuda13x 14.2.0", cuda_major=13)
 UCXX = CudaPackage(name="ucxx", wheel="ucxx-cu13 0.52.0", cuda_major=13)

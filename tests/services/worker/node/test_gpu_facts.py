@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.node.gpu_facts import Driver, GpuFacts, NvmlFailed, gpu_of, read_driver, read_gpu_facts
+from services.worker.node.gpu_facts import GpuFacts, NvidiaDriver, NvmlFailed, gpu_of, read_driver, read_gpu_facts
 from tests.services.worker.node.fake_nvml import FakeGpu, FakeNvml, FakeNvmlError
 from tests.services.workers import worker_config
 
@@ -85,7 +85,7 @@ def test_a_worker_on_the_cpu_and_a_mock_do_not_ask() -> None:
 
 def test_the_driver_and_its_gpus() -> None:
     nvml = FakeNvml(FIRST, SECOND, driver="550.54.14", cuda=12040)
-    assert read_driver(nvml) == Driver(version="550.54.14", cuda=(12, 4), uuids=("GPU-11aa", "GPU-22bb"))
+    assert read_driver(nvml) == NvidiaDriver(version="550.54.14", cuda=(12, 4), uuids=("GPU-11aa", "GPU-22bb"))
     assert nvml.users == 0, "NVML is left open"
 
 
