@@ -23,6 +23,7 @@ from compose.config import (
 from compose.credentials import member_conf
 from compose.errors import StackRefused
 from compose.forking import ForkServer
+from compose.gpus import VISIBLE_GPUS, own_first
 from compose.passwords import REDIS_PASSWORD, password_file
 from compose.preflight import Findings
 from compose.readiness import nats_probe, redis_probe
@@ -213,7 +214,7 @@ def worker_spec(
     findings: Findings,
     forks: ForkServer | None = None,
 ) -> ChildSpec:
-    """Worker ``index``, with its share of the cores."""
+    """Worker ``index``, with its share of the cores, and with all GPUs, of which the first is its own."""
     name = f"worker-{index}"
     threads = str(config.worker_threads)
     own = {
@@ -228,6 +229,9 @@ def worker_spec(
     }
     argv = (sys.executable, "-m", "services.worker")
     env = _environment(config, state, addresses, name, own)
+    # What is said for this worker alone is left as it is.
+    if config.device == "cuda" and VISIBLE_GPUS not in config.service_env.get(name, {}):
+        env |= own_first(env, findings.gpus, index)
     return ChildSpec(name, argv, env, config.stop_grace_s, state.path, tells_ready=True, forks=forks)
 
 

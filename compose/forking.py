@@ -25,6 +25,8 @@ from compose.fork_server import MAX_REQUEST_BYTES
 _PR_SET_CHILD_SUBREAPER = 36
 _FIXED = ("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "TORCH_", "CUDA_")
 """Beginnings of variables that are read while modules are imported: a change comes too late for a fork."""
+_NOT_FIXED = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
+"""Read when CUDA starts, which is never in a fork server: a CUDA that has started is of no use to a fork."""
 _ANSWER_S = 60.0
 
 
@@ -113,7 +115,8 @@ class ForkServer:
 
     def suits(self, env: Mapping[str, str]) -> bool:
         """Whether a process with this environment is the same as if it had imported everything itself."""
-        return all(self._env.get(key) == env.get(key) for key in {*self._env, *env} if key.startswith(_FIXED))
+        keys = {*self._env, *env} - _NOT_FIXED
+        return all(self._env.get(key) == env.get(key) for key in keys if key.startswith(_FIXED))
 
     async def spawn(
         self,

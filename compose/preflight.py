@@ -10,6 +10,7 @@ import psutil
 
 from compose.config import HEALTH_PORT_VARIABLE, StackConfig
 from compose.errors import StackRefused
+from compose.gpus import gpus_here
 from compose.ports import require_free
 from services.worker.engine.kinds import check_device
 from shared.checkpoint import inspect_checkpoint, is_directory
@@ -58,6 +59,8 @@ class Findings:
 
     prefault_bytes: int
     """Of each worker's arena to commit at start: what the largest model needs, where memory is plenty."""
+    gpus: tuple[str, ...] = ()
+    """Of this machine, where workers run on them."""
 
 
 def check_profiles(config: StackConfig) -> None:
@@ -107,4 +110,5 @@ def check(config: StackConfig) -> Findings:
     plenty = config.workers * largest <= psutil.virtual_memory().available // 2
     return Findings(
         prefault_bytes=largest if plenty else 0,
+        gpus=gpus_here() if config.device == "cuda" else (),
     )

@@ -23,6 +23,7 @@ from compose.child import ChildSpec
 from compose.children import worker_modules
 from compose.errors import ProcessGaveUp, StackError
 from compose.forking import ForkServer
+from compose.gpus import gpus_here, own_first
 from compose.log_lines import ConsoleSink
 from compose.supervisor import Supervisor
 from services.worker.config import MIB, WorkerConfig
@@ -52,6 +53,7 @@ class WorkersConfig(ServiceConfig):
     num_threads: int
     """Of each worker."""
     engine: str
+    on_gpus: bool
     worker_drain_s: float
 
     @classmethod
@@ -82,6 +84,7 @@ class WorkersConfig(ServiceConfig):
             num_workers=num_workers,
             num_threads=worker.num_threads,
             engine=worker.engine,
+            on_gpus=worker.device == "cuda",
             worker_drain_s=worker.drain_timeout_s,
             drain_timeout_s=worker.drain_timeout_s + CLOSING_S + 2 * _MARGIN_S,
         )
@@ -134,14 +137,18 @@ def _environment(environ: Mapping[str, str], host: str, num_workers: int, index:
     }
 
 
-def specs(config: WorkersConfig, environ: Mapping[str, str], forks: ForkServer | None) -> tuple[ChildSpec, ...]:
-    """The workers as processes to start."""
+def specs(
+    config: WorkersConfig, environ: Mapping[str, str], forks: ForkServer | None, gpus: tuple[str, ...] = ()
+) -> tuple[ChildSpec, ...]:
+    """The workers as processes to start. ``gpus``: of this host."""
     argv = (sys.executable, "-m", "services.worker")
     grace_s = config.worker_drain_s + CLOSING_S + _MARGIN_S
     made = []
     for index in range(config.num_workers):
         env = _environment(environ, config.host, config.num_workers, index)
         env["OMP_NUM_THREADS"] = str(config.num_threads)
+        if config.on_gpus:
+            env |= own_first(env, gpus, index)
         made.append(ChildSpec(env["BLITZ_WORKER_ID"], argv, env, grace_s, _ROOT, tells_ready=True, forks=forks))
     return tuple(made)
 
@@ -160,7 +167,7 @@ async def serve(config: WorkersConfig, process: ProcessState) -> None:
     )
     await forks.start()
     try:
-        for spec in specs(config, os.environ, forks):
+        for spec in specs(config, os.environ, forks, gpus_here() if config.on_gpus else ()):
             await supervisor.start(spec)
         await supervisor.unless_given_up(_watch(supervisor, process))
     except ProcessGaveUp as error:

@@ -1,7 +1,8 @@
 """What one instance of a model can do, measured beforehand by ``blitzscale profile``: the file, and what it says.
 
 JSON, one object (``Profile``). Times are medians, in seconds. A profile is of one model (by the hash of its weights),
-one layout, one engine on one device, and one version of the program; of anything else it says nothing.
+one layout, one engine on one device, and one version of the program; of anything else it says nothing. GPUs are one
+device where they are one model.
 
 Beside the tables there is a fit of each, for sizes that were not measured:
 
@@ -128,7 +129,8 @@ class Derived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are medians. A profile is of one model, layout, engine, device and version of the program."""
+    """Times are medians. A profile is of one model, layout, engine, device (of GPUs: one model of them) and version of
+    the program."""
 
     format: Literal["blitzscale-profile.v1"] = FORMAT
     version: Name
@@ -160,6 +162,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Nearer than the two fits where steps are no line, as a GPU's."""
     derived: Derived | None = None
     """Computed from published figures; null: measured here."""
+    gpu_name: Annotated[str, Meta(max_length=512)] = ""
+    """The model of GPU that it was measured on, as NVML names it. Empty: none."""
 
     def __post_init__(self) -> None:
         lengths = [point.prompt_tokens for point in self.prefill]
@@ -259,12 +263,32 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         by_source = {point.source: point.seconds for point in self.load}
         return next((by_source[source] for source in ("host", "peer", "disk") if source in by_source), 0.0)
 
+    @property
+    def of_gpu(self) -> str:
+        """The model of GPU that it is of, measured or derived. Empty: of none."""
+        return self.gpu_name or (self.derived.gpu if self.derived is not None else "")
+
     def fits(self, engine: str, device: str) -> bool:
         """Whether it says something about instances there. The mock engine plays whatever was profiled."""
         return engine == "mock" or (self.engine, self.device) == (engine, device)
 
-    def check(self, *, model_hash: str = "", layout_hash: str = "", engine: str = "", device: str = "cpu") -> None:
-        """Raises ``BadProfile`` unless it is of that and of this version of the program. Empty: any."""
+    def _fits_gpu(self, engine: str, device: str, gpu_name: str | None) -> bool:
+        """Of a GPU, where it says of which it is. The mock engine has none; it may stand for one."""
+        if engine == "mock":
+            return gpu_name in (None, "", self.of_gpu)
+        return device != "cuda" or (self.gpu_name != "" and gpu_name in (None, self.gpu_name))
+
+    def check(
+        self,
+        *,
+        model_hash: str = "",
+        layout_hash: str = "",
+        engine: str = "",
+        device: str = "cpu",
+        gpu_name: str | None = None,
+    ) -> None:
+        """Raises ``BadProfile`` unless it is of that and of this version of the program. Empty: any, but of the GPU:
+        there None is any, and empty one that is not known."""
         differs = [
             f"{what} {ours} is there, the profile is of {of}"
             for what, ours, of in (
@@ -276,6 +300,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if engine and not self.fits(engine, device):
             differs.append(f"engine {engine} on {device} is there, the profile is of {self.engine} on {self.device}")
+        elif engine and not self._fits_gpu(engine, device, gpu_name):
+            there = "a GPU" if gpu_name is None else gpu_name or "a GPU whose name is not known"
+            differs.append(f"{there} is there, the profile is of {self.of_gpu or 'a GPU that it does not name'}")
         if differs:
             raise BadProfile(f"the profile of {self.model} does not fit: {'; '.join(differs)}; measure it again")
 

@@ -48,12 +48,14 @@ class ProfileDirectory:
                 by_model.setdefault(profile.model_hash, []).append((file, profile))
         self._by_model = by_model
 
-    def find(self, *, model_hash: str, layout_hash: str, engine: str, device: str) -> Profile | None:
-        """The newest profile of instances of that kind, as of the last look."""
+    def find(
+        self, *, model_hash: str, layout_hash: str, engine: str, device: str, gpu_name: str = ""
+    ) -> Profile | None:
+        """The newest profile of instances of that kind, as of the last look. ``gpu_name``: as of their worker."""
         fitting: list[Profile] = []
         for file, profile in self._by_model.get(model_hash, ()):
             try:
-                profile.check(layout_hash=layout_hash, engine=engine, device=device)
+                profile.check(layout_hash=layout_hash, engine=engine, device=device, gpu_name=gpu_name)
             except BadProfile as error:
                 self._warn(f"{file} is not used: {error.message}")
             else:

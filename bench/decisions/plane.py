@@ -210,7 +210,7 @@ class ControlPlane:
         """Once a second, and when routes have changed."""
         view = self._pool.view()
         with self._watch("monitor", "snapshot"):
-            self._monitor.on_snapshot(view, lambda _model, _engine, _device: self._population.profile)
+            self._monitor.on_snapshot(view, lambda _model, _worker: self._population.profile)
 
     def evaluate(self) -> int:
         """Ten times a second. How many demands come of it."""

@@ -154,7 +154,7 @@ class Simulation:
         self._monitor = SimMonitor(
             clock,
             self._registry.view,
-            lambda _model, _engine, _device: model.profile,
+            lambda _model, _worker: model.profile,
             self._on_demand,
             policy=DemandPolicy(down_window_s=setup.give_back_window_s),
             first_look_s=frame.looks_after_s,
@@ -321,7 +321,10 @@ class Simulation:
         held = self._workers[place.worker_id].held
         return held.instance if held is not None and held.instance_id == place.instance_id else None
 
-    def _find_profile(self, *, model_hash: str, layout_hash: str, engine: str, device: str) -> Profile | None:  # noqa: ARG002
+    def _find_profile(
+        self, *, model_hash: str, layout_hash: str, engine: str, device: str, gpu_name: str
+    ) -> Profile | None:
+        del model_hash, layout_hash, engine, device, gpu_name  # there is one model, and one kind of worker
         return self._setup.model.profile
 
     # --- requests ----------------------------------------------------------------------------

@@ -56,12 +56,15 @@ def instances_table(
 
 
 def workers_table(workers: Sequence[WorkerStatus]) -> Table:
-    """Workers, and how far those are that were drained by hand."""
+    """Workers, with their GPUs if any has one, and how far those are that were drained by hand."""
     num_more = 2 if any(worker.drain_why for worker in workers) else int(any(worker.drain for worker in workers))
-    table = titled_table("Workers", "id", "host", "device", "engine", "state", *("drain", "why")[:num_more])
+    gpus = ("gpu",) if any(worker.gpu_name for worker in workers) else ()
+    more = ("drain", "why")[:num_more]
+    table = titled_table("Workers", "id", "host", "device", *gpus, "engine", "state", *more)
     for worker in workers:
         state = "stopping" if worker.stopping else worker.state
-        row = (worker.id, worker.host, worker.device, worker.engine, state_text(state))
+        gpu = (worker.gpu_name or "-",) if gpus else ()
+        row = (worker.id, worker.host, worker.device, *gpu, worker.engine, state_text(state))
         table.add_row(*row, *(worker.drain, worker.drain_why)[:num_more])
     return table
 

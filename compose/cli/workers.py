@@ -14,8 +14,9 @@ from rich.table import Table
 from compose.admin import AdminClient
 from compose.cli.options import URL_DEFAULT, Json, Url, ask, print_json, show
 from compose.cli.status import workers_table
+from compose.cli.tables import titled_table
 from compose.errors import StackError
-from shared.messages.admin import WorkerStatus
+from shared.messages.admin import TrafficStatus, WorkerStatus
 
 LOOK_S = 0.5
 
@@ -42,6 +43,22 @@ def workers(context: typer.Context, url: Url = URL_DEFAULT, as_json: Json = Fals
 
 def _shown(found: tuple[WorkerStatus, ...], _: Console) -> Iterator[Table]:
     yield workers_table(found)
+
+
+@app.command("peers")
+def peers(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
+    """Show how workers reach each other: each is asked what its connections run over, as UCX names it."""
+    show(url, as_json, AdminClient.traffic, _peers)
+
+
+def _peers(found: TrafficStatus, _: Console) -> Iterator[Table]:
+    table = titled_table("Connections", "worker", "peer", "transports")
+    for worker in sorted(found.workers, key=lambda each: each.worker_id):
+        for peer in worker.peers:
+            table.add_row(worker.worker_id, peer.worker_id, " ".join(peer.transports) or "-")
+    for worker_id in found.silent:
+        table.add_row(worker_id, "-", "it did not answer")
+    yield table
 
 
 @app.command("drain")

@@ -20,7 +20,7 @@ from shared.leading import Leader
 from shared.load_feed import subscribe_load
 from shared.messages.decisions import GetVerdicts, Verdicts
 from shared.messages.load import Demand, LoadReport, QueueReport
-from shared.messages.registry import ModelRecord, RouteChanges
+from shared.messages.registry import ModelRecord, RouteChanges, WorkerInfo
 from shared.outage import Outage
 from shared.profile import Profile
 from shared.profile_directory import ProfileDirectory
@@ -149,9 +149,13 @@ class MonitorService:
         self._watch.on_snapshot(view, self._profile)
         self._show()
 
-    def _profile(self, record: ModelRecord, engine: str, device: str) -> Profile | None:
+    def _profile(self, record: ModelRecord, worker: WorkerInfo) -> Profile | None:
         return self._profiles.find(
-            model_hash=record.model_hash, layout_hash=record.layout_hash, engine=engine, device=device
+            model_hash=record.model_hash,
+            layout_hash=record.layout_hash,
+            engine=worker.engine,
+            device=worker.device,
+            gpu_name=worker.gpu_name,
         )
 
     async def _evaluate(self, connected_since_s: float) -> None:

@@ -13,6 +13,9 @@ from services.worker.device.host import HOST
 from services.worker.engine.attention.kinds import attention_for
 from services.worker.engine.kinds import check_device, device_of, engine_kind
 from services.worker.node.facts import discover
+from services.worker.node.gpu_checks import check_gpu
+from services.worker.node.gpu_claims import claim_of
+from services.worker.node.gpu_machine import gpu_machine
 from services.worker.service import WorkerService
 from shared.ending import end_process
 from shared.identity import new_incarnation
@@ -40,6 +43,9 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
     for module in kind.modules:
         importlib.import_module(module)
     kind.set_threads(config.num_threads)
+    computes_on_gpu = config.device == "cuda" and kind.uses_kv_memory
+    if computes_on_gpu:
+        check_gpu(config, await asyncio.to_thread(gpu_machine, config.visible_gpu))
     device = await asyncio.to_thread(device_of, config.engine, config.device)
     incarnation = new_incarnation()
     async with connected("worker", config, process, id=config.worker_id, incarnation=incarnation) as connection:
@@ -51,6 +57,8 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
         connection.close_with("the transport", transport.close, if_stuck=lambda: fatal("UCX does not end"))
         node = await asyncio.to_thread(discover, config)
         logging.getLogger("worker").info("%s", node.describe())
+        # Held while the service takes its memory: it is not free to others any more, and not yet taken.
+        claim = await process.unless_stopping(asyncio.to_thread(claim_of, config)) if computes_on_gpu else None
         service = WorkerService(
             connection.bus,
             transport,
@@ -61,6 +69,8 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
             device=device,
             incarnation=incarnation,
         )
+        if claim is not None:
+            claim.allocated()
         process.ready_when(service.registered)
         await service.run(process.stopping)
 

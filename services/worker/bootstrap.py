@@ -23,6 +23,7 @@ from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.roles import PairRoles
 from services.worker.mutation import Mutation
 from services.worker.node.facts import NodeFacts
+from services.worker.node.gpu_facts import GpuFacts
 from services.worker.node.nic_meter import NicMeter
 from services.worker.node.traffic import TrafficReporter
 from services.worker.orders import Orders
@@ -47,6 +48,7 @@ def worker_info(
     config: WorkerConfig, node: NodeFacts, transport: TensorTransport, *, pid: int, incarnation: str
 ) -> WorkerInfo:
     """How this worker introduces itself."""
+    gpu = node.gpu or GpuFacts()
     return WorkerInfo(
         worker_id=config.worker_id,
         incarnation=incarnation,
@@ -65,6 +67,10 @@ def worker_info(
         host_link_gbps=node.host_link_gbps,
         ssd_gbps=node.ssd_gbps,
         host_cache_bytes=config.host_cache_bytes,
+        gpu_name=gpu.name,
+        gpu_uuid=gpu.uuid,
+        gpu_capability=gpu.capability_text,
+        gpu_memory_bytes=gpu.total_bytes,
     )
 
 
@@ -95,7 +101,7 @@ class Parts:
         self.peers = peers = PeerChannels(bus, transport, info)
         slot.when_changed(registration.changed)
         slot.when_changed(peers.look_soon)
-        self.traffic = TrafficReporter(info, transport.traffic, metrics=metrics)
+        self.traffic = TrafficReporter(info, transport.traffic, peers.transports, metrics=metrics)
 
         self.inbox = inbox = Inbox(bus, info.process, slot.current, looks_every_s=interval_s)
         progress = ProgressReporter(bus, worker_id)
@@ -110,6 +116,7 @@ class Parts:
             device,
             inbox.on_output,
             on_engine_failure,
+            gpu_name=info.gpu_name,
             prefill_listener=self.kv_sender,
             step_listener=step_listener,
         )

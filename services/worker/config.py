@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class WorkerConfig(ServiceConfig):
     """Where the disk may be measured. None: it is not."""
     visible_gpu: str
     """The GPU of this worker, as CUDA_VISIBLE_DEVICES lists it: index or UUID. Empty: the first."""
+    gpu_claims: Path
+    """Where the workers of this host note what they claim of their GPUs' memory."""
     host_cache_bytes: int
     """Host memory offered for host copies; 0: none."""
     report_interval_s: float
@@ -66,6 +69,8 @@ class WorkerConfig(ServiceConfig):
     profiles: Path | None
     mock: MockTiming
     mock_faults: MockFaults
+    mock_gpu: str
+    """The model of GPU that the mock engine stands for. Empty: none."""
     late: LateSettings | None
     """The engine computes later than it is called. None: as it does by itself."""
 
@@ -220,12 +225,22 @@ class WorkerConfig(ServiceConfig):
             scratch_dir=_scratch_dir(env),
             visible_gpu=env.text(
                 "CUDA_VISIBLE_DEVICES",
-                "The worker's GPU: the first in this list, by index or UUID.",
+                "The worker's GPU: the first in this list, by index or UUID. The others are those that it reaches "
+                "directly: list all of the host.",
                 default="",
                 shown="the first",
             )
             .split(",")[0]
             .strip(),
+            gpu_claims=Path(
+                env.text(
+                    "BLITZ_WORKER_GPU_CLAIMS",
+                    "Directory where the workers of this host note what they claim of their GPUs' memory, so that no "
+                    "two take the same. Containers that share a GPU share it.",
+                    default=f"/tmp/blitzscale-gpus-{os.geteuid()}",
+                    shown="`/tmp/blitzscale-gpus-UID`",
+                )
+            ),
             host_cache_bytes=MIB
             * env.integer(
                 "BLITZ_WORKER_HOST_CACHE_MIB",
@@ -290,6 +305,13 @@ class WorkerConfig(ServiceConfig):
                 kill_token=env.integer_or_none(
                     "BLITZ_MOCK_KILL_TOKEN", "Mock engine: a token id on which its process dies.", minimum=0
                 ),
+            ),
+            mock_gpu=env.text(
+                "BLITZ_MOCK_GPU",
+                "Mock engine: the model of GPU that it stands for (`NVIDIA H100 80GB HBM3`); it plays profiles of that "
+                "one only.",
+                default="",
+                shown="any",
             ),
             late=_late(env),
         )

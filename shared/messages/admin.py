@@ -221,6 +221,11 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     lease_plan_id: str = ""
     """The plan that has leased it."""
+    gpu_name: str = ""
+    """The model of its GPU; with the next three: empty and 0 on CPUs, and where it is not known."""
+    gpu_uuid: str = ""
+    gpu_capability: str = ""
+    gpu_memory_bytes: int = 0
 
 
 class WorkerList(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,6 +96,13 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     ssd_gbps: Figure | None = None
     host_cache_bytes: Count = 0
     """Host memory that this worker offers for host copies."""
+    gpu_name: str = ""
+    """Which model of GPU it computes on: ``NVIDIA H100 80GB HBM3``. With the next three: empty and 0 on CPUs, and where
+    it is not known."""
+    gpu_uuid: str = ""
+    gpu_capability: str = ""
+    """``9.0``: the CUDA compute capability."""
+    gpu_memory_bytes: Count = 0
 
     @property
     def process(self) -> Process:

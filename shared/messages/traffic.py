@@ -24,6 +24,15 @@ class CarriedBytes(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: Count
 
 
+class PeerTransports(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker reaches another one."""
+
+    worker_id: str
+    transports: tuple[str, ...]
+    """What the connection runs over, as UCX names it: ``tcp/eth0``, ``sysv/memory``, ``cuda_ipc/cuda``. Which of them
+    carries a message depends on its size, and on where its bytes are."""
+
+
 class GetTraffic(Message, frozen=True, kw_only=True, tag="get_traffic.v1"):
     """Gateway to worker: what has your transport carried?"""
 
@@ -35,3 +44,5 @@ class WorkerTraffic(Message, frozen=True, kw_only=True, tag="worker_traffic.v1")
     incarnation: str
     carried: tuple[CarriedBytes, ...]
     """Without those that are 0."""
+    peers: tuple[PeerTransports, ...] = ()
+    """Workers that it is connected with."""

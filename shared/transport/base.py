@@ -9,7 +9,7 @@ Every method may be called from any thread; no method blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from shared.transport.traffic import TrafficCounters
@@ -76,6 +76,10 @@ class TensorTransport(Protocol):
     @property
     def peers(self) -> frozenset[bytes]:
         """Addresses of the peers that hold a connection open here, whoever made it."""
+
+    async def peer_transports(self) -> Mapping[bytes, tuple[str, ...]]:
+        """By address of a connected peer, what the connection to it runs over: transport and device, as UCX names them
+        (``tcp/eth0``, ``cuda_ipc/cuda``). Which of several a message takes depends on its size and memory."""
 
     @property
     def traffic(self) -> TrafficCounters:

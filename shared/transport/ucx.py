@@ -13,7 +13,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shared.errors import DeadlineExceeded, TransferAborted, TransportError
@@ -46,6 +46,7 @@ _SLEEP_SHARE = 1 / 8
 _START_TIMEOUT_S = 60.0
 _FAREWELL_S = 0.5
 _JOIN_TIMEOUT_S = 10.0
+_ANSWER_S = 2.0
 
 
 class UcxTransport:
@@ -109,6 +110,22 @@ class UcxTransport:
     def peers(self) -> frozenset[bytes]:
         """Addresses of the peers that hold a connection open here, whoever made it."""
         return self._peers.addresses
+
+    async def peer_transports(self) -> Mapping[bytes, tuple[str, ...]]:
+        """What the connection to each peer runs over; see ``base``. Empty where the transport is closed or hangs."""
+        future: concurrent.futures.Future[Mapping[bytes, tuple[str, ...]]] = concurrent.futures.Future()
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(self._peers.transports())
+
+        if not self.post(answer):
+            return {}
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            return {}
 
     async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> UcxChannel:
         """Connect to a peer and wait for its answer. Raises ``BadAddress``, ``DeadlineExceeded``, ``PeerLost``,

@@ -93,6 +93,14 @@ class UcxPeers:
         """Of the peers that are not lost. From any thread."""
         return frozenset(address for address, _ in tuple(self._peers))
 
+    def transports(self) -> dict[bytes, tuple[str, ...]]:
+        """What the connections to each peer run over, those of all its lanes together."""
+        found: dict[bytes, set[str]] = {}
+        for peer in self.all():
+            if peer not in self._broken:  # UCX has closed those already
+                found.setdefault(peer.address, set()).update(self._worker.transports(peer.endpoint))
+        return {address: tuple(sorted(names)) for address, names in found.items()}
+
     def all(self) -> list[Peer]:
         """The peers that are not lost."""
         return list(self._peers.values())

@@ -9,7 +9,8 @@ look. It tells a broken address from a whole one; anyone who means harm can make
 Inside a host a receiver copies out of its sender's memory (``process_vm_readv``). Where the sender has died before it
 does, UCX ends the receiver's process, unless the process takes the endpoint's errors; and only endpoints that are made
 with error handling, for which UCX then avoids that way of copying, get a handler from ``ucxx``. UCX itself gives any
-endpoint one, by a call that ``ucxx`` does not have: ``_survive_failure`` makes it.
+endpoint one, by a call that ``ucxx`` does not have: ``_survive_failure`` makes it. ``_transports`` makes another one,
+which tells how an endpoint reaches its peer.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ _log = logging.getLogger(__name__)
 
 _MAPS = Path("/proc/self/maps")
 _FIELD_ERR_HANDLER = 1 << 2
+_FIELD_TRANSPORTS = 1 << 3
+_MAX_TRANSPORTS = 32
+"""Of an endpoint. It has a lane of each that it uses, 16 at most."""
 _ErrorHandler = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
 
 
@@ -83,8 +87,9 @@ _HANDLER = _ErrorHandler(_ignore)
 
 def _survive_failure(handle: int) -> None:
     """Take the errors of the endpoint with this handle (a ``ucp_ep_h``)."""
-    modify = _modify()
+    modify = _function("ucp_ep_modify_nb")
     if modify is None:
+        _log.warning("this UCX has no ucp_ep_modify_nb: a process ends with the peer of its host that it copies from")
         return
     params = _EndpointParams(field_mask=_FIELD_ERR_HANDLER, err_handler=_HANDLER)
     problem = modify(handle, ctypes.byref(params))
@@ -92,17 +97,56 @@ def _survive_failure(handle: int) -> None:
         _log.warning("UCX takes no error handler for an endpoint (status %s)", ctypes.c_int(problem).value)
 
 
+class _Transport(ctypes.Structure):
+    """``ucp_transport_entry_t``. The texts are UCX's, for as long as the endpoint is open."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("device", ctypes.c_char_p))
+
+
+class _EndpointAttributes(ctypes.Structure):
+    """The head of ``ucp_ep_attr_t``."""
+
+    _fields_ = (
+        ("field_mask", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("socket_addresses", ctypes.c_uint64 * 32),
+        ("transports", ctypes.POINTER(_Transport)),
+        ("num_transports", ctypes.c_uint),
+        ("transport_bytes", ctypes.c_size_t),
+        ("rest", ctypes.c_uint64 * 32),
+    )
+
+
+def _transports(handle: int) -> tuple[str, ...]:
+    """Of the open endpoint with this handle. Empty: UCX does not say."""
+    query = _function("ucp_ep_query")
+    if query is None or not handle:
+        return ()
+    entries = (_Transport * _MAX_TRANSPORTS)()
+    attributes = _EndpointAttributes(
+        field_mask=_FIELD_TRANSPORTS,
+        transports=entries,
+        num_transports=_MAX_TRANSPORTS,
+        transport_bytes=ctypes.sizeof(_Transport),
+    )
+    problem = ctypes.c_int8(query(handle, ctypes.byref(attributes)) or 0).value
+    if problem:
+        _log.debug("UCX does not tell an endpoint's transports (status %s)", problem)
+        return ()
+    used = entries[: min(attributes.num_transports, _MAX_TRANSPORTS)]
+    return tuple("/".join((part or b"").decode(errors="replace") for part in (one.name, one.device)) for one in used)
+
+
 @cache
-def _modify() -> Any | None:
-    """``ucp_ep_modify_nb`` of the UCX that this process has loaded."""
+def _function(name: str) -> Any | None:
+    """That one, of an endpoint and a structure, of the UCX that this process has loaded. None: it has none."""
     files = {line.split()[-1] for line in _MAPS.read_text(encoding="utf-8").splitlines() if "/libucp" in line}
     for file in sorted(files):
-        modify = getattr(ctypes.CDLL(file), "ucp_ep_modify_nb", None)
-        if modify is not None:
-            modify.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-            modify.restype = ctypes.c_void_p
-            return modify
-    _log.warning("this UCX has no ucp_ep_modify_nb: a process ends with the peer of its host that it copies from")
+        function = getattr(ctypes.CDLL(file), name, None)
+        if function is not None:
+            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+            function.restype = ctypes.c_void_p
+            return function
     return None
 
 
@@ -159,6 +203,10 @@ class UcxWorker:
         if same_host:
             _survive_failure(endpoint.handle)
         return endpoint
+
+    def transports(self, endpoint: Any) -> tuple[str, ...]:
+        """What an open endpoint runs over: ``tcp/eth0``. Empty: UCX does not say."""
+        return _transports(endpoint.handle)
 
     def send(self, endpoint: Any, array: Any, tag: int, ended: Ended) -> None:
         """Send ``array``. Raises ``PeerLost`` at once for a broken endpoint."""

@@ -146,6 +146,11 @@ async def test_what_would_have_imported_other_things_is_not_forked(server: ForkS
     assert server.suits(here)
     assert not server.suits(here | {"OMP_NUM_THREADS": "17"})
     assert not server.suits({key: value for key, value in here.items() if key != "PYTHONPATH"})
+    assert not server.suits(here | {"CUDA_MODULE_LOADING": "EAGER"})
+
+
+async def test_which_gpus_a_fork_sees_is_said_to_it_alone(server: ForkServer, env: dict[str, str]) -> None:
+    assert server.suits(env | {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a"}), "CUDA reads it when it starts, in the fork"
 
 
 async def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path, env: dict[str, str]) -> None:

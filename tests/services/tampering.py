@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
 from shared.errors import TransferAborted
@@ -99,6 +99,9 @@ class TamperingTransport(TensorTransport):
     @property
     def peers(self) -> frozenset[bytes]:
         return self.real.peers
+
+    async def peer_transports(self) -> Mapping[bytes, tuple[str, ...]]:
+        return await self.real.peer_transports()
 
     @property
     def traffic(self) -> TrafficCounters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,43 @@ def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
 def test_a_profile_of_something_else_is_refused(changes: dict[str, object], there: dict[str, str], said: str) -> None:
     with pytest.raises(BadProfile, match=said):
         profile(**changes).check(**there)
+
+
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.parametrize(
+    ("of_gpu", "gpu_name", "said"),
+    [
+        (A100, H100, f"{H100} is there, the profile is of {A100}"),
+        ("", H100, f"{H100} is there, the profile is of a GPU that it does not name"),
+        (A100, "", f"a GPU whose name is not known is there, the profile is of {A100}"),
+        ("", "", "a GPU whose name is not known is there, the profile is of a GPU that it does not name"),
+        ("", None, "a GPU is there, the profile is of a GPU that it does not name"),
+    ],
+)
+def test_a_profile_of_a_gpu_is_of_one_model_of_them(of_gpu: str, gpu_name: str | None, said: str) -> None:
+    with pytest.raises(BadProfile, match=re.escape(said)):
+        profile(device="cuda", gpu_name=of_gpu).check(engine="torch", device="cuda", gpu_name=gpu_name)
+
+
+def test_a_profile_of_the_same_gpu_is_taken() -> None:
+    profile(device="cuda", gpu_name=H100).check(engine="torch", device="cuda", gpu_name=H100)
+    profile(device="cuda", gpu_name=H100).check(engine="torch", device="cuda")
+    profile().check(engine="torch", device="cpu", gpu_name="")
+
+
+def test_the_mock_engine_may_stand_for_a_gpu() -> None:
+    of_h100 = profile(device="cuda", gpu_name=H100)
+    of_h100.check(engine="mock", device="cuda", gpu_name="")
+    of_h100.check(engine="mock", device="cuda", gpu_name=H100)
+    with pytest.raises(BadProfile, match=f"{A100} is there, the profile is of {H100}"):
+        of_h100.check(engine="mock", device="cuda", gpu_name=A100)
+    derived = _gpu()
+    assert derived.derived is not None
+    derived.check(engine="mock", device="cuda", gpu_name=derived.derived.gpu)
+    with pytest.raises(BadProfile, match="the profile is of"):
+        derived.check(engine="mock", device="cuda", gpu_name=H100)
 
 
 def test_the_mock_engine_plays_any_profile() -> None:

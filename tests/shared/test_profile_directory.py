@@ -73,6 +73,34 @@ def test_what_is_of_no_use_is_warned_of_once_and_left_out(tmp_path: Path, caplog
     assert found.engine == "mock"
 
 
+def test_of_several_gpus_the_profile_of_the_workers_own_is_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    h100, a100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    for name, gpu_name, at_s in (("h.json", h100, 1.0), ("a.json", a100, 2.0), ("n.json", "", 3.0)):
+        write_profile(tmp_path / name, profile(MODEL, device="cuda", gpu_name=gpu_name, measured_at_s=at_s))
+    directory = looked(tmp_path)
+
+    def of(gpu_name: str) -> Profile | None:
+        return directory.find(
+            model_hash=MODEL.model_hash,
+            layout_hash=MODEL.layout_hash,
+            engine="torch",
+            device="cuda",
+            gpu_name=gpu_name,
+        )
+
+    for _ in range(2):
+        for gpu_name in (h100, a100):
+            found = of(gpu_name)
+            assert found is not None
+            assert found.gpu_name == gpu_name
+    said = [record.getMessage() for record in caplog.records if "n.json" in record.getMessage()]
+    assert len(said) == 2, "once for each kind of worker that could have used it"
+    assert all("is not used" in text and "a GPU that it does not name" in text for text in said)
+    assert of("") is None
+
+
 def test_a_path_that_is_not_there_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = looked(tmp_path / "none")
     directory.look()

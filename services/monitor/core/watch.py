@@ -31,7 +31,7 @@ from services.monitor.core.roles import ROLES, There, verdicts
 from shared.messages.common import TAKES_PROMPTS, Role, is_scaled_by_load
 from shared.messages.decisions import RoleVerdict
 from shared.messages.load import LoadReport, QueueReport
-from shared.messages.registry import ModelRecord
+from shared.messages.registry import ModelRecord, WorkerInfo
 from shared.profile import Profile
 from shared.registry_view import RegistryView, counted_as
 
@@ -41,8 +41,8 @@ TELL_S = 1.0
 """While a load rises, each evaluation may want one instance more."""
 About = tuple[str, Role]
 """A model and a role."""
-ProfileOf = Callable[[ModelRecord, str, str], Profile | None]
-"""What an instance of a model can do on workers with that engine and device, if that was measured."""
+ProfileOf = Callable[[ModelRecord, WorkerInfo], Profile | None]
+"""What an instance of a model can do on workers of that kind, if that was measured."""
 
 
 class Wish(NamedTuple):
@@ -217,13 +217,13 @@ class Watch:
             elif not worker.leaves:
                 is_full = False
         # A profile is of one kind of worker: where they differ, it says nothing.
-        kinds = {(worker.worker.engine, worker.worker.device) for worker in view.workers}
+        kinds = {(w.worker.engine, w.worker.device, w.worker.gpu_name): w.worker for w in view.workers}
         for name, record in models.items():
             known = self._models.get(name)
             if known is None or known.record.model_hash != record.model_hash:
                 known = self._models[name] = _Model(record, ModelDemand(self._policy))
             known.record, known.num_gone = record, 0
-            known.demand.profile = profile_of(record, *next(iter(kinds))) if len(kinds) == 1 else None
+            known.demand.profile = profile_of(record, next(iter(kinds.values()))) if len(kinds) == 1 else None
             for role, group in known.groups.items():
                 about = name, role
                 group.there = There(observed[about], serving[about], view.floors.get(about))

@@ -56,13 +56,16 @@ class InstanceFactory:
         on_output: Callable[[StepOutput], None],
         on_failure: Callable[[BlitzError], None],
         *,
+        gpu_name: str = "",
         prefill_listener: PrefillListener | None = None,
         step_listener: StepListener | None = None,
     ) -> None:
-        """All behind ``device`` are called on the engine's thread."""
+        """``gpu_name``: the worker's model of GPU, as it registers. All behind ``device`` are called on the engine's
+        thread."""
         self._prefill_listener = prefill_listener
         self._step_listener = step_listener
         self._config = config
+        self._gpu_name = gpu_name
         self._kind = engine_kind(config.engine)
         self._device = device
         self._on_output = on_output
@@ -104,7 +107,11 @@ class InstanceFactory:
         copy = WeightCopy(layout, self._arena, record.unit_digests)
         await in_thread(self._profiles.look)
         profile = self._profiles.find(
-            model_hash=record.model_hash, layout_hash=layout.hash, engine=config.engine, device=config.device
+            model_hash=record.model_hash,
+            layout_hash=layout.hash,
+            engine=config.engine,
+            device=config.device,
+            gpu_name=self._gpu_name,
         )
         engine = await in_thread(make_engine, config, layout, self._arena, self._kv, self._device, profile)
         if self._streams is not None and config.late is not None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from services.worker.config import DEFAULT_LEAF, WorkerConfig
 from services.worker.node.disk import measure_ssd_gbps
+from services.worker.node.gpu_facts import GpuFacts, gpu_of
 from services.worker.node.gpu_links import GpuLinks, Nvml, load_nvml, measure_copy_gbps, read_gpu
 from services.worker.node.nic import LOOPBACK, LocalNic, Roots, find_nic, interfaces, named_nic, rdma_ports
 from shared.settings import SettingsError
@@ -44,6 +45,8 @@ class NodeFacts:
     scale_up_gbps: float | None
     host_link_gbps: float | None
     ssd_gbps: float | None
+    gpu: GpuFacts | None
+    """None: on CPUs, or unknown."""
     how: Origins
     device: LocalNic | None
     """What ``nic`` names, for a ``NicMeter``."""
@@ -55,6 +58,8 @@ class NodeFacts:
             value, how = getattr(self, fact.name), getattr(self.how, fact.name)
             shown = f"{value:.4g}" if isinstance(value, float) else value or "-"
             parts.append(f"{fact.name} {shown} ({how})")
+        if self.gpu is not None:
+            parts.append(f"GPU {self.gpu.shown}")
         return ", ".join(parts)
 
 
@@ -92,6 +97,7 @@ def discover(config: WorkerConfig, probes: Probes | None = None) -> NodeFacts:
         scale_up_gbps=scale_up_gbps,
         host_link_gbps=host_link_gbps,
         ssd_gbps=ssd_gbps,
+        gpu=gpu_of(config, probes.load_nvml),
         device=device,
         how=Origins(
             leaf="default" if config.leaf == DEFAULT_LEAF else "configured",

@@ -33,7 +33,13 @@ class Nvml(Protocol):
     def nvmlShutdown(self) -> None: ...  # noqa: N802
     def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...  # noqa: N802
     def nvmlDeviceGetUUID(self, handle: Any) -> str: ...  # noqa: N802
+    def nvmlDeviceGetName(self, handle: Any) -> str: ...  # noqa: N802
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...  # noqa: N802
+    def nvmlSystemGetDriverVersion(self) -> str: ...  # noqa: N802
+    def nvmlSystemGetCudaDriverVersion(self) -> int: ...  # noqa: N802
     def nvmlDeviceGetPciInfo(self, handle: Any) -> Any: ...  # noqa: N802
     def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int: ...  # noqa: N802
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Any, link: int) -> Any: ...  # noqa: N802
@@ -86,7 +92,7 @@ def read_gpu(nvml: Nvml, gpu: str) -> GpuLinks:
         log.warning("NVML does not start (%s): the GPU's links are unknown", error)
         return GpuLinks()
     try:
-        handle = _handle(nvml, gpu)
+        handle = handle_of(nvml, gpu)
         if handle is None:
             log.warning("NVML knows no GPU %r: its links are unknown", gpu)
             return GpuLinks()
@@ -106,9 +112,17 @@ def read_gpu(nvml: Nvml, gpu: str) -> GpuLinks:
         nvml.nvmlShutdown()
 
 
-def _handle(nvml: Nvml, gpu: str) -> Any | None:
-    """CUDA and NVML number GPUs alike where CUDA orders them by PCI address, or they are all of one type."""
+def handle_of(nvml: Nvml, gpu: str) -> Any | None:
+    """NVML's handle of an entry of CUDA_VISIBLE_DEVICES; None: there is no such GPU. Raises ``NVMLError``.
+
+    CUDA and NVML number GPUs alike where CUDA orders them by PCI address, or they are all of one type.
+    """
     count = nvml.nvmlDeviceGetCount()
+    if gpu.startswith("MIG-"):
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(gpu)
+        except nvml.NVMLError:
+            return None
     if not gpu.startswith("GPU-"):
         index = int(gpu) if gpu.isdigit() else 0 if not gpu else count
         return nvml.nvmlDeviceGetHandleByIndex(index) if index < count else None

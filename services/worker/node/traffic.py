@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shared.messages.registry import WorkerInfo
-from shared.messages.traffic import GetTraffic, WorkerTraffic
+from shared.messages.traffic import GetTraffic, PeerTransports, WorkerTraffic
 from shared.transport.traffic import TrafficCounters
 
 
 class TrafficReporter(Collector):
     """Reads the transport's counters when somebody looks, from any thread."""
 
-    def __init__(self, worker: WorkerInfo, traffic: TrafficCounters, *, metrics: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        worker: WorkerInfo,
+        traffic: TrafficCounters,
+        peers: Callable[[], Awaitable[tuple[PeerTransports, ...]]],
+        *,
+        metrics: CollectorRegistry,
+    ) -> None:
         self._worker = worker
         self._traffic = traffic
+        self._peers = peers
         metrics.register(self)
 
     async def on_get(self, _: GetTraffic) -> WorkerTraffic:
@@ -27,6 +35,7 @@ class TrafficReporter(Collector):
             worker_id=self._worker.worker_id,
             incarnation=self._worker.incarnation,
             carried=tuple(row for row in self._traffic.carried() if row.num_bytes),
+            peers=await self._peers(),
         )
 
     def collect(self) -> Iterator[Metric]:

@@ -20,6 +20,7 @@ from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.instance.factory import make_engine
 from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
+from services.worker.node.gpu_facts import gpu_of
 from services.worker.profiling.fit import fit, largest_error
 from services.worker.profiling.loads import load_from_disk, load_from_host
 from services.worker.profiling.rig import Rig, TimedChunk
@@ -64,6 +65,7 @@ def measure(
 ) -> Profile:
     """``checkpoint``: with its hash. ``say`` is told what is being measured. Raises ``BlitzError``."""
     layout, spec = checkpoint.layout, checkpoint.spec
+    gpu_name = _gpu_name(config)
     device = device_of(config.engine, config.device)
     arena = Arena(device.allocate(layout.num_bytes))
     loads: list[LoadPoint] = []
@@ -101,7 +103,18 @@ def measure(
         load=tuple(loads),
         decode_fit=measured.decode_fit(),
         prefill_fit=measured.prefill_fit(),
+        gpu_name=gpu_name,
     )
+
+
+def _gpu_name(config: WorkerConfig) -> str:
+    """Raises ``BadRequest`` for a GPU of which nobody could say later whether it is the same."""
+    gpu = gpu_of(config)
+    if gpu is None and config.device == "cuda" and config.engine != "mock":
+        raise BadRequest(
+            "NVML does not tell which GPU this is, so no worker would take the profile: look at nvidia-smi"
+        )
+    return "" if gpu is None else gpu.name
 
 
 def _from_host(

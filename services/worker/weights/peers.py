@@ -16,6 +16,7 @@ from zlib import crc32
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.registry import WorkerInfo, WorkerRecord
+from shared.messages.traffic import PeerTransports
 from shared.registry import RegistryReader, RegistryView
 from shared.subjects import Process
 from shared.transport.base import Channel, TensorTransport
@@ -64,12 +65,21 @@ class PeerChannels:
         self._ahead: dict[tuple[Process, int], Channel] = {}
         """What was connected ahead, by process and lane."""
         self._missing_since_s: dict[bytes, float] = {}
+        self._names: dict[bytes, str] = {}
+        """Ids of workers by transport address: of those that were connected at the last look."""
 
     async def channel(self, address: bytes, host: str, *, lane: int = WEIGHT_LANE) -> Channel:
         """A channel to a peer. Raises ``TransportError`` or ``DeadlineExceeded``."""
         return await self._transport.connect(
             address, same_host=host == self._me.host, timeout_s=CONNECT_TIMEOUT_S, lane=lane
         )
+
+    async def transports(self) -> tuple[PeerTransports, ...]:
+        """How this worker reaches those that it is connected with, as far as the registry named them at the last
+        look."""
+        found = await self._transport.peer_transports()
+        known = [(self._names[address], names) for address, names in found.items() if address in self._names]
+        return tuple(PeerTransports(worker_id=worker_id, transports=names) for worker_id, names in sorted(known))
 
     def look_soon(self) -> None:
         """This worker's part changed, and with it who is likely."""
@@ -106,6 +116,8 @@ class PeerChannels:
         async with asyncio.TaskGroup() as group:
             for worker, lane in fresh:
                 group.create_task(self._connect(worker, lane, dials))
+        connected = self._transport.peers
+        self._names = {a: w.worker.worker_id for w in view.workers if (a := w.worker.transport_address) in connected}
         return bool(fresh)
 
     async def _connect(self, worker: WorkerInfo, lane: int, dials: asyncio.Semaphore) -> None:

@@ -210,6 +210,33 @@ def test_workers_shows_how_far_a_drained_one_is(gateway: FakeGateway, capsys: py
     assert "w1 box cpu mock serving" in lines
 
 
+def test_workers_shows_their_gpus_where_there_are_any(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    with_gpu = _worker(device="cuda", engine="torch", gpu_name="NVIDIA H100 80GB HBM3", gpu_uuid="GPU-11aa")
+    gateway.answers["GET /admin/workers"] = (200, {"workers": [with_gpu, _worker(id="w1")]})
+    assert run(["workers"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [
+        "id host device gpu engine state",
+        "w0 box cuda NVIDIA H100 80GB HBM3 torch serving",
+        "w1 box cpu - mock serving",
+    ]
+
+
+def test_peers_are_shown_with_what_connects_them(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    peer = {"worker_id": "w1", "transports": ["cuda_ipc/cuda", "sysv/memory"]}
+    one = {"worker_id": "w0", "incarnation": "i", "carried": [], "peers": [peer]}
+    older = {"worker_id": "w1", "incarnation": "i", "carried": []}
+    gateway.answers["GET /admin/traffic"] = (200, {"workers": [older, one], "silent": ["w2"]})
+    assert run(["workers", "peers"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines == [
+        "Connections",
+        "worker peer transports",
+        "w0 w1 cuda_ipc/cuda sysv/memory",
+        "w2 - it did not answer",
+    ]
+
+
 def test_a_long_reason_leaves_whole_workers_on_a_narrow_terminal(
     gateway: FakeGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

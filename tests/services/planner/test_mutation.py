@@ -354,6 +354,24 @@ async def test_a_profile_says_how_long_a_mutation_takes_until_one_has_been_seen(
         await settled(rig)
 
 
+async def test_a_profile_of_another_gpu_says_nothing(tmp_path: Path) -> None:
+    h100, a100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    write_profile(tmp_path / "m.json", profile(M, mutation_s=60.0, device="cuda", gpu_name=h100))
+    kinds: dict[str, type[ScalePlan | MutatePlan]] = {h100: ScalePlan, a100: MutatePlan}
+    for own, expected in kinds.items():
+        async with running(Rig(profiles=tmp_path)) as rig:
+            rig.pool.models, rig.pool.shows_leases = (M,), True
+            rig.pool.workers = tuple(
+                msgspec.structs.replace(
+                    w, worker=msgspec.structs.replace(w.worker, engine="torch", device="cuda", gpu_name=own)
+                )
+                for w in serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
+            )
+            await say(rig, "decode", 2, 1)
+            await one(rig, expected)
+            await settled(rig)
+
+
 async def test_without_the_lease_for_what_makes_up_for_it_nothing_mutates(rig: Rig) -> None:
     rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
     rig.pool.errors["lease"] = [Unavailable("the registry recovers")]

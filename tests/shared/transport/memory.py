@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
@@ -130,6 +130,10 @@ class MemoryTransport:
     def peers(self) -> frozenset[bytes]:
         """Addresses of the peers of living channels: only who connects holds anything open here."""
         return frozenset(address for (address, _), channel in self._channels.copy().items() if channel.alive)
+
+    async def peer_transports(self) -> Mapping[bytes, tuple[str, ...]]:
+        """Of the peers of living channels."""
+        return dict.fromkeys(self.peers, ("memory/fabric",))
 
     async def connect(
         self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0

@@ -416,3 +416,18 @@ async def test_a_lost_peer_is_lost_on_every_lane_of_ucx() -> None:
     await lost_on_both(sender, channels, process.kill)
     process.join(WAIT_S)
     await sender.close()
+
+
+async def test_it_is_known_what_connections_run_over(start: Start) -> None:
+    one, other = start("a"), start("b")
+    assert await one.peer_transports() == {}
+    channel = await one.connect(other.address, same_host=True)
+    found = await one.peer_transports()
+    assert list(found) == [other.address]
+    assert found[other.address]
+    assert all("/" in name for name in found[other.address]), found
+    channel.abort()
+    await eventually(lambda: not one.peers)
+    assert await one.peer_transports() == {}
+    await one.close()
+    assert await one.peer_transports() == {}

@@ -68,10 +68,15 @@ async def test_survivor_of_a_killed_peer_goes_on(same_host: bool) -> None:
     channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=same_host)
     pipe.send(transport.address)
     assert await asyncio.to_thread(pipe.recv) == "connected"
+    (over,) = (await transport.peer_transports()).values()
+    assert any(name.startswith("tcp/") for name in over) != same_host, over
     sent = channel.send(np.ones(MIB, np.uint8), tag_of(9, 0))
     received = transport.recv(np.zeros(MIB, np.uint8), tag_of(9, 1), source=channel)
     process.kill()
     process.join(WAIT_S)
+    for _ in range(100):  # while UCX finds out, and closes the endpoint
+        await transport.peer_transports()
+        await asyncio.sleep(0.001)
     lost: type[Exception] = DeadlineExceeded if same_host else PeerLost
     for transfer in (sent, received):
         with pytest.raises(lost):

@@ -21,7 +21,9 @@ from shared.profile import Profile
 class FindProfile(Protocol):
     """The profile of instances of that kind, if one is known."""
 
-    def __call__(self, *, model_hash: str, layout_hash: str, engine: str, device: str) -> Profile | None: ...
+    def __call__(
+        self, *, model_hash: str, layout_hash: str, engine: str, device: str, gpu_name: str
+    ) -> Profile | None: ...
 
 
 class PairPlanner:
@@ -74,7 +76,11 @@ class PairPlanner:
         """Of the model's instances on such a worker."""
         worker = record.worker
         return self._find_profile(
-            model_hash=model.model_hash, layout_hash=model.layout_hash, engine=worker.engine, device=worker.device
+            model_hash=model.model_hash,
+            layout_hash=model.layout_hash,
+            engine=worker.engine,
+            device=worker.device,
+            gpu_name=worker.gpu_name,
         )
 
     def _sources(self, model: ModelRecord, workers: Iterable[WorkerRecord]) -> dict[str, WorkerRecord]:

@@ -7,11 +7,11 @@ import dataclasses
 import msgspec
 import pytest
 
-from services.monitor.core.watch import TELL_S, Figures
+from services.monitor.core.watch import TELL_S, Figures, Watch
 from shared.messages.common import Role
-from shared.messages.registry import ModelRecord
+from shared.messages.registry import ModelRecord, WorkerInfo
 from shared.profile import PrefillPoint, Profile
-from tests.records import model, profile, worker_record
+from tests.records import model, profile, view, worker_record
 from tests.services.monitor.core.reports import report
 from tests.services.monitor.core.watch_rig import POLICY, TICK_S, Rig
 
@@ -282,6 +282,24 @@ def test_a_profile_counts_while_all_workers_are_of_the_kind_that_it_was_measured
     rig.workers = (*rig.workers, msgspec.structs.replace(odd, worker=msgspec.structs.replace(odd.worker, device="odd")))
     rig.show(model())
     assert "computes 1000 tokens/s" in rig.run(1.0)[-1].reason
+
+
+def test_gpus_of_two_models_are_two_kinds() -> None:
+    asked: list[str] = []
+
+    def asks(_: ModelRecord, worker: WorkerInfo) -> None:
+        asked.append(worker.gpu_name)
+
+    watch = Watch(POLICY, repeat_s=1.0)
+
+    def look(*gpu_names: str) -> None:
+        workers = [worker_record(f"w{i}", device="cuda", gpu_name=name) for i, name in enumerate(gpu_names)]
+        watch.on_snapshot(view(*workers, models=(model(),)), asks)
+
+    look("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
+    assert asked == []
+    look("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3")
+    assert asked == ["NVIDIA H100 80GB HBM3"]
 
 
 # --- how many ------------------------------------------------------------------------------------

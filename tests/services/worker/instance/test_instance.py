@@ -211,6 +211,16 @@ async def test_an_instance_with_a_profile_begins_with_it_and_the_mock_plays_it(
     assert set(played) == {profile(alone.model)}
 
 
+async def test_a_profile_of_another_gpu_is_not_used(tmp_path: Path) -> None:
+    h100, a100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    for own, taken in ((h100, True), (a100, False), ("", True)):
+        async with lone_worker(profiles=tmp_path, device="cuda", mock_gpu=own) as alone:
+            write_profile(tmp_path / "m.json", profile(alone.model, device="cuda", gpu_name=h100))
+            await alone.serve()
+            assert alone.worker.serving.engine.loop.scheduler.budgets.cost.is_known == taken, own
+            assert alone.worker.service.info.gpu_name == own
+
+
 async def test_a_profile_of_another_model_is_not_used(tmp_path: Path) -> None:
     async with lone_worker(profiles=tmp_path) as alone:
         write_profile(tmp_path / "m.json", profile(alone.model, model_hash="another"))

@@ -237,6 +237,7 @@ class WireTransport(TensorTransport):
         self.real = wire.fabric.start(name=name)
         wire.names[self.real.address] = name
         self.forget = self.real.forget
+        self.peer_transports = self.real.peer_transports
         self.close = self.real.close
 
     @property

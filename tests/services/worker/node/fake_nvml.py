@@ -25,6 +25,10 @@ class FakeGpu:
     lanes: int = 16
     fields: set[int] = field(default_factory=lambda: {90, 164})
     """Fields that its driver knows."""
+    name: str = "NVIDIA H100 80GB HBM3"
+    capability: tuple[int, int] = (9, 0)
+    total_bytes: int = 80 << 30
+    free_bytes: int = 79 << 30
 
 
 class FakeNvml:
@@ -35,11 +39,15 @@ class FakeNvml:
     NVML_FI_DEV_NVLINK_GET_SPEED = 164
     NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
 
-    def __init__(self, *gpus: FakeGpu, starts: bool = True, types: bool = True) -> None:
+    def __init__(
+        self, *gpus: FakeGpu, starts: bool = True, types: bool = True, driver: str = "580.65.06", cuda: int = 13000
+    ) -> None:
         self.gpus = gpus
         self.users = 0
         self._starts = starts
         self._types = types
+        self._driver = driver
+        self._cuda = cuda
 
     def nvmlInit(self) -> None:
         if not self._starts:
@@ -56,6 +64,27 @@ class FakeNvml:
         if not 0 <= index < len(self.gpus):
             raise FakeNvmlError("Invalid Argument")
         return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                return gpu
+        raise FakeNvmlError("Not Found")
+
+    def nvmlDeviceGetName(self, handle: FakeGpu) -> str:
+        return handle.name
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: FakeGpu) -> tuple[int, int]:
+        return handle.capability
+
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> Any:
+        return SimpleNamespace(total=handle.total_bytes, free=handle.free_bytes)
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return self._driver
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return self._cuda
 
     def nvmlDeviceGetUUID(self, handle: FakeGpu) -> str:
         return handle.uuid

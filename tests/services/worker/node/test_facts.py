@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from services.worker.bootstrap import worker_info
 from services.worker.node.facts import DEFAULT_NIC_GBPS, Probes, discover
 from services.worker.node.nic_meter import NicMeter
 from shared.settings import SettingsError
@@ -51,6 +53,18 @@ def test_a_gpu_worker_asks_nvml(probes: Probes) -> None:
     assert facts.scale_up_gbps == pytest.approx(2 * 25.781 * 8)
     assert facts.host_link_gbps not in (None, 111.0)
     assert facts.how.scale_up_domain == facts.how.scale_up_gbps == facts.how.host_link_gbps == "nvml"
+
+
+def test_a_worker_tells_which_gpu_it_has(probes: Probes) -> None:
+    config = worker_config("w", device="cuda", engine="torch", **FOUND)
+    facts = discover(config, probes)
+    assert facts.gpu is not None
+    assert facts.describe().endswith(f", GPU {facts.gpu.shown}")
+    info = worker_info(config, facts, SimpleNamespace(address=b"a"), pid=1, incarnation="i")  # type: ignore[arg-type]
+    assert (info.gpu_name, info.gpu_capability, info.gpu_memory_bytes) == ("NVIDIA H100 80GB HBM3", "9.0", 80 << 30)
+    on_cpu = discover(worker_config("w", **FOUND), probes)
+    assert on_cpu.gpu is None
+    assert "GPU" not in on_cpu.describe()
 
 
 def test_a_gpu_worker_takes_the_rdma_port_near_its_gpu(probes: Probes, machine: FakeMachine) -> None:

@@ -37,12 +37,36 @@ class Clock:
 
 
 def profiled(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[Clock], MockEngine], say: Callable[[str], None] = lambda _: None
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Clock], MockEngine],
+    say: Callable[[str], None] = lambda _: None,
+    **changes: object,
 ) -> Profile:
     clock = Clock()
     monkeypatch.setattr(measuring, "make_engine", lambda *_: make(clock))
     checkpoint = inspect_checkpoint(tiny_checkpoint("llama"))
-    return measure(checkpoint, "tiny", worker_config("w", prefill_chunk_tokens=64), EFFORT, say, clock)
+    return measure(checkpoint, "tiny", worker_config("w", prefill_chunk_tokens=64, **changes), EFFORT, say, clock)
+
+
+def test_a_profile_names_the_gpu_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = MockTiming(layer_base_s=0.002)
+    found = profiled(monkeypatch, lambda clock: MockEngine(timing=timing, sleep=clock.sleep))
+    assert found.gpu_name == ""
+    named = profiled(
+        monkeypatch,
+        lambda clock: MockEngine(timing=timing, sleep=clock.sleep),
+        device="cuda",
+        mock_gpu="NVIDIA H100 80GB HBM3",
+    )
+    assert (named.device, named.gpu_name) == ("cuda", "NVIDIA H100 80GB HBM3")
+
+
+def test_what_is_measured_on_a_gpu_without_a_name_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.profiling.measure.gpu_of", lambda config: None)
+    checkpoint = inspect_checkpoint(tiny_checkpoint("llama"))
+    config = worker_config("w", device="cuda", engine="torch")
+    with pytest.raises(BadRequest, match="NVML does not tell which GPU this is"):
+        measure(checkpoint, "tiny", config, EFFORT, lambda _: None)
 
 
 def test_the_fit_finds_what_the_engine_was_told_to_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from services.worker.weights.peers import TENSOR_LANE, WEIGHT_LANE, PeerChannels
 from shared.errors import PeerLost, Unavailable
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import WorkerRecord
+from shared.messages.traffic import PeerTransports
 from shared.transport.base import Channel
 from tests.records import model, worker, worker_record
 from tests.services.fake_pool import FakePool
@@ -44,6 +45,9 @@ class Recording:
     @property
     def peers(self) -> frozenset[bytes]:
         return self.real.peers
+
+    async def peer_transports(self) -> Mapping[bytes, tuple[str, ...]]:
+        return await self.real.peer_transports()
 
     def forget(self, address: bytes) -> None:
         self.forgotten.append(address)
@@ -111,6 +115,19 @@ async def cluster() -> AsyncIterator[Cluster]:
 async def several_looks(cluster: Cluster) -> None:
     known = cluster.pool.num_snapshots
     await eventually(lambda: cluster.pool.num_snapshots >= known + 3)
+
+
+async def test_it_is_told_how_each_peer_is_reached_that_the_registry_names(cluster: Cluster) -> None:
+    assert await cluster.peers.transports() == ()
+    cluster.pool.workers = (cluster.record("w0"), cluster.record("w2"), cluster.record("w1"), cluster.record("w3"))
+    await eventually(lambda: len(cluster.connected()) == 3)
+    cluster.pool.workers = (cluster.record("w0"), cluster.record("w2"), cluster.record("w1"))
+    await several_looks(cluster)
+    over = ("memory/fabric",)
+    assert await cluster.peers.transports() == (
+        PeerTransports(worker_id="w1", transports=over),
+        PeerTransports(worker_id="w2", transports=over),
+    )
 
 
 async def test_holders_of_copies_on_the_same_leaf_come_first_and_each_once(cluster: Cluster) -> None:
