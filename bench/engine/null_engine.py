@@ -15,7 +15,6 @@ import numpy as np
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.device.completion import Completion, Landed, Mapped, Pending, Stream
 from services.worker.device.tensors import Array, HostTensors
-from services.worker.engine.categorical import uniform
 from services.worker.engine.forward_batch import ForwardBatch, SamplingRow
 from services.worker.engine.handoff import check_batch, check_tokens
 from services.worker.engine.placement import places_of
@@ -122,12 +121,11 @@ class NullEngine:
 
     def _sample(self, rows: Sequence[SamplingRow]) -> Array:
         params = [row.params for row in rows]
+        is_adjusted = [row.masks_ends or row.counts is not None or bool(row.params.logit_bias) for row in rows]
         self._tensors.upload(
-            np.array([uniform(row.params.seed, row.position) for row in rows]),
-            np.array([one.temperature for one in params], dtype=np.float32),
-            np.array([one.top_p for one in params], dtype=np.float32),
-            np.array([one.top_k for one in params], dtype=np.int32),
-            np.array([row.masks_ends or row.counts is not None or bool(row.params.logit_bias) for row in rows]),
+            np.array([[one.seed for one in params], [row.position for row in rows]]),
+            np.array([(one.temperature, one.top_p, one.top_k) for one in params], dtype=np.float64),
+            np.flatnonzero(is_adjusted),
         )
         return np.full(len(rows), TOKEN_ID)
 
