@@ -67,7 +67,7 @@ def _print_host(report: dict[str, Any], console: Console) -> None:
     for row in report["host"]:
         table.add_row(
             str(row["sequences"]),
-            "one behind" if row["ahead"] else "at once",
+            "behind" if row["ahead"] else "at once",
             f"{row['decodes_per_step']:.1f}",
             f"{row['us_per_step']:.0f}",
             f"{row['decode_us']:.0f}" if row["decode_us"] else "",
