@@ -1,1 +1,1 @@
-"""Tokens per second of the engine: next to ``transformers.generate``, layer by layer, and by how tokens are chosen."""
+"""The engine's speed: next to ``transformers.generate``, layer by layer, by how tokens are chosen; its host's share."""

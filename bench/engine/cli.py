@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.command_line import say
+from bench.engine.host import HostBenchSettings, run_host_bench
 from bench.engine.measure import run_engine_bench
 from bench.engine.run import EngineBenchSettings
 
@@ -56,14 +57,44 @@ def _print_sampling(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+def _print_host(report: dict[str, Any], console: Console) -> None:
+    settings = report["settings"]
+    context = f"contexts of about {settings['context_tokens']} tokens, {settings['num_layers']} layers"
+    table = Table(title=f"the host's part of a step, µs of a core; {context}")
+    headings = ("sequences", "device", "decodes per step", "a step", "of decodes alone", "with prompts", "event loop")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in report["host"]:
+        table.add_row(
+            str(row["sequences"]),
+            "behind" if row["ahead"] else "at once",
+            f"{row['decodes_per_step']:.1f}",
+            f"{row['us_per_step']:.0f}",
+            f"{row['decode_us']:.0f}" if row["decode_us"] else "",
+            f"{row['prompt_us']:.0f}" if row["prompt_us"] else "",
+            f"{row['event_loop_us_per_step']:.0f}",
+        )
+    console.print(table)
+
+
 def command(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Alternating runs of each side (medians).")] = 3,
+    host: Annotated[
+        bool, typer.Option("--host", help="Measure what the host does per step alone: the device costs nothing.")
+    ] = False,
+    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each, or of each side in turn (medians).")] = 3,
     output_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 16,
     threads: Annotated[int, typer.Option(min=1, help="Threads of both sides.")] = os.cpu_count() or 1,
 ) -> None:
-    """Compare the engine's tokens per second with transformers', and drawn tokens with greedy ones, on this machine."""
+    """Compare the engine's tokens per second with transformers', and drawn tokens with greedy ones, on this machine.
+
+    With --host: microseconds that the host takes per step where the device costs nothing. Of the other options it has
+    --json and --repetitions.
+    """
     console = Console()
+    if host:
+        _print_host(run_host_bench(json_path, HostBenchSettings(repetitions=repetitions), progress=say), console)
+        return
     settings = EngineBenchSettings(repetitions=repetitions, output_tokens=output_tokens, threads=threads)
     report = run_engine_bench(json_path, settings, progress=say)
     _print(report, console)

@@ -3,6 +3,8 @@
 A scheduler may go on, preempt, end and free while a step that it has begun is still computed: nothing of a step is
 looked up in what goes on. Where the token that a request decodes from is still being sampled, a slice names the row
 that it comes from (``RowOf``).
+
+What is made for each slice of a step is part of no circle: the garbage collector need not look (``gc=False``).
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ SAMPLED_STEPS = 2
 """Of the newest steps, an engine knows the tokens that it sampled: those that are in flight at once."""
 
 
-class RowOf(msgspec.Struct, frozen=True):
+class RowOf(msgspec.Struct, frozen=True, gc=False):
     """The token that a row of an earlier step samples: of the slices that sample, the ``row``-th."""
 
     step: int
     row: int
 
 
-class SamplingRow(msgspec.Struct, frozen=True):
+class SamplingRow(msgspec.Struct, frozen=True, gc=False):
     """How the token behind a slice is chosen."""
 
     params: SamplingParams
@@ -48,7 +50,7 @@ class SamplingRow(msgspec.Struct, frozen=True):
     """The engine's, of the tokens that penalties count (``Engine.counts_of``); None for a request without."""
 
 
-class Slice(msgspec.Struct, frozen=True):
+class Slice(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one sequence that a batch computes: positions ``start .. start + num_tokens``."""
 
     sequence_id: int

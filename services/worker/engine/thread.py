@@ -252,12 +252,15 @@ class EngineThread:
         return any(map(self._may_run, self._waiting)) or (self._stopping and self.loop.is_quiet)
 
     def _drain(self) -> None:
-        if self._commands.empty():
-            return
+        came = False
         while not self._commands.empty():
-            self._commands.get()()
-        # A step may take seconds: whoever looks at the load meanwhile must see what has come.
-        self._stats = self.loop.stats()
+            command = self._commands.get()
+            command()
+            came = came or command is not _nothing
+        # A step may take seconds: whoever looks at the load meanwhile must see what has come. Not for each layer that
+        # wakes this thread, though: it is counted over all requests.
+        if came:
+            self._stats = self.loop.stats()
 
     def _deliver(self, output: StepOutput | None) -> None:
         if output is None:

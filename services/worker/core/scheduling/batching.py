@@ -106,11 +106,11 @@ class ContinuousBatching:
         running, held_back = self._table.running, self._table.held_back
         ahead = self._ahead() if self._table.flight else None
         prefills: list[tuple[ActiveSequence, int]] = []
-        index = 0
-        while index < len(running) and len(slices) < self._config.max_batch_tokens:
+        index, max_batch_tokens = 0, self._config.max_batch_tokens
+        while index < len(running) and len(slices) < max_batch_tokens:
             sequence = running[index]
             index += 1
-            if sequence.alone or (held_back and id(sequence) in held_back):
+            if (sequence.alone_tokens and sequence.alone) or (held_back and id(sequence) in held_back):
                 continue
             start, known = sequence.num_computed, len(sequence.tokens)
             if ahead is not None and (piece := ahead.get(id(sequence))) is not None:

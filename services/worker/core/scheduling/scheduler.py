@@ -189,7 +189,7 @@ class Scheduler:
             sequence = piece.sequence
             if without and place in without:
                 continue
-            failure = failures.get(place)
+            failure = failures.get(place) if failures else None
             token = next(tokens) if piece.sample and failure is None else None
             if sequence.finished:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +54,7 @@ class ActiveSequence:
     num_emitted: int = field(init=False, default=0)
     block_table: list[int] = field(init=False, default_factory=list)
     """It grows in place; freed, it is another list."""
-    _placed: tuple[list[int], tuple[int, ...]] = field(init=False, default=([], ()))
+    _placed: tuple[list[int], array[int]] = field(init=False, default=([], array("i")))
     """``block_table`` as it was when it was copied last, and the copy."""
     first_scheduled_s: float | None = field(init=False, default=None)
     reserved: bool = field(init=False, default=False)
@@ -94,11 +95,12 @@ class ActiveSequence:
         token is left does not decode yet."""
         return not self.finished and self.num_emitted > 0 and len(self.tokens) - self.num_computed == 1
 
-    def placed(self) -> tuple[int, ...]:
-        """The block table now, for who must not see it grow. Copied only where it did."""
+    def placed(self) -> array[int]:
+        """The block table now, as 32-bit numbers, for who must not see it grow: nobody changes it. Copied only where it
+        did."""
         table, copied = self._placed
         if table is not self.block_table or len(copied) != len(table):
-            copied = tuple(self.block_table)
+            copied = array("i", self.block_table)
             self._placed = self.block_table, copied
         return copied
 

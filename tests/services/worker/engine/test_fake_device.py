@@ -3,6 +3,7 @@ nothing waits for the device, and what goes there and back is in pinned memory."
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,11 +61,12 @@ class Guard(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         hosts = [x for x in given if x.device.type == "cpu"]
-        if func.name() in _COPIES and len({x.device.type for x in (*given, *made)}) > 1:
+        # ``copy_(self, source, non_blocking)``; ``_to_copy(source, ..., non_blocking=...)``
+        ends = args[:2] if func.name() == "aten::copy_" else (*given, *made)
+        if func.name() in _COPIES and len({x.device.type for x in ends}) > 1:
             self.num_copies += 1
-            # ``copy_(self, source, non_blocking)``; ``_to_copy(source, ..., non_blocking=...)``
             is_ahead = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-            cpu = [x for x in (*given, *made) if x.device.type == "cpu"]
+            cpu = [x for x in ends if x.device.type == "cpu"]
             if not is_ahead or not all(map(self._is_pinned, cpu)):
                 raise Mixed(f"{func} between {[x.device for x in given]} and {[x.device for x in made]}")
         elif hosts and any(map(self._is_pinned, hosts)):
@@ -126,7 +128,7 @@ def test_batches_run_on_the_device_alone(fake: OnFake) -> None:
         with fake.guard:
             activation = fake.engine.embed(batch)
         for layer in range(fake.engine.num_layers):
-            fake.run(lambda engine, layer=layer: engine.run_layers(activation, layer, layer + 1))
+            fake.run(functools.partial(TorchEngine.run_layers, activation=activation, first=layer, last=layer + 1))
         with fake.guard:
             logits = fake.engine.head(activation)
         assert logits.shape == (sum(piece.row is not None for piece in batch.slices), VOCAB_SIZE)

@@ -293,6 +293,15 @@ def test_what_comes_between_layers_is_seen_in_the_load_before_the_step_ends(held
     assert (before.queued_tokens, after.queued_tokens) == (5, 10)
 
 
+def test_the_load_is_not_counted_for_each_landing_between_layers(held):
+    thread, engine, _ = held
+    before = thread.stats()
+    thread.loop.wake()
+    engine.go_on.release()
+    assert engine.layers_begun.acquire(timeout=60), "the second layer of the same step"
+    assert thread.stats() is before
+
+
 def test_a_refusal_between_layers_reaches_the_caller_and_hurts_nobody(held):
     thread, engine, collector = held
     failing = thread.call(lambda _: 1 / 0)

@@ -31,6 +31,14 @@ def test_scattered_free_blocks_are_used_when_no_run_is_long_enough():
     assert pool.allocate(3) == [0, 2, 4]
 
 
+def test_of_equally_wide_gaps_the_lowest_is_used():
+    pool = BlockPool(32, 16)
+    pool.free(pool.allocate(32)[20:26])
+    pool.free(range(4, 10))
+    pool.free(range(14, 16))
+    assert pool.allocate(2) == [6, 7]
+
+
 def test_more_blocks_than_free_are_refused_and_nothing_changes():
     pool = BlockPool(4, 4)
     table = pool.allocate(3)
