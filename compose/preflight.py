@@ -12,7 +12,7 @@ from compose.config import HEALTH_PORT_VARIABLE, StackConfig
 from compose.errors import StackRefused
 from compose.gpus import gpus_here
 from compose.ports import require_free
-from services.worker.engine.kinds import check_device
+from services.worker.engine.kinds import check_device, engine_kind
 from shared.checkpoint import inspect_checkpoint, is_directory
 from shared.errors import BadCheckpoint, BadProfile, BadRequest
 from shared.messages.common import SERVED_BY
@@ -108,7 +108,7 @@ def check(config: StackConfig) -> Findings:
             "--keep-alive, or fewer models, and then: blitzscale models add DIR --min-instances 0"
         )
     plenty = config.workers * largest <= psutil.virtual_memory().available // 2
-    return Findings(
-        prefault_bytes=largest if plenty else 0,
-        gpus=gpus_here() if config.device == "cuda" else (),
-    )
+    gpus = gpus_here() if config.device == "cuda" else ()
+    if config.device == "cuda" and not gpus and engine_kind(config.engine).uses_kv_memory:
+        raise StackRefused("--device cuda: no NVIDIA driver and GPU answer on this machine; `nvidia-smi` must list one")
+    return Findings(prefault_bytes=largest if plenty else 0, gpus=gpus)

@@ -88,8 +88,19 @@ class WorkerConfig(ServiceConfig):
             minimum=1,
             maximum=MAX_MIB,
         )
+        device = env.choice(
+            "BLITZ_WORKER_DEVICE",
+            "`cuda`: an [NVIDIA GPU](../gpu.md). Written, and not yet run on one.",
+            ("cpu", "cuda"),
+            default="cpu",
+        )
+        on_gpu = device == "cuda"
         max_batch_tokens = env.integer(
-            "BLITZ_WORKER_MAX_BATCH_TOKENS", "Tokens per engine step.", default=2048, minimum=1
+            "BLITZ_WORKER_MAX_BATCH_TOKENS",
+            "Tokens per engine step.",
+            default=8192 if on_gpu else 2048,
+            minimum=1,
+            shown="2048; 8192 on a GPU",
         )
         return cls(
             **process_settings(env),
@@ -102,12 +113,7 @@ class WorkerConfig(ServiceConfig):
                 default=socket.gethostname(),
                 shown="host name",
             ),
-            device=env.choice(
-                "BLITZ_WORKER_DEVICE",
-                "This version refuses `cuda` with the torch engine.",
-                ("cpu", "cuda"),
-                default="cpu",
-            ),
+            device=device,
             engine=env.choice(
                 "BLITZ_WORKER_ENGINE",
                 "`mock` invents tokens and takes the times of `BLITZ_MOCK_*`, for tests and benchmarks.",
@@ -155,8 +161,9 @@ class WorkerConfig(ServiceConfig):
             prefill_chunk_tokens=env.integer(
                 "BLITZ_WORKER_PREFILL_CHUNK",
                 "Prompt tokens of one request per engine step at most; in live scaling, of one layer.",
-                default=512,
+                default=2048 if on_gpu else 512,
                 minimum=1,
+                shown="512; 2048 on a GPU",
             ),
             slo_tbt_s=env.number(
                 "BLITZ_WORKER_SLO_TBT_MS",

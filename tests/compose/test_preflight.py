@@ -108,8 +108,11 @@ def test_a_port_out_of_range_is_refused(tmp_path: Path) -> None:
         config(tmp_path, port=70000)
 
 
-def test_cuda_is_refused_for_what_this_version_lacks_whatever_the_machine_has(tmp_path: Path) -> None:
-    with pytest.raises(StackRefused, match="the torch engine runs on cpu only"):
+def test_cuda_is_refused_where_no_gpu_answers_unless_nothing_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "gpus_here", lambda: ())
+    with pytest.raises(StackRefused, match="no NVIDIA driver and GPU answer on this machine"):
         preflight.check(config(tmp_path, device="cuda"))
     preflight.check(config(tmp_path, device="cuda", engine="mock"))
 

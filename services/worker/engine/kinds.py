@@ -98,6 +98,12 @@ def _host() -> Device:
     return HOST
 
 
+def _cuda() -> Device:
+    from services.worker.device.cuda.device import cuda_device
+
+    return cuda_device()
+
+
 def _make_torch(parts: EngineParts) -> Engine:
     from services.worker.engine.torch_engine import TorchEngine
 
@@ -145,7 +151,7 @@ def _make_mock(parts: EngineParts) -> Engine:
 ENGINES = {
     "torch": EngineKind(
         make=_make_torch,
-        devices={"cpu": _host},
+        devices={"cpu": _host, "cuda": _cuda},
         modules=(
             "torch",
             "services.worker.engine.warm_up",

@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
+HOST_HEAD_DIMS = (32,)
+GPU_HEAD_DIMS = (64, 128)
+"""Each has kernels of its own, which are loaded here."""
 NUM_TOKENS = 3
 VOCAB_SIZE = 512
 PROMPTS = (40, 24, 5)
@@ -40,20 +43,21 @@ _PARAMS = (
 
 def warm_up(device: Device = HOST) -> int:
     """Run it; returns the number of tokens that were computed."""
-    return sum(_run(dtype, device) for dtype in DTYPES)
+    head_dims = HOST_HEAD_DIMS if device.graphs is None else GPU_HEAD_DIMS
+    return sum(_run(dtype, head_dim, device) for dtype in DTYPES for head_dim in head_dims)
 
 
-def _run(dtype: Dtype, device: Device) -> int:
+def _run(dtype: Dtype, head_dim: int, device: Device) -> int:
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         dtype=dtype,
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=4 * head_dim,
+        intermediate_size=8 * head_dim,
         num_layers=1,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         max_position=256,
         rms_norm_eps=1e-6,
         rope_theta=1e4,

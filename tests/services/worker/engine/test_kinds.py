@@ -26,8 +26,8 @@ def test_the_command_line_has_them_all() -> None:
 def test_an_unknown_one_and_a_device_that_it_lacks_are_refused() -> None:
     with pytest.raises(BadRequest, match="no engine 'vllm', but torch, mock"):
         engine_kind("vllm")
-    with pytest.raises(BadRequest, match="--device cuda: in this version the torch engine runs on cpu only"):
-        check_device("torch", "cuda", "--device cuda")
+    with pytest.raises(BadRequest, match="--device tpu: in this version the torch engine runs on cpu and cuda only"):
+        check_device("torch", "tpu", "--device tpu")
     check_device("mock", "cuda", "--device cuda")
 
 
