@@ -9,9 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-# PyPI's torch for Linux brings gigabytes of CUDA libraries: without a GPU it comes from PyTorch's CPU index, if that
-# can be reached. TORCH_INDEX= takes it from pip's usual index.
-TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo https://download.pytorch.org/whl/cpu)
+# What workers compute on: cpu, gpu-cu12 or gpu-cu13 (docs/gpu.md).
+DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu-cu13,cpu)
+CONSTRAINTS := -c constraints.txt -c constraints-$(if $(filter gpu-cu13,$(DEVICE)),cu13,cu12).txt
+# PyPI's torch for Linux is that of CUDA 13, with gigabytes of its libraries: any other comes from an index of PyTorch's,
+# if that can be reached. TORCH_INDEX= takes it from pip's usual index.
+TORCH_INDEX ?= $(addprefix https://download.pytorch.org/whl/,$(patsubst gpu-cu12,cu126,$(filter-out gpu-cu13,$(DEVICE))))
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
@@ -22,7 +25,7 @@ help: ## Show this list
 
 install: $(STAMP) ## Create .venv and install everything into it
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(wildcard constraints*.txt)
 	@test -n "$(PYTHON)" || { echo "BlitzScale needs Python 3.11 or newer; $$(python3 --version 2>&1) is what 'python3' is here. Install one, or: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "BlitzScale needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" --version 2>&1)" >&2; exit 1; }
 	@test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
@@ -32,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 15 --no-deps \
 			--index-url "$(TORCH_INDEX)" "$(TORCH)" \
 		|| echo "torch is not to be had from $(TORCH_INDEX): taking it from pip's usual index"; fi
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e '.[dev,$(DEVICE)]'
 	@touch $@
 
 up: $(STAMP) ## Start everything and serve until Ctrl-C (ARGS="MODEL_DIR --workers 4 ...")

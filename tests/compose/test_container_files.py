@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,7 @@ def test_images_have_no_pip_of_their_own() -> None:
 
 
 def test_extras_that_images_install_exist() -> None:
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
-    assert {*SERVICES, "gpu"} <= extras
+    assert {*SERVICES, "cpu", "gpu-cu12", "gpu-cu13"} <= set(extras())
 
 
 def test_everything_has_a_health_check_a_restart_policy_and_healthy_dependencies() -> None:
@@ -283,12 +283,62 @@ def test_what_the_build_copies_is_in_its_context() -> None:
     assert {"services", "shared", "compose"} <= kept
 
 
-def test_constraints_pin_each_package_once_and_torch_to_a_plain_version() -> None:
-    lines = (ROOT / "constraints.txt").read_text().split()
+def pinned(*files: str) -> dict[str, str]:
+    """Version by package."""
+    lines = [line for file in files for line in (ROOT / file).read_text().split()]
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in lines)
     names = [line.partition("==")[0].lower().replace("_", "-") for line in lines]
     assert len(names) == len(set(names))
-    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in lines)
-    assert {"torch", "xxhash", "types-psutil"} <= set(names)
+    return dict(zip(names, (line.partition("==")[2] for line in lines), strict=True))
+
+
+@pytest.mark.parametrize("cuda", ["cu12", "cu13"])
+def test_constraints_pin_each_package_once_and_torch_to_a_plain_version(cuda: str) -> None:
+    versions = pinned("constraints.txt", f"constraints-{cuda}.txt")
+    assert {"torch", "xxhash", "types-psutil", f"ucxx-{cuda}"} <= set(versions)
+
+
+@pytest.mark.parametrize(("cuda", "other"), [("cu12", "cu13"), ("cu13", "cu12")])
+def test_what_a_gpu_takes_is_of_one_cuda_and_pinned(cuda: str, other: str) -> None:
+    needs = extras()[f"gpu-{cuda}"]
+    names = {re.split(r"[^A-Za-z0-9-]", need)[0] for need in needs}
+    assert names == {"blitzscale", f"cupy-cuda{cuda[2:]}x", "flashinfer-python", "nvidia-ml-py", f"ucxx-{cuda}"}
+    versions = pinned("constraints.txt", f"constraints-{cuda}.txt")
+    assert names - {"blitzscale"} <= set(versions)
+    # A wheel for programs of both is another thing.
+    assert {name for name in versions if name.endswith(f"-{other}")} <= {f"nvidia-cutlass-dsl-libs-{other}"}
+    assert versions["cuda-bindings"].startswith(f"{cuda[2:]}.")
+
+
+def test_ucx_comes_with_what_is_computed_on_so_that_there_is_never_two_of_it() -> None:
+    of = extras()
+    assert {name for name, needs in of.items() if any(need.startswith("ucxx") for need in needs)} == {
+        "cpu",
+        "gpu-cu12",
+        "gpu-cu13",
+    }
+    nested = {name: {part for need in needs for part in _extras_named(need)} for name, needs in of.items()}
+    for name in ("cpu", "gpu-cu12", "gpu-cu13"):
+        assert nested[name] == {"worker"}
+        assert not [other for other, parts in nested.items() if name in parts]
+
+
+def _extras_named(need: str) -> list[str]:
+    found = re.fullmatch(r"blitzscale\[(.+)\]", need)
+    return found[1].split(",") if found else []
+
+
+def extras() -> dict[str, list[str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: dict[str, list[str]] = project["optional-dependencies"]
+    return found
+
+
+def test_images_of_workers_are_built_of_extras_that_there_are() -> None:
+    [default] = re.findall(r"^ARG DEVICE=(.+)$", dockerfile(), re.MULTILINE)
+    arguments = compose_file("docker-compose.gpu.yml")["services"]["worker"]["build"]["args"]
+    assert default in extras()
+    assert re.fullmatch(r"\$\{DEVICE:-(.+)\}", arguments["DEVICE"])[1] in extras()  # type: ignore[index]
 
 
 @pytest.mark.parametrize("service", sorted({*SERVICES} - {"worker"}))
