@@ -18,7 +18,7 @@ TORCH_INDEX ?= $(addprefix https://download.pytorch.org/whl/,$(patsubst gpu-cu12
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-boards test-containers test-containers-short test-page lint format kubernetes reference boards bench clean install
+.PHONY: help up test test-boards test-containers test-containers-short test-kernels test-page lint format kubernetes reference boards bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -62,6 +62,25 @@ test-page: $(STAMP) ## Test the page in a browser (needs Chromium, npm and, for 
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[page]'
 	@test -f build/page/package/axe.min.js || { mkdir -p build/page && cd build/page && npm pack --silent $(AXE) && tar xzf axe-core-*.tgz; }
 	@$(BIN)/python -m pytest -n 0 -v tests/page $(ARGS)
+
+# An environment of its own, on top of .venv: gigabytes of compilers and of what only workers on GPUs load.
+KERNELS := build/kernels-venv
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(KERNELS)/.installed: tests/kernels/requirements.txt $(wildcard constraints*.txt) | $(STAMP)
+	@echo "installing into $(KERNELS) ..."
+	@$(BIN)/python -m venv --clear $(KERNELS)
+	@site=$$($(BIN)/python -c '$(SITE)') && echo "import site; site.addsitedir('$$site')" \
+		> "$$($(KERNELS)/bin/python -c '$(SITE)')/below.pth"
+	@$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+		-c constraints.txt -c constraints-cu13.txt -r tests/kernels/requirements.txt
+	@touch $@
+
+# Where FlashInfer and Triton are installed, these other tests do not pass by.
+WITH_KERNELS := $(wildcard tests/bench/gpu/test_xxh3.py tests/services/worker/*/test_flashinfer*.py tests/services/worker/*/*/test_flashinfer*.py)
+
+test-kernels: $(KERNELS)/.installed ## Compile kernels for GPUs, and load them, without one (1.9 GB into build/)
+	@$(KERNELS)/bin/python -m pytest -n 0 -v tests/kernels $(WITH_KERNELS) $(ARGS)
 
 test-boards: $(STAMP) ## Test the dashboard and the alerts against a stack (needs Prometheus: apt install prometheus)
 	@$(BIN)/python -m pytest -n 0 -v tests/boards $(ARGS)
