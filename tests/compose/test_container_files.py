@@ -273,7 +273,7 @@ def test_prometheus_is_let_in_by_one_variable() -> None:
 def test_the_gpu_file_changes_services_that_exist() -> None:
     changed = compose_file("docker-compose.gpu.yml")["services"]
     assert set(changed) <= set(compose_file()["services"])
-    assert set(changed["worker"]["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", dockerfile(), re.MULTILINE))
+    assert set(changed["worker"]["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", gpu_dockerfile(), re.MULTILINE))
 
 
 def test_what_the_build_copies_is_in_its_context() -> None:
@@ -334,11 +334,53 @@ def extras() -> dict[str, list[str]]:
     return found
 
 
-def test_images_of_workers_are_built_of_extras_that_there_are() -> None:
-    [default] = re.findall(r"^ARG DEVICE=(.+)$", dockerfile(), re.MULTILINE)
-    arguments = compose_file("docker-compose.gpu.yml")["services"]["worker"]["build"]["args"]
-    assert default in extras()
-    assert re.fullmatch(r"\$\{DEVICE:-(.+)\}", arguments["DEVICE"])[1] in extras()  # type: ignore[index]
+def gpu_dockerfile() -> str:
+    return (ROOT / "compose" / "gpu.Dockerfile").read_text()
+
+
+def argument(name: str) -> str:
+    """Of the GPU image: what it is by default."""
+    [default] = set(re.findall(rf"^ARG {name}=(.*)$", gpu_dockerfile(), re.MULTILINE))
+    return str(default)
+
+
+def test_the_gpu_image_is_of_one_cuda_and_of_an_extra_that_there_is() -> None:
+    device = argument("DEVICE")
+    assert device in extras()
+    assert argument("CUDA_IMAGE").startswith(f"nvidia/cuda:{device.removeprefix('gpu-cu')}.")
+    assert argument("CUDA_IMAGE").rpartition("-")[2] == argument("SYSTEM_IMAGE").replace(":", "")
+    described = compose_file("docker-compose.gpu.yml")["services"]["worker"]["build"]
+    assert described["args"]["DEVICE"] == f"${{DEVICE:-{device}}}"
+    assert (ROOT / described["dockerfile"]).is_file()
+
+
+@pytest.mark.parametrize("cuda", ["cu12", "cu13"])
+def test_ucx_in_the_gpu_image_is_the_version_that_ucxx_was_built_with(cuda: str) -> None:
+    assert pinned(f"constraints-{cuda}.txt")[f"libucx-{cuda}"] == argument("UCX_VERSION")
+
+
+def test_what_the_gpu_image_copies_is_there_and_in_its_context() -> None:
+    kept = set(re.findall(r"^!(\S+?)/?$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    for sources in re.findall(r"^COPY ([^-.].*) \S+$", gpu_dockerfile(), re.MULTILINE):
+        for source in sources.split():
+            assert (ROOT / source).exists()
+            assert source.split("/")[0] in kept
+
+
+def test_workers_of_the_gpu_image_compile_no_kernels_and_may_write_where_they_keep_what_they_do() -> None:
+    environment = dict(re.findall(r"([A-Z_]+)=(\S+)", gpu_dockerfile().partition(" AS worker\n")[2]))
+    assert environment["FLASHINFER_DISABLE_JIT"] == environment["FLASHINFER_USE_CUDA_NORM"] == "1"
+    cached = [name for name, value in environment.items() if value.startswith("/cache")]
+    assert set(cached) == {"FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR"}
+    [folder] = compose_file("docker-compose.gpu.yml")["services"]["worker"]["tmpfs"]
+    # Docker's default is noexec.
+    assert folder.startswith("/cache:exec,")
+
+
+def test_the_images_version_is_that_of_the_pods_with_gpus() -> None:
+    component = yaml.safe_load((ROOT / "compose/kubernetes/components/gpu/kustomization.yaml").read_text())
+    assert component["images"] == [{"name": "blitzscale-worker", "newTag": f"{argument('VERSION')}-gpu"}]
+    assert f"ARG VERSION={argument('VERSION')}\n" in dockerfile()
 
 
 @pytest.mark.parametrize("service", sorted({*SERVICES} - {"worker"}))
