@@ -10,9 +10,9 @@ import os
 import time
 from typing import Any
 
-from bench.gpu import xxh3
 from bench.gpu.figures import Report
 from bench.gpu.timing import captured, gbytes_per_s, median_ms
+from services.worker.device.cuda import xxh3
 
 UNIT_BYTES = 97_657 * 4096
 """400 MB: about a decoder layer of 8 B parameters in bfloat16. A multiple of 4 KiB, as units are, with a short last
@@ -25,7 +25,7 @@ def measure(report: Report) -> None:
     import torch
 
     os.environ["TRITON_CACHE_DIR"] = str(report.folder / "triton")
-    from bench.gpu.xxh3_kernel import BlockChecksums
+    from services.worker.device.cuda.xxh3_kernel import BlockChecksums
 
     checksums = BlockChecksums("cuda", UNIT_BYTES)
     torch.manual_seed(1)

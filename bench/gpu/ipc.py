@@ -57,7 +57,7 @@ class _Pump:
         from shared.transport.ucx_worker import open_worker
 
         torch.cuda.synchronize()  # UCX finds the context of this thread
-        self.worker = open_worker()
+        self.worker = open_worker(device_memory=True)
         self.num_lost = 0
 
     def until(

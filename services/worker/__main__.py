@@ -9,7 +9,9 @@ import os
 import sys
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.kinds import check_device, engine_kind
+from services.worker.device.host import HOST
+from services.worker.engine.attention.kinds import attention_for
+from services.worker.engine.kinds import check_device, device_of, engine_kind
 from services.worker.node.facts import discover
 from services.worker.service import WorkerService
 from shared.ending import end_process
@@ -34,17 +36,30 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     kind = engine_kind(config.engine)
     check_device(config.engine, config.device, f"BLITZ_WORKER_DEVICE={config.device}")
+    attention_for(config.attention, config.device)
     for module in kind.modules:
         importlib.import_module(module)
     kind.set_threads(config.num_threads)
+    device = await asyncio.to_thread(device_of, config.engine, config.device)
     incarnation = new_incarnation()
     async with connected("worker", config, process, id=config.worker_id, incarnation=incarnation) as connection:
-        transport = UcxTransport(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
+        transport = UcxTransport(
+            name=config.worker_id,
+            enter=None if device is HOST else device.enter,
+            on_failure=lambda error: fatal(str(error)),
+        )
         connection.close_with("the transport", transport.close, if_stuck=lambda: fatal("UCX does not end"))
         node = await asyncio.to_thread(discover, config)
         logging.getLogger("worker").info("%s", node.describe())
         service = WorkerService(
-            connection.bus, transport, config, pid=os.getpid(), fatal=fatal, node=node, incarnation=incarnation
+            connection.bus,
+            transport,
+            config,
+            pid=os.getpid(),
+            fatal=fatal,
+            node=node,
+            device=device,
+            incarnation=incarnation,
         )
         process.ready_when(service.registered)
         await service.run(process.stopping)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.kinds import device_of
+from services.worker.device.device import Device
 from services.worker.instance.factory import InstanceFactory
 from services.worker.instance.host_group import HostGroup, group_name
 from services.worker.instance.instance import InstanceSlot
@@ -78,6 +78,7 @@ class Parts:
         config: WorkerConfig,
         info: WorkerInfo,
         node: NodeFacts,
+        device: Device,
         *,
         metrics: CollectorRegistry,
         on_engine_failure: Callable[[BlitzError], None],
@@ -86,7 +87,7 @@ class Parts:
         """``on_engine_failure`` is called on the engine's thread; ``fatal(why)`` must end the process soon."""
         worker_id, silence_s, interval_s = config.worker_id, config.stall_s, config.report_interval_s
         self.slot = slot = InstanceSlot()
-        self.store = store = HostStore(config.host_cache_bytes)
+        self.store = store = HostStore(config.host_cache_bytes, device)
         held = _Held(slot, store, NicMeter(node.device))
         self.registration = registration = Registration(
             bus, info, held.standing, held.model, ClockSkew(config.clock_skew_s, metrics)
@@ -104,7 +105,6 @@ class Parts:
         self.departures = Departures(bus, info, peers, inbox, silence_s=silence_s, metrics=metrics)
         self.kv_sender = KvSender(self.departures, slot.current, metrics=metrics)
         step_listener = StepAnnouncer(bus, inbox, metrics=metrics)
-        device = device_of(config.engine, config.device)
         self.factory = InstanceFactory(
             config,
             device,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self, cast
 
 from services.worker.device.late import LateOrder, LateTiming
-from services.worker.engine.attention.kinds import ATTENTION
+from services.worker.engine.attention.kinds import ATTENTION, BY_DEVICE
 from services.worker.engine.kinds import DEFAULT_ENGINE, ENGINES
 from services.worker.engine.late.failures import LateFailures
 from services.worker.engine.late.settings import LateSettings
@@ -111,9 +111,10 @@ class WorkerConfig(ServiceConfig):
             ),
             attention=env.choice(
                 "BLITZ_WORKER_ATTENTION",
-                "What computes the torch engine's attention.",
-                ATTENTION,
-                default=ATTENTION[0],
+                "What computes the torch engine's attention. A CPU has `torch_cpu`, a GPU `flashinfer`; `torch_plain` "
+                "runs anywhere, slowly.",
+                (BY_DEVICE, *ATTENTION),
+                default=BY_DEVICE,
             ),
             num_threads=env.integer(
                 "BLITZ_WORKER_THREADS",

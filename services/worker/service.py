@@ -11,6 +11,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from services.worker.bootstrap import Parts, worker_info
 from services.worker.config import WorkerConfig
+from services.worker.device.device import Device
+from services.worker.device.host import HOST
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.instance.registration import wait_until_retired
@@ -53,6 +55,7 @@ class WorkerService:
         pid: int = 0,
         fatal: Callable[[str], None],
         node: NodeFacts,
+        device: Device = HOST,
         metrics: CollectorRegistry = REGISTRY,
         incarnation: str = "",
     ) -> None:
@@ -70,6 +73,7 @@ class WorkerService:
             config,
             self.info,
             node,
+            device,
             metrics=metrics,
             on_engine_failure=self._on_engine_failure,
             fatal=fatal,

@@ -56,14 +56,18 @@ class UcxTransport:
         *,
         name: str,
         max_unclaimed: int = MAX_UNCLAIMED,
+        enter: Callable[[], None] | None = None,
         on_failure: Callable[[TransportError], None] = lambda _: None,
     ) -> None:
         """Create the UCX worker and start its thread. Raises ``TransportError`` when UCX does not start.
 
         ``max_unclaimed``: messages kept for a receive that is not posted yet; see ``base``.
+        ``enter``: of buffers in a device's memory; called on the transport's thread before UCX opens, which looks for
+        the device that the thread uses.
         ``on_failure``: called on the transport's thread if that breaks; every transfer then ends.
         """
         self._name = name
+        self._enter = enter
         self._on_failure = on_failure
         self._max_unclaimed = max_unclaimed
         self._mailbox = Mailbox()
@@ -156,7 +160,9 @@ class UcxTransport:
     def _run(self, started: concurrent.futures.Future[bytes]) -> None:
         self._mailbox.own()
         try:
-            self._worker = open_worker()
+            if self._enter is not None:
+                self._enter()
+            self._worker = open_worker(device_memory=self._enter is not None)
         except Exception as error:  # noqa: BLE001 - whatever UCX raises goes to the caller of start
             self._mailbox.close()
             started.set_exception(TransportError(f"UCX did not start: {error}"))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,11 +118,11 @@ class _Posted(NamedTuple):
 class UcxWorker:
     """Made by ``open_worker``; ``release`` ends it."""
 
-    def __init__(self, ucx: Any, array: Any) -> None:
+    def __init__(self, ucx: Any, array: Any, options: Mapping[str, str]) -> None:
         self._ucx = ucx
         self._array = array
         # UCX reads UCX_* from the environment for every option that is not given here.
-        self._context: Any = ucx.UCXContext(_options(), (ucx.Feature.TAG, ucx.Feature.WAKEUP))
+        self._context: Any = ucx.UCXContext(dict(options), (ucx.Feature.TAG, ucx.Feature.WAKEUP))
         self._worker: Any = ucx.UCXWorker(self._context)
         self._worker.init_blocking_progress_mode()
         self._any_tag = ucx.UCXXTag(0)
@@ -232,7 +232,7 @@ class UcxWorker:
         return None
 
 
-def _options() -> dict[str, str]:
+def _options(*, device_memory: bool) -> dict[str, str]:
     """What suits chunks of hundreds of KiB better than UCX's defaults; the environment overrules each."""
     options = {
         # Workers of one host may be in network namespaces of their own (containers), where UCX cannot wake a peer that
@@ -241,7 +241,8 @@ def _options() -> dict[str, str]:
         "CMA_SEG_SIZE": CMA_SEGMENT,
     }
     # A machine without a card may have the connection manager's file there.
-    if not any(RDMA_DEVICES.glob("uverbs*")):
+    # Memory of a device must not be sent eagerly: each message would be copied to the host piece by piece.
+    if not device_memory and not any(RDMA_DEVICES.glob("uverbs*")):
         # Between hosts it will be TCP. A rendezvous costs a round trip per chunk and saves no copy.
         # Receivers post their buffers before they ask for data, so eager messages do not pile up.
         options |= {
@@ -252,8 +253,9 @@ def _options() -> dict[str, str]:
     return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
 
 
-def open_worker() -> UcxWorker:
-    """Open UCX on the calling thread. Raises ``ImportError`` without ``ucxx`` and whatever UCX raises."""
+def open_worker(*, device_memory: bool = False) -> UcxWorker:
+    """Open UCX on the calling thread. ``device_memory``: it will be given some. Raises ``ImportError`` without ``ucxx``
+    and whatever UCX raises."""
     # On import ucxx loads UCX and then sets this variable, too late for UCX to read it:
     # UCX would warn of an unused variable that nobody set. One that the user set stays.
     given = "UCX_MEMTYPE_CACHE" in os.environ
@@ -262,4 +264,4 @@ def open_worker() -> UcxWorker:
 
     if not given:
         os.environ.pop("UCX_MEMTYPE_CACHE", None)
-    return UcxWorker(libucxx, Array)
+    return UcxWorker(libucxx, Array, _options(device_memory=device_memory))

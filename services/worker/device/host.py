@@ -9,6 +9,7 @@ import numpy as np
 
 from services.worker.device.completion import HOST_STREAMS, DeviceStreams
 from services.worker.device.device import Device
+from services.worker.device.graphs import Graphs
 from services.worker.device.memory import HostMemory
 from shared.transport.base import Buffer
 
@@ -21,6 +22,8 @@ class HostDevice:
 
     streams: DeviceStreams = HOST_STREAMS
 
+    graphs: Graphs | None = None
+
     @cached_property
     def tensors(self) -> Tensors:
         from services.worker.device.tensors import HostTensors
@@ -28,6 +31,12 @@ class HostDevice:
         return HostTensors()
 
     def allocate(self, num_bytes: int) -> HostMemory:
+        return HostMemory(num_bytes)
+
+    def enter(self) -> None:
+        pass
+
+    def host_memory(self, num_bytes: int) -> HostMemory:
         return HostMemory(num_bytes)
 
     def staging(self, num_bytes: int) -> Buffer:

@@ -65,6 +65,9 @@ class DeviceMemory(Protocol):
     def prefault(self, num_bytes: int, offset: int = 0) -> None:
         """Commit ``num_bytes`` now, of memory that holds nothing yet: it writes."""
 
+    def pin(self) -> None:
+        """Make ready for copies between host and device, once: it may take long."""
+
     def populate(self, offset: int, num_bytes: int) -> None:
         """Commit this range and change nothing in it: others may be reading and writing there."""
 
@@ -124,6 +127,9 @@ class HostMemory:
         """Commit ``num_bytes`` now, of memory that holds nothing yet: it writes. A first touch costs more than the copy
         that causes it. About a second per GB."""
         self.bytes[offset : offset + num_bytes : mmap.PAGESIZE] = 0
+
+    def pin(self) -> None:
+        """Nothing: no device is beside the host."""
 
     def populate(self, offset: int, num_bytes: int) -> None:
         """Commit the pages of this range and change nothing in them: others may be reading and writing there.

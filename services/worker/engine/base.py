@@ -61,6 +61,14 @@ class Engine(Protocol):
         """Make the first steps that use KV blocks ``first <= i < last`` as quick as later ones will be. From any
         thread, also while batches run: it changes nothing that they read."""
 
+    @property
+    def rehearses(self) -> bool:
+        """Whether there will ever be something to ``rehearse``."""
+
+    def rehearse(self) -> Completion[None] | None:
+        """Begin the next thing that makes later steps quicker, between two steps: it computes for nobody, with whatever
+        weights are there, and takes the caller some ten milliseconds. None: there is nothing left, for now."""
+
     def embed(self, batch: ForwardBatch) -> Activation:
         """Plan the batch's attention and embed its tokens."""
 

@@ -24,11 +24,12 @@ import numpy.typing as npt
 import torch
 
 _MASK = (1 << 64) - 1
+_STEP = np.uint64(0x9E3779B97F4A7C15)
 BLOCK_TOKENS = 512
 SORT_TOKENS = 4096
 """More tokens than this are not sorted whole."""
 NUM_BUCKETS = 1024
-_LEAST_TEMPERATURE = 1e-30
+LEAST_TEMPERATURE = 1e-30
 """Below, float32 has too little left; the draw has been greedy since long before."""
 _SPAN = 60.0
 """A token so many temperatures below the best weighs 1e-26."""
@@ -59,6 +60,19 @@ def uniform(seed: int, position: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Doubles:
+    """``uniform`` of each pair, which takes 2 us for one; 256 of them together take 0.1 ms."""
+    state = _mix_all(np.array([seed & _MASK for seed in seeds], dtype=np.uint64) + _STEP)
+    state = _mix_all((state ^ np.array([position & _MASK for position in positions], dtype=np.uint64)) + _STEP)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
 def _mix(value: int) -> int:
     value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -75,7 +89,7 @@ def draw(scores: torch.Tensor, best: Floats, rows: Sequence[DrawRow]) -> list[in
     weights = draw_weights(
         scores,
         torch.from_numpy(best),
-        torch.tensor([max(row.temperature, _LEAST_TEMPERATURE) for row in rows], dtype=torch.float32),
+        torch.tensor([max(row.temperature, LEAST_TEMPERATURE) for row in rows], dtype=torch.float32),
     )
     # float32 inside a block, as that is eight times as quick; the error is that of the weights themselves.
     masses = weights.sum(-1)
@@ -163,7 +177,7 @@ class _FallingOrder:
         self._sums: Doubles = np.zeros(1)
         if len(scores) > SORT_TOKENS:
             last = np.float32(NUM_BUCKETS - 1)
-            scale = np.float32((NUM_BUCKETS - 1) / max(span, _LEAST_TEMPERATURE))
+            scale = np.float32((NUM_BUCKETS - 1) / max(span, LEAST_TEMPERATURE))
             # Monotone in the score, so every token of a bucket comes before all of the next.
             self._bucket = np.minimum((scores.max() - scores) * scale, last).astype(np.int32)
             masses = np.bincount(self._bucket, weights=weights, minlength=NUM_BUCKETS)

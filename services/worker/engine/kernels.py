@@ -22,6 +22,13 @@ _CAST_BYTES = 4 * 1024 * 1024
 VECTOR_FLOATS = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 SWAP_MIN_TOKENS = VECTOR_FLOATS
 SWAP_MAX_TOKENS = 4 * VECTOR_FLOATS
+FLASHINFER_DTYPES = frozenset({torch.bfloat16, torch.float16})
+"""It has no attention in float32; norms and the like are left to PyTorch there as well."""
+
+
+def on_flashinfer(x: torch.Tensor) -> bool:
+    """Whether FlashInfer has kernels for it. Without rows there is nothing to launch, which CUDA takes for an error."""
+    return x.device.type == "cuda" and x.dtype in FLASHINFER_DTYPES and x.shape[0] > 0
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,7 +70,12 @@ def _linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm computed in float32, scaled in the model's dtype, as transformers does."""
+    """RMSNorm computed in float32, scaled in the model's dtype, as transformers does; FlashInfer scales in float32."""
+    if on_flashinfer(x):
+        from flashinfer.norm import rmsnorm
+
+        normed: torch.Tensor = rmsnorm(x, weight, eps)
+        return normed
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
@@ -71,5 +83,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of ``[n, 2 * inner]``: gate in the first half, up in the second."""
+    if on_flashinfer(gate_up):
+        from flashinfer.activation import silu_and_mul as fused
+
+        product: torch.Tensor = fused(gate_up.contiguous())  # it reads rows of 2 * inner, whatever the strides are
+        return product
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.worker.engine.attention.kinds import ATTENTION
+from services.worker.engine.attention.kinds import ATTENTION, BY_DEVICE
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.errors import BadRequest
 from shared.model_spec import DTYPE_BYTES
@@ -38,14 +38,18 @@ class EngineParts:
     device: Device
     num_blocks: int
     block_size: int
-    attention: str = ATTENTION[0]
+    attention: str = BY_DEVICE
     profile: Profile | None = None
     """What the mock plays, where ``timing`` says nothing."""
     timing: MockTiming = field(default_factory=MockTiming)
     faults: MockFaults = field(default_factory=MockFaults)
 
 
-def _nothing(_num_threads: int = 0) -> None:
+def _nothing(_num_threads: int) -> None:
+    pass
+
+
+def _warms_nothing(_device: Device) -> None:
     pass
 
 
@@ -61,7 +65,7 @@ class EngineKind:
     """Modules that take long to import: a process does it at its start, not in the middle of the first load."""
     set_threads: Callable[[int], None] = _nothing
     """Of this process."""
-    warm_up: Callable[[], object] = _nothing
+    warm_up: Callable[[Device], object] = _warms_nothing
     """What a process computes once, before the first request could wait for it."""
     uses_kv_memory: bool = True
     """Whether its KV is in the worker's pool. Else that is only counted."""
@@ -114,10 +118,10 @@ def _set_torch_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
-def _warm_up_torch() -> None:
+def _warm_up_torch(device: Device) -> None:
     from services.worker.engine import warm_up
 
-    warm_up.warm_up()
+    warm_up.warm_up(device)
 
 
 def _make_mock(parts: EngineParts) -> Engine:

@@ -25,12 +25,18 @@ _ALIGN_BYTES = 4096
 @dataclass(frozen=True, slots=True)
 class KvCache:
     """A model's view of the pool. ``k[i]`` and ``v[i]`` are layer i's pages
-    ``[num_blocks, block_size, num_kv_heads, head_dim]``."""
+    ``[num_blocks + 1, block_size, num_kv_heads, head_dim]``."""
 
     k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
     num_blocks: int
+    """That sequences have. One more is behind them (``scratch_block``)."""
     block_size: int
+
+    @property
+    def scratch_block(self) -> int:
+        """Nobody's: what is computed for nobody writes there."""
+        return self.num_blocks
 
     def gather(self, slots: torch.Tensor, out: torch.Tensor, first_layer: int = 0) -> None:
         """Copy the KV of ``slots [n]`` (block * block_size + offset) in layers ``first_layer ..`` into ``out``.
@@ -65,8 +71,9 @@ def kv_block_bytes(layout: ArenaLayout, block_size: int) -> int:
 
 
 def kv_pool_bytes(layout: ArenaLayout, block_size: int, num_blocks: int) -> int:
-    """Capacity of a pool that holds ``num_blocks`` blocks: them, and the alignment of K and V of each layer."""
-    return num_blocks * kv_block_bytes(layout, block_size) + 2 * layout.num_layers * _ALIGN_BYTES
+    """Capacity of a pool that holds ``num_blocks`` blocks: them, nobody's, and the alignment of K and V of each
+    layer."""
+    return (num_blocks + 1) * kv_block_bytes(layout, block_size) + 2 * layout.num_layers * _ALIGN_BYTES
 
 
 SPARE_BYTES = 64 << 20
@@ -112,15 +119,17 @@ class KvPool:
 
         self._memory.release()
         spec = layout.spec
-        shape = (num_blocks, block_size, layout.num_kv_heads, spec.head_dim)
+        shape = (num_blocks + 1, block_size, layout.num_kv_heads, spec.head_dim)
         dtype = TORCH_DTYPES[spec.dtype]
-        region_bytes = kv_block_bytes(layout, block_size) // (2 * layout.num_layers) * num_blocks
+        region_bytes = kv_block_bytes(layout, block_size) // (2 * layout.num_layers) * (num_blocks + 1)
         region_bytes = -(-region_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         pages = [self._memory.tensor_at(i * region_bytes, shape, dtype) for i in range(2 * layout.num_layers)]
         return KvCache(tuple(pages[0::2]), tuple(pages[1::2]), num_blocks, block_size)
 
     def blocks_in_pages_of(self, cache: KvCache, num_blocks: int) -> int:
         """How many first blocks of every layer lie in the huge pages that hold the first ``num_blocks``."""
+        if not self._memory.on_host:
+            return cache.num_blocks  # a device's memory is there
         num_blocks = min(num_blocks, cache.num_blocks)
         fitting = [cache.num_blocks]
         for pages in (*cache.k, *cache.v):
@@ -131,6 +140,8 @@ class KvPool:
     def populate_blocks(self, cache: KvCache, first: int, last: int) -> None:
         """Commit blocks ``first <= i < last`` of every layer of ``cache``, this pool's, and change nothing in them.
         From any thread, also while the blocks are used."""
+        if not self._memory.on_host:
+            return
         for pages in (*cache.k, *cache.v):
             blocks = pages[first:last]
             self._memory.populate(blocks.data_ptr() - self._memory.address, blocks.nbytes)

@@ -13,7 +13,7 @@ from services.worker.engine.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TokenPlaces:
     """Of one batch, or of a part of one."""
 
     paged: PagedBatch
@@ -23,7 +23,7 @@ class Places:
     """``[num_tokens]``: block * block_size + offset."""
 
 
-def places_of(batch: ForwardBatch, block_size: int) -> Places:
+def places_of(batch: ForwardBatch, block_size: int) -> TokenPlaces:
     """``batch``: has slices, and each of them a token and its blocks."""
     slices = batch.slices
     starts = np.array([piece.start for piece in slices], dtype=np.int64)
@@ -41,4 +41,10 @@ def places_of(batch: ForwardBatch, block_size: int) -> Places:
         pages,
         (ends - (num_pages - 1) * block_size).astype(np.int32),
     )
-    return Places(paged, positions, pages[page_of].astype(np.int64) * block_size + positions % block_size)
+    return TokenPlaces(paged, positions, pages[page_of].astype(np.int64) * block_size + positions % block_size)
+
+
+NOWHERE = TokenPlaces(
+    PagedBatch(*(np.zeros(n, dtype=np.int32) for n in (1, 1, 0, 0))), np.empty(0, np.int64), np.empty(0, np.int64)
+)
+"""Of no tokens."""

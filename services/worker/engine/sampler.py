@@ -82,7 +82,7 @@ def _sample(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     errors: dict[int, ErrorInfo] = {}
     best, greedy = _best(raw)
     for i in np.flatnonzero(~np.isfinite(best)).tolist():
-        errors[i] = ErrorInfo.of(Internal(f"the model's logits for row {i} are not finite numbers"))
+        errors[i] = not_finite(i)
     scores = raw
     adjusted = [i for i, row in enumerate(rows) if i not in errors and _is_adjusted(row)]
     if adjusted:
@@ -93,7 +93,7 @@ def _sample(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
                 errors[i] = error
         best, greedy = _best(scores)
         for i in np.flatnonzero(~np.isfinite(best)).tolist():
-            errors.setdefault(i, ErrorInfo.of(BadRequest("logit_bias and min_tokens leave no token to sample")))
+            errors.setdefault(i, NOTHING_LEFT)
     token_ids = greedy.tolist()
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0.0 and i not in errors]
     if drawn:
@@ -114,6 +114,22 @@ def _best(scores: torch.Tensor) -> tuple[Floats, Ids]:
     return np.take_along_axis(table, greedy[:, None], axis=-1)[:, 0], greedy
 
 
+def not_finite(row: int) -> ErrorInfo:
+    """Of a row whose logits are none."""
+    return ErrorInfo.of(Internal(f"the model's logits for row {row} are not finite numbers"))
+
+
+NOTHING_LEFT = ErrorInfo.of(BadRequest("logit_bias and min_tokens leave no token to sample"))
+
+
+def bias_error(params: SamplingParams, vocab: int) -> ErrorInfo | None:
+    """Of a ``logit_bias`` outside of the vocabulary."""
+    bad = [token_id for token_id, _ in params.logit_bias if not 0 <= token_id < vocab]
+    if not bad:
+        return None
+    return ErrorInfo.of(BadRequest(f"logit_bias: token {bad[0]} is not in 0..{vocab - 1}", param="logit_bias"))
+
+
 def _draw_row(row: SamplingRow) -> DrawRow:
     params = row.params
     return DrawRow(uniform(params.seed, row.position), params.temperature, max(0, params.top_k), params.top_p)
@@ -130,9 +146,9 @@ def _adjust(scores: Floats, row: SamplingRow) -> ErrorInfo | None:
         ends = {*params.stop_token_ids, *row.end_ids}
         scores[_inside(np.fromiter(ends, np.int64), vocab)] = -np.inf
     if params.logit_bias:
-        bad = [token_id for token_id, _ in params.logit_bias if not 0 <= token_id < vocab]
-        if bad:
-            return ErrorInfo.of(BadRequest(f"logit_bias: token {bad[0]} is not in 0..{vocab - 1}", param="logit_bias"))
+        error = bias_error(params, vocab)
+        if error is not None:
+            return error
         bias = dict(params.logit_bias)
         scores[np.fromiter(bias, np.int64)] += np.fromiter(bias.values(), np.float32)
     if row.counts is not None:

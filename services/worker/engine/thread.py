@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.completion import LANDED, Completion
 from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
 from shared.errors import BlitzError, EngineBroken, Unavailable
 from shared.messages.common import ErrorInfo
@@ -85,10 +86,16 @@ class EngineThread:
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-memory")
         """Has memory ready before a step needs it."""
         self._num_prepared = 0
+        self._rehearsed: Completion[None] = LANDED
 
     def prepare(self) -> None:
-        """Begin to have the memory ready that the next requests will use. Before ``start``, while the weights come;
-        from then on the thread itself sees to it."""
+        """Begin to have ready what the next requests will use: memory, and what an engine rehearses, for which the
+        thread starts. While the weights come; from ``start`` on the thread itself sees to it."""
+        if self.loop.engine.rehearses:
+            self.start()
+        self._prepare_memory()
+
+    def _prepare_memory(self) -> None:
         engine, wanted = self.loop.engine, self.loop.scheduler.pool.wanted_blocks
         block_bytes = engine.kv_bytes_per_token_layer * engine.num_layers * engine.block_size
         while self._num_prepared < wanted:
@@ -97,8 +104,9 @@ class EngineThread:
             self._preparer.submit(engine.prepare, first, self._num_prepared)
 
     def start(self) -> None:
-        """Start the thread. Call once."""
-        self._thread.start()
+        """Start the thread, unless it has been."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def stats(self) -> LoopStats:
         """The figures after the latest step or command, be it between two layers; no locks, never waits."""
@@ -212,12 +220,14 @@ class EngineThread:
                 self._drain()
             elif not loop.has_work:
                 self._stats = loop.stats()
+                self._rehearse()
                 commands.get()()
                 self._stats = loop.stats()
             else:
                 output = loop.step()
                 self._deliver(output)
-                self.prepare()
+                self._prepare_memory()
+                self._rehearse()
                 if output is not None and output.alone is not None and loop.step_listener is not None:
                     loop.step_listener.ended(output.alone)
                 self._stats = loop.stats()
@@ -225,6 +235,16 @@ class EngineThread:
                     # Something has to land; or there is no capacity for what waits, and what changes that is a command.
                     commands.get()()
         self._run_waiting()
+
+    def _rehearse(self) -> None:
+        """One thing at a time: while it is computed, and while there is nothing else to do, this thread is free."""
+        if self._rehearsed.done and not self._stopping:
+            if self._rehearsed.error is not None:
+                _log.warning("what was to make steps quicker failed: %s", self._rehearsed.error)
+            rehearsed = self.loop.engine.rehearse()
+            self._rehearsed = LANDED if rehearsed is None else rehearsed
+            if rehearsed is not None:
+                rehearsed.then(self.loop.wake)
 
     @property
     def _goes_on(self) -> bool:

@@ -14,7 +14,9 @@ from services.worker.device.completion import Completion, Mapped
 from services.worker.device.device import Device
 from services.worker.device.host import HOST
 from services.worker.device.tensors import Array
-from services.worker.engine.attention.kinds import ATTENTION, attention_backend
+from services.worker.engine.attention.backend import AttentionBackend
+from services.worker.engine.attention.kinds import BY_DEVICE, attention_backend
+from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.forward_batch import ForwardBatch
 from services.worker.engine.handoff import (
     asked_of,
@@ -28,8 +30,8 @@ from services.worker.engine.handoff import (
     check_whole,
     slots_of,
 )
-from services.worker.engine.kv_pool import KvPool
-from services.worker.engine.models.forward import Placement, forward_of
+from services.worker.engine.kv_pool import KvCache, KvPool
+from services.worker.engine.models.forward import Forward, Placement, forward_of
 from services.worker.engine.placement import places_of
 from services.worker.engine.rope import inverse_frequencies, rotation
 from services.worker.engine.sampler import HostSampler
@@ -60,11 +62,23 @@ class TorchActivation:
     next_layer: int = 0
     next_token: int = 0
     """Of the next layer: those before it have run."""
+    logits: torch.Tensor | None = None
+    """Of a step that ran as one."""
     ended: list[torch.Tensor] = field(default_factory=list)
     """The last layer's sampled rows so far."""
 
 
 Activation = Completion[TorchActivation]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What computes, and where."""
+
+    cache: KvCache
+    attention: AttentionBackend
+    forward: Forward
+    decode: DecodeGraphs | None
 
 
 class TorchEngine:
@@ -79,7 +93,7 @@ class TorchEngine:
         *,
         num_blocks: int | None = None,
         block_size: int = 16,
-        attention: str = ATTENTION[0],
+        attention: str = BY_DEVICE,
         device: Device = HOST,
     ) -> None:
         spec = layout.spec
@@ -87,10 +101,11 @@ class TorchEngine:
             raise BadRequest(f"model of {layout.num_bytes} bytes does not fit an arena of {arena.capacity_bytes}")
         self._device, self._streams, self._tensors = device, device.streams, device.tensors
         self._kv_pool = kv_pool
-        self.cache = kv_pool.view(layout, block_size, num_blocks)
+        cache = kv_pool.view(layout, block_size, num_blocks)
+        bound = self._bound(layout, arena, cache, attention)
+        self.cache = bound.cache
         """The pages that it writes KV into."""
-        self._attention = attention_backend(attention)(layout, block_size, self._tensors)
-        self._model = forward_of(layout, arena, self.cache, self._attention)
+        self._model, self._attention, self._decode = bound.forward, bound.attention, bound.decode
         self._spec = spec
         self._sampler = HostSampler(spec.vocab_size, self._tensors)
         self._inv_freq = inverse_frequencies(spec).to(self._tensors.device)
@@ -102,9 +117,37 @@ class TorchEngine:
         self.hidden_bytes_per_token = spec.hidden_size * self._dtype.itemsize
         self.kv_bytes_per_token_layer = layout.kv_bytes_per_token // layout.num_layers
 
+    def _bound(self, layout: ArenaLayout, arena: Arena, cache: KvCache, attention: str) -> _Bound:
+        """To where weights and KV are: for the next engine of the same places, too, where graphs were recorded."""
+        tensors, graphs = self._tensors, self._device.graphs
+
+        def bind() -> _Bound:
+            backend = attention_backend(attention, tensors.device.type)(layout, cache.block_size, tensors)
+            forward = forward_of(layout, arena, cache, backend)
+            if graphs is None or not backend.can_fix:
+                return _Bound(cache, backend, forward, None)
+            decode = DecodeGraphs(layout.spec, forward, backend, cache, tensors, graphs)
+            return _Bound(cache, backend, forward, decode)
+
+        if graphs is None:
+            return bind()
+        key = layout.hash, arena.address, cache.k[0].data_ptr(), cache.num_blocks, cache.block_size, attention
+        return graphs.kept(key, bind)
+
     def prepare(self, first: int, last: int) -> None:
         """See ``Engine``. Commits their memory."""
         self._kv_pool.populate_blocks(self.cache, first, last)
+
+    @property
+    def rehearses(self) -> bool:
+        return self._decode is not None
+
+    def rehearse(self) -> Completion[None] | None:
+        """See ``Engine``. A graph each time."""
+        decode = self._decode
+        if decode is None or not decode.wants_to_record:
+            return None
+        return self._streams.compute.run(torch.inference_mode()(decode.record))
 
     def embed(self, batch: ForwardBatch) -> Activation:
         """Plan and embed. Raises ``BadRequest`` for an empty batch or slice, a short block table, an unknown token."""
@@ -156,7 +199,9 @@ class TorchEngine:
 
     def _here(self, flat: torch.Tensor) -> torch.Tensor:
         """On the device: a copy, unless it is there."""
-        return flat.to(self._tensors.device, non_blocking=True)
+        if flat.device == self._tensors.device:
+            return flat
+        return torch.empty(flat.shape, dtype=flat.dtype, device=self._tensors.device).copy_(flat, non_blocking=True)
 
     def _staged(self, num_bytes: int) -> tuple[Buffer, torch.Tensor]:
         """Memory for what goes out, and the same as ``[num_bytes]`` uint8."""
@@ -245,6 +290,13 @@ class TorchEngine:
     @torch.inference_mode()
     def _run_layers(self, activation: TorchActivation, first: int, last: int) -> None:
         check_next(first, last, activation.next_layer, activation.next_token, self.num_layers)
+        if last - first == self.num_layers and self._decode is not None:
+            step = self._decode.find(activation.batch)
+            if step is not None:
+                places = places_of(activation.batch, self.block_size)
+                activation.logits = step.run(places, activation.hidden)
+                activation.next_layer = last
+                return
         if activation.placement is None:
             activation.placement = self._place(activation.batch)
         rows = None
@@ -295,7 +347,7 @@ class TorchEngine:
     def _head(self, activation: TorchActivation) -> torch.Tensor:
         if activation.next_layer != self.num_layers:
             raise BadRequest(f"head of a batch whose next layer is {activation.next_layer} of {self.num_layers}")
-        return self._model.head(activation.hidden)
+        return self._model.head(activation.hidden) if activation.logits is None else activation.logits
 
     def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> Any:
         """See ``Engine``."""

@@ -8,10 +8,12 @@ is done again (measured): the difference is what the first request would have wa
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.device import Device
 from services.worker.device.host import HOST
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loop import EngineLoop
@@ -36,12 +38,12 @@ _PARAMS = (
 )
 
 
-def warm_up() -> int:
+def warm_up(device: Device = HOST) -> int:
     """Run it; returns the number of tokens that were computed."""
-    return sum(_run(dtype) for dtype in DTYPES)
+    return sum(_run(dtype, device) for dtype in DTYPES)
 
 
-def _run(dtype: Dtype) -> int:
+def _run(dtype: Dtype, device: Device) -> int:
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         dtype=dtype,
@@ -57,20 +59,26 @@ def _run(dtype: Dtype) -> int:
         rope_theta=1e4,
     )
     layout = layout_of(spec)
-    arena = Arena(HOST.allocate(layout.num_bytes))  # zeros: so are the logits, and no number on the way is odd
-    pool = KvPool(HOST.allocate(kv_pool_bytes(layout, BLOCK_SIZE, NUM_BLOCKS)))
-    engine = TorchEngine(layout, arena, pool, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    arena = Arena(device.allocate(layout.num_bytes))  # zeros: so are the logits, and no number on the way is odd
+    pool = KvPool(device.allocate(kv_pool_bytes(layout, BLOCK_SIZE, NUM_BLOCKS)))
+    engine = TorchEngine(layout, arena, pool, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=device)
     # Prompts in chunks: with and without a prefix; then decodes, alone and together.
     config = SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, prefill_chunk_tokens=24)
     loop = EngineLoop(engine, config, time.monotonic)
     for index, (length, params) in enumerate(zip(PROMPTS, _PARAMS, strict=True)):
         prompt = tuple(range(length))
         loop.add(ActiveSequence(request_id=str(index), attempt=1, gateway_id="warm-up", prompt=prompt, params=params))
+    landing = threading.Event()
+    loop.wake = landing.set
     computed = 0
     while loop.has_work:
         step = loop.step()
         if step is None:
-            break
+            if not loop.num_in_flight:
+                break
+            landing.wait()
+            landing.clear()
+            continue
         if step.error is not None:
             _log.warning("models in %s will not run here: %s", dtype, step.error.message)
         computed += step.num_prefill_tokens + step.num_decode_tokens

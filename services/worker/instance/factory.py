@@ -87,9 +87,9 @@ class InstanceFactory:
     async def warm_up(self) -> None:
         """What this process does once, before the first request could wait for it."""
         if self._kind.uses_kv_memory:
-            await asyncio.gather(in_thread(self._kind.warm_up), in_thread(self._kv.rest))
+            await asyncio.gather(in_thread(self._kind.warm_up, self._device), in_thread(self._kv.rest))
         else:
-            await in_thread(self._kind.warm_up)
+            await in_thread(self._kind.warm_up, self._device)
 
     async def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
         """An instance in state ``loading``, its engine bound to the places where the weights will be.

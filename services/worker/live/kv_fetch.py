@@ -9,7 +9,7 @@ from services.worker.kv_transfer.connector import KvRange
 from services.worker.link import LinkLost
 from services.worker.live.batches import PromptBatch
 from services.worker.live.links import LinkToTarget
-from services.worker.live.tensors import Tensors, can_tag_kv
+from services.worker.live.tensors import PairTensors, can_tag_kv
 from shared.errors import BlitzError, TransferAborted, TransportError
 from shared.messages.common import Ack
 from shared.messages.live import PullKv
@@ -23,7 +23,7 @@ PIECE_BYTES = 8 << 20
 class KvFetch:
     """Of one pair; one batch after the other."""
 
-    def __init__(self, pair_id: str, engine: Engine, link: LinkToTarget, tensors: Tensors) -> None:
+    def __init__(self, pair_id: str, engine: Engine, link: LinkToTarget, tensors: PairTensors) -> None:
         self._pair_id = pair_id
         self._engine = engine
         self._link = link

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from services.worker.core.live.life import PairLife, offer_pauses
 from services.worker.link import LinkLost, WorkerLink
-from services.worker.live.tensors import Tensors
+from services.worker.live.tensors import PairTensors
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, NotFound
@@ -36,7 +36,7 @@ class LinkToTarget(WorkerLink):
         super().__init__(bus, "the target", silence_s=silence_s)
         self._target = target
         self._pair_id = pair_id
-        self._tensors: Tensors | None = None
+        self._tensors: PairTensors | None = None
         self._to_settle: list[str] = []
         self._to_cancel: list[Cancel] = []
         self._settling = asyncio.Event()
@@ -45,7 +45,7 @@ class LinkToTarget(WorkerLink):
     def is_cut(self) -> bool:
         return self._tensors is not None and self._tensors.peer_is_lost
 
-    def watch(self, tensors: Tensors) -> None:
+    def watch(self, tensors: PairTensors) -> None:
         """From now on a lost connection counts as well."""
         self._tensors = tensors
 
@@ -113,7 +113,7 @@ class LinkToSource(WorkerLink):
     """The target's, of one pair."""
 
     def __init__(
-        self, assignment: ZigzagAssignment, bus: Bus, tensors: Tensors, life: PairLife, *, silence_s: float
+        self, assignment: ZigzagAssignment, bus: Bus, tensors: PairTensors, life: PairLife, *, silence_s: float
     ) -> None:
         """``life``: the pair's at the target. ``silence_s``: a source that says nothing for so long is lost."""
         super().__init__(bus, "the source", silence_s=silence_s)

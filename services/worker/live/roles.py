@@ -22,7 +22,7 @@ from services.worker.live.links import LinkToTarget
 from services.worker.live.report import REPORT_EVERY_S, annotate, declined
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
-from services.worker.live.tensors import Tensors
+from services.worker.live.tensors import PairTensors
 from services.worker.requests.inbox import Inbox
 from services.worker.weights.peers import TENSOR_LANE, PeerChannels
 from shared import subjects
@@ -189,7 +189,7 @@ class PairRoles:
             return
         target = assignment.target
 
-        async def connect() -> Tensors:
+        async def connect() -> PairTensors:
             return await self._connect(target, target.epoch)
 
         async def ask_split(request: PlanSplit) -> None:
@@ -344,7 +344,7 @@ class PairRoles:
             await self.target.close()
         await self._tasks.close()
 
-    async def _connect(self, other: ChainMember, epoch: int) -> Tensors:
+    async def _connect(self, other: ChainMember, epoch: int) -> PairTensors:
         """For tensors to and from the other member, under the target's epoch."""
         channel = await self._peers.channel(other.transport_address, other.host, lane=TENSOR_LANE)
-        return Tensors(self._connector, channel, epoch, timeout_s=self._silence_s)
+        return PairTensors(self._connector, channel, epoch, timeout_s=self._silence_s)

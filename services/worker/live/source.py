@@ -31,7 +31,7 @@ from services.worker.live.kv_fetch import KvFetch
 from services.worker.live.links import LinkToTarget
 from services.worker.live.member import Carriers, PairMember
 from services.worker.live.report import MAX_BATCHES, PairRecord, Timeline
-from services.worker.live.tensors import Kind, Tensors
+from services.worker.live.tensors import Kind, PairTensors
 from services.worker.requests.inbox import Inbox
 from shared.errors import (
     BadRequest,
@@ -68,7 +68,7 @@ class LiveSource(PairMember[SourceMachine]):
         assignment: ZigzagAssignment,
         instance: Instance,
         link: LinkToTarget,
-        connect: Callable[[], Awaitable[Tensors]],
+        connect: Callable[[], Awaitable[PairTensors]],
         inbox: Inbox,
         kv_sender: KvSender,
         ask_split: Callable[[PlanSplit], Awaitable[None]],
@@ -108,7 +108,7 @@ class LiveSource(PairMember[SourceMachine]):
         self._sequences: dict[Key, ActiveSequence] = {}
         """Lent, and in no batch of ``_held``."""
         self.held: dict[str, PromptBatch] = {}
-        self._tensors: Tensors | None = None
+        self._tensors: PairTensors | None = None
         self._living: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
         self._span = trace.get_current_span()
@@ -305,7 +305,7 @@ class LiveSource(PairMember[SourceMachine]):
         self._link.watch(tensors)
 
     @property
-    def _connected(self) -> Tensors:
+    def _connected(self) -> PairTensors:
         if self._tensors is None:
             raise LinkLost("there is no connection to the target")
         return self._tensors

@@ -40,7 +40,7 @@ from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.batches import PromptBatch
 from services.worker.live.links import LinkToSource
 from services.worker.live.member import LATER, Carriers, PairMember
-from services.worker.live.tensors import Kind, Tensors
+from services.worker.live.tensors import Kind, PairTensors
 from services.worker.requests.inbox import Inbox
 from shared.bus.base import Bus
 from shared.errors import BadRequest, BlitzError, Internal
@@ -69,7 +69,7 @@ class LiveTarget(PairMember[TargetMachine]):
         assignment: ZigzagAssignment,
         instance: Instance,
         bus: Bus,
-        tensors: Tensors,
+        tensors: PairTensors,
         inbox: Inbox,
         kv_sender: KvSender,
         *,

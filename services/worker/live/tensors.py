@@ -48,7 +48,7 @@ def kv_tag(epoch: int, serial: int, layer: int) -> int:
     return tag_of(epoch, serial * _MAX_LAYERS + layer, Carries.PAIR_KV)
 
 
-class Tensors:
+class PairTensors:
     """One member's end. Owns the transfers that it posted until they are done."""
 
     def __init__(self, connector: KvConnector, channel: Channel, epoch: int, *, timeout_s: float) -> None:

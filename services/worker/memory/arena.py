@@ -64,6 +64,10 @@ class Arena:
         causes it."""
         self._memory.prefault(num_bytes, offset)
 
+    def pin(self) -> None:
+        """Make ready for copies between host and device, once: it may take long."""
+        self._memory.pin()
+
     def release(self) -> None:
         """Give the pages back; contents become zeros. Views stay valid. Only for a spare worker:
         no transfer may be reading or writing."""

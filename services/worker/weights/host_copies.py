@@ -94,6 +94,7 @@ class HostCopies:
         sources = StripeSources(1.0, (*upstreams, DISK), request.cap_gbps)
         try:
             with self._store.pinned(model.model_hash):
+                await in_thread(copy.arena.pin)
                 await self._mover.fill_host(model, copy, request.epoch, CHUNK_BYTES, sources)
             log.info("host copy of %s is complete (%d bytes)", model.name, copy.layout.num_bytes)
         except BuffersStuck as error:
@@ -132,6 +133,7 @@ class HostCopies:
         self._filling.add(record.model_hash)
         try:
             with instance.pinned(), self._store.pinned(record.model_hash):
+                await in_thread(copy.arena.pin)
                 for unit in range(len(copy.layout.units)):
                     if not await in_thread(copy.copy_unit, unit, instance.copy):
                         raise TransportError(f"unit {unit} of {instance.instance_id} is not what was registered")

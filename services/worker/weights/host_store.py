@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from services.worker.device.device import Device
 from services.worker.device.host import HOST
 from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
@@ -54,8 +55,10 @@ class _Held:
 class HostStore:
     """At most one copy per model hash. All methods on the event loop; times are seconds of one clock."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, device: Device = HOST) -> None:
+        """``device``: instances are loaded from here by its copies."""
         self.capacity_bytes = capacity_bytes
+        self._device = device
         self._held: dict[str, _Held] = {}
         self._serial = 0
         self._changed = Wakeup()
@@ -96,7 +99,7 @@ class HostStore:
                 f"{free_bytes} of {self.capacity_bytes} are free"
             )
         try:
-            arena = Arena(HOST.allocate(layout.num_bytes))
+            arena = Arena(self._device.host_memory(layout.num_bytes))
         except (OSError, MemoryError, OverflowError) as error:
             raise NoCapacity(
                 f"no {layout.num_bytes} bytes of memory for a host copy of {record.name}: {error}"

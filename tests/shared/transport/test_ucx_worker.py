@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shared.transport.ucx_worker import UcxWorker
+import pytest
+import ucxx  # noqa: F401 - which sets UCX_RNDV_THRESH by itself, once
+
+from shared.transport import ucx, ucx_worker
+from shared.transport.ucx_worker import UcxWorker, open_worker
 
 
 class Request:
@@ -29,19 +35,19 @@ class Endpoint:
 
 
 def worker() -> UcxWorker:
-    ucx_worker = SimpleNamespace(
+    inner = SimpleNamespace(
         init_blocking_progress_mode=lambda: None, address=memoryview(b"here"), epoll_file_descriptor=0
     )
-    ucx: Any = SimpleNamespace(
+    stand_in: Any = SimpleNamespace(
         UCXContext=lambda *_: None,
-        UCXWorker=lambda _: ucx_worker,
+        UCXWorker=lambda _: inner,
         UCXXTag=int,
         UCXXTagMask=int,
         UCXError=OSError,
         UCXMessageTruncatedError=EOFError,
         Feature=SimpleNamespace(TAG=0, WAKEUP=0),
     )
-    return UcxWorker(ucx, bytes)
+    return UcxWorker(stand_in, bytes, {})
 
 
 def test_what_waits_for_a_send_may_give_the_endpoint_up() -> None:
@@ -63,3 +69,30 @@ def test_what_waits_for_a_send_may_give_the_endpoint_up() -> None:
     sending.end_completed()
     sending.end_completed()
     assert ended == [("first", None), ("second", None), ("third", None)], "each ends once"
+
+
+@pytest.mark.parametrize("device_memory", [False, True])
+def test_memory_of_a_device_is_not_sent_eagerly(monkeypatch: pytest.MonkeyPatch, device_memory: bool) -> None:
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(ucx_worker, "RDMA_DEVICES", Path("/nowhere"))
+    monkeypatch.setattr(ucx_worker, "UcxWorker", lambda ucx, array, options: given.append(options))
+    monkeypatch.delenv("UCX_RNDV_THRESH", raising=False)
+    open_worker(device_memory=device_memory)
+    assert ("RNDV_THRESH" in given[0]) is not device_memory
+
+
+@pytest.mark.ucx
+async def test_the_transports_thread_enters_the_device_before_ucx_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    real = ucx.open_worker
+
+    def opened(*, device_memory: bool) -> UcxWorker:
+        assert device_memory
+        calls.append(("opened", threading.get_ident()))
+        return real(device_memory=device_memory)
+
+    monkeypatch.setattr(ucx, "open_worker", opened)
+    transport = ucx.UcxTransport(name="t", enter=lambda: calls.append(("entered", threading.get_ident())))
+    await transport.close()
+    assert [what for what, _ in calls] == ["entered", "opened"]
+    assert {thread for _, thread in calls} == {calls[0][1]} != {threading.get_ident()}

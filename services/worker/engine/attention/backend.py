@@ -35,9 +35,25 @@ class PagedBatch:
     """``[N]``."""
 
 
+class FixedAttention(Protocol):
+    """Of decode batches of one size, in memory that stays where it is, for one graph."""
+
+    @property
+    def attention(self) -> AttentionPlan:
+        """The plan, for what is recorded, and for all batches that are planned later."""
+
+    def plan(self, batch: PagedBatch, pages: torch.Tensor) -> None:
+        """The plan is of this batch from here on, also where it was recorded. ``pages``: as for
+        ``AttentionBackend.plan``. Rows behind the batch's see no keys."""
+
+
 class AttentionBackend(Protocol):
     """One model's attention on one device. Not thread-safe: the engine thread's alone, inside of operations of the
     compute stream."""
+
+    @property
+    def can_fix(self) -> bool:
+        """Whether it has ``fixed``."""
 
     def plan(self, batch: PagedBatch, pages: torch.Tensor, slots: torch.Tensor) -> AttentionPlan:
         """Prepare a batch. ``pages``: those of the batch on the device, int32. ``slots [num_tokens]``: the flat KV slot
@@ -51,7 +67,7 @@ class AttentionBackend(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> None:
-        """Write the batch's K and V ``[num_tokens, num_kv_heads, head_dim]``, of any stride between tokens, into one
+        """Write a batch's K and V ``[num_tokens, num_kv_heads, head_dim]``, of any stride between tokens, into one
         layer's caches ``[num_blocks, block_size, num_kv_heads, head_dim]``."""
 
     def run(self, plan: AttentionPlan, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
@@ -60,3 +76,7 @@ class AttentionBackend(Protocol):
         ``q [num_tokens, num_heads, head_dim]``, of any stride between tokens; returns ``[num_tokens, num_heads *
         head_dim]``.
         """
+
+    def fixed(self, batch_size: int, most_pages: int, slots: torch.Tensor) -> FixedAttention:
+        """For decodes of up to ``batch_size`` sequences with ``most_pages`` pages in all, whose tokens' KV goes where
+        ``slots [batch_size]`` says when it is run. Raises ``NotImplementedError`` unless it ``can_fix``."""

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.worker.device.tensors import Tensors
-from services.worker.engine.attention.backend import PagedBatch
+from services.worker.engine.attention.backend import FixedAttention, PagedBatch
 from services.worker.engine.kernels import CAST_DTYPES
 from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.layout import ArenaLayout
@@ -111,6 +111,8 @@ def _by_length(decodes: Sequence[_Decode]) -> list[list[_Decode]]:
 
 class TorchAttention:
     """``AttentionBackend`` for the CPU, in any of the model's dtypes."""
+
+    can_fix = False
 
     def __init__(self, layout: ArenaLayout, block_size: int, tensors: Tensors) -> None:
         del tensors
@@ -244,6 +246,10 @@ class TorchAttention:
         for padded in plan.padded:
             out.index_copy_(0, padded.rows, self._attend_padded(padded, heads, k_cache, v_cache))
         return out.view(q.shape[0], -1)
+
+    def fixed(self, batch_size: int, most_pages: int, slots: torch.Tensor) -> FixedAttention:
+        del batch_size, most_pages, slots
+        raise NotImplementedError("a CPU records no graphs")
 
     def _attend_padded(
         self, padded: _Padded, heads: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor

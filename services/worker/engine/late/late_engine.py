@@ -85,6 +85,11 @@ class LateEngine:
         """See ``Engine``."""
         self._inner.prepare(first, last)
 
+    rehearses = False
+
+    def rehearse(self) -> None:
+        """See ``Engine``: nothing."""
+
     def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> Any:
         """See ``Engine``."""
         return self._inner.counts_of(prompt, output)

@@ -143,6 +143,11 @@ class MockEngine:
     def prepare(self, first: int, last: int) -> None:
         """Nothing to do."""
 
+    rehearses = False
+
+    def rehearse(self) -> None:
+        """See ``Engine``: nothing."""
+
     def embed(self, batch: ForwardBatch) -> Activation:
         """Start a batch."""
         return self._streams.compute.run(lambda: self._begin(self._steps.known(batch), 0))

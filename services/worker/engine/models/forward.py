@@ -13,7 +13,7 @@ import torch
 
 from services.worker.engine.attention.backend import AttentionBackend, AttentionPlan
 from services.worker.engine.kv_pool import KvCache
-from services.worker.engine.rope import Rotation
+from services.worker.engine.rope import FusedRotation, PlainRotation
 from services.worker.memory.arena import Arena
 from shared.layout import ArenaLayout
 from shared.models.families import family_of
@@ -23,7 +23,7 @@ from shared.models.families import family_of
 class Placement:
     """Where a batch's tokens are."""
 
-    rotation: Rotation
+    rotation: PlainRotation | FusedRotation
     attention: AttentionPlan
 
 

@@ -10,7 +10,9 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from services.worker.device.device import Device
 from services.worker.device.host import HOST
+from services.worker.engine.attention.kinds import BY_DEVICE
 from services.worker.engine.forward_batch import Slice
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import TorchEngine
@@ -58,14 +60,23 @@ def _generated(kind: str, prompt: tuple[int, ...], num_tokens: int) -> tuple[int
 
 
 def loaded_engine(
-    kind: str, *, dtype: str = "float32", num_blocks: int = 256, block_size: int = 16, sharded: bool = False
+    kind: str,
+    *,
+    dtype: str = "float32",
+    num_blocks: int = 256,
+    block_size: int = 16,
+    sharded: bool = False,
+    attention: str = BY_DEVICE,
+    device: Device = HOST,
 ) -> TorchEngine:
     """An engine with all of the checkpoint's weights."""
     checkpoint = inspect_checkpoint(tiny_checkpoint(kind, dtype=dtype, sharded=sharded), with_hash=False)
     layout = checkpoint.layout
-    arena = Arena(HOST.allocate(layout.num_bytes))
-    pool = KvPool(HOST.allocate(kv_pool_bytes(layout, block_size, num_blocks)))
-    engine = TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=block_size)
+    arena = Arena(device.allocate(layout.num_bytes))
+    pool = KvPool(device.allocate(kv_pool_bytes(layout, block_size, num_blocks)))
+    engine = TorchEngine(
+        layout, arena, pool, num_blocks=num_blocks, block_size=block_size, attention=attention, device=device
+    )
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)
     return engine

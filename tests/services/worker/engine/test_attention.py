@@ -1,17 +1,19 @@
-"""The paged backend against attention written out token by token in float64."""
+"""The paged backends that run anywhere, against attention written out token by token in float64."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from services.worker.device.tensors import HostTensors
-from services.worker.engine.attention import torch_cpu
-from services.worker.engine.attention.backend import PagedBatch
-from services.worker.engine.attention.torch_cpu import TorchAttention, TorchPlan
+from services.worker.engine.attention import torch_cpu, torch_plain
+from services.worker.engine.attention.backend import AttentionBackend, AttentionPlan, PagedBatch
+from services.worker.engine.attention.torch_cpu import TorchAttention
+from services.worker.engine.attention.torch_plain import PlainAttention
 from shared.layout import layout_of
 from shared.model_spec import ModelSpec
 
@@ -20,8 +22,8 @@ NUM_BLOCKS = 400
 
 
 def _plan(
-    backend: TorchAttention, qo_indptr: list[int], kv_indptr: list[int], pages: list[int], last_page_len: list[int]
-) -> TorchPlan:
+    backend: AttentionBackend, qo_indptr: list[int], kv_indptr: list[int], pages: list[int], last_page_len: list[int]
+) -> AttentionPlan:
     batch = PagedBatch(*(np.array(x, dtype=np.int32) for x in (qo_indptr, kv_indptr, pages, last_page_len)))
     return backend.plan(batch, torch.from_numpy(batch.pages), torch.empty(0, dtype=torch.int64))
 
@@ -68,6 +70,20 @@ def test_a_mixed_batch_attends_as_written_out(
     monkeypatch.setattr(torch_cpu, "IN_PLACE_BYTES", in_place_bytes)
     monkeypatch.setattr(torch_cpu, "QUERY_TILE_TOKENS", 16)
     _check(_spec(window, *heads, "float32"), is_run, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 13, 300])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (3, 1)])
+@pytest.mark.parametrize("tile_tokens", [7, 256])
+def test_plain_operations_attend_as_written_out(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, heads: tuple[int, int], tile_tokens: int
+) -> None:
+    monkeypatch.setattr(torch_plain, "QUERY_TILE_TOKENS", tile_tokens)
+    _check(_spec(window, *heads, "float32"), is_run=False, atol=1e-5, make=PlainAttention)
+
+
+def test_plain_operations_round_what_they_computed_in_float32() -> None:
+    _check(_spec(20, 4, 2, "bfloat16"), is_run=False, atol=1e-2, make=PlainAttention)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -126,7 +142,7 @@ def test_a_chunk_of_several_tiles_gathers_its_prefix_once_and_makes_its_mask_onc
     assert [id(mask) for mask in masks[:3]] == [id(mask) for mask in masks[3:]]
 
 
-def _check(spec: ModelSpec, is_run: bool, atol: float) -> None:
+def _check(spec: ModelSpec, is_run: bool, atol: float, make: Callable[..., AttentionBackend] = TorchAttention) -> None:
     draw = random.Random(1)
     torch.manual_seed(1)
     dtype = getattr(torch, spec.dtype)
@@ -153,7 +169,7 @@ def _check(spec: ModelSpec, is_run: bool, atol: float) -> None:
         kv_indices += pages
         kv_indptr.append(len(kv_indices))
         last_page_len.append(num_keys - (num_pages - 1) * BLOCK_SIZE)
-    backend = TorchAttention(layout_of(spec), BLOCK_SIZE, HostTensors())
+    backend = make(layout_of(spec), BLOCK_SIZE, HostTensors())
     plan = _plan(backend, qo_indptr, kv_indptr, kv_indices, last_page_len)
     for _ in range(2):  # a plan serves every layer
         out = backend.run(plan, q, k_cache, v_cache)

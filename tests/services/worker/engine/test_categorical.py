@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.worker.engine import categorical as module
-from services.worker.engine.categorical import BLOCK_TOKENS, DrawRow, draw, uniform
+from services.worker.engine.categorical import BLOCK_TOKENS, DrawRow, draw, uniform, uniforms
 
 LAST = 1 - 2.0**-53
 """The largest number that ``uniform`` gives."""
@@ -80,6 +80,11 @@ def test_numbers_are_spread_evenly() -> None:
         assert (
             -4 < chi_square(np.bincount((np.array(numbers) * 400).astype(int), minlength=400), np.full(400, 50.0)) < 4
         )
+
+
+def test_numbers_of_many_rows_are_those_of_each() -> None:
+    pairs = [(seed, at) for seed in (0, 1, -1, 7, 2**63 - 1, -(2**63)) for at in (0, 1, 2**31, 10**12)]
+    assert uniforms(*zip(*pairs, strict=True)).tolist() == [uniform(*pair) for pair in pairs]
 
 
 @pytest.mark.parametrize("sort_tokens", [module.SORT_TOKENS, 50], ids=["sorted", "in buckets"])

@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.device.host import HOST
 from services.worker.engine.attention.backend import AttentionBackend
-from services.worker.engine.attention.kinds import ATTENTION, attention_backend
+from services.worker.engine.attention.kinds import ATTENTION, BY_DEVICE, attention_backend, attention_for
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.models.forward import Forward, forward_of
 from services.worker.memory.arena import Arena
@@ -46,16 +46,23 @@ def test_what_a_model_is_takes_no_torch_to_know() -> None:
 def test_an_engine_computes_with_the_family_of_its_layout(kind: str) -> None:
     layout = inspect_checkpoint(tiny_checkpoint(kind), with_hash=False).layout
     arena, pool = Arena(HOST.allocate(layout.num_bytes)), KvPool(HOST.allocate(1 << 20))
-    attention = attention_backend(ATTENTION[0])(layout, 16, HOST.tensors)
+    attention = attention_backend(BY_DEVICE, "cpu")(layout, 16, HOST.tensors)
     assert has(Forward, forward_of(layout, arena, pool.view(layout, 16), attention))
 
 
 @pytest.mark.parametrize("name", list(ATTENTION))
 def test_a_backend_is_made_for_a_layout(name: str) -> None:
     layout = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False).layout
-    assert has(AttentionBackend, attention_backend(name)(layout, 16, HOST.tensors))
+    assert has(AttentionBackend, attention_backend(name, ATTENTION[name][0])(layout, 16, HOST.tensors))
 
 
-def test_a_backend_that_there_is_not_is_refused() -> None:
+def test_a_device_has_its_own_backend_unless_another_one_is_named() -> None:
+    assert [attention_for(BY_DEVICE, device) for device in ("cpu", "cuda")] == ["torch_cpu", "flashinfer"]
+    assert attention_for("torch_plain", "cuda") == "torch_plain"
+
+
+def test_a_backend_that_there_is_not_or_that_does_not_run_there_is_refused() -> None:
     with pytest.raises(BadRequest, match="no attention backend 'fast', but torch_cpu"):
-        attention_backend("fast")
+        attention_backend("fast", "cpu")
+    with pytest.raises(BadRequest, match="'torch_cpu' does not run on cuda, but flashinfer, torch_plain"):
+        attention_backend("torch_cpu", "cuda")

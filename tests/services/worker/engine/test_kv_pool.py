@@ -33,7 +33,7 @@ def test_pages_of_all_layers_lie_apart_inside_of_the_buffer() -> None:
     cache = pool.view(layout, 8)
     assert cache.num_blocks == pool.num_blocks(layout, 8) > 0
     for number, pages in enumerate((*cache.k, *cache.v), start=1):
-        assert pages.shape == (cache.num_blocks, 8, layout.num_kv_heads, layout.spec.head_dim)
+        assert pages.shape == (cache.num_blocks + 1, 8, layout.num_kv_heads, layout.spec.head_dim)
         assert held.address <= pages.data_ptr() <= held.address + pool.capacity_bytes - pages.nbytes
         pages.fill_(number)
     for number, pages in enumerate((*cache.k, *cache.v), start=1):
@@ -60,7 +60,7 @@ def test_a_pool_made_for_so_many_blocks_holds_them(kind: str, num_blocks: int) -
     layout = _layout(kind)
     pool = KvPool(HOST.allocate(kv_pool_bytes(layout, 16, num_blocks)))
     assert pool.num_blocks(layout, 16) == num_blocks
-    assert pool.view(layout, 16, num_blocks).v[-1].shape[0] == num_blocks
+    assert pool.view(layout, 16, num_blocks).v[-1].shape[0] == num_blocks + 1
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 10_000])

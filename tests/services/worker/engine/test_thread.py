@@ -6,6 +6,7 @@ import time
 import pytest
 
 from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.device.completion import Landed, Pending
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
@@ -114,6 +115,68 @@ def test_blocks_are_prepared_before_the_thread_starts_and_before_they_are_used(r
     assert firsts[1:] == lasts[:-1]
     assert len(engine.threads) == 2
     assert threading.main_thread() not in engine.threads
+
+
+class Rehearsing(MockEngine):
+    """Has so many things to rehearse, each done when the test says so."""
+
+    rehearses = True
+
+    def __init__(self, num_left, error=None):
+        super().__init__(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.num_left, self.error = num_left, error
+        self.begun: list[Pending] = []
+        self.threads = set()
+
+    def rehearse(self):
+        if not self.num_left:
+            return None
+        self.num_left -= 1
+        self.threads.add(threading.current_thread().name)
+        self.begun.append(Pending())
+        return self.begun[-1]
+
+
+def test_an_engine_rehearses_before_its_instance_serves_one_thing_at_a_time(running):
+    engine = Rehearsing(3)
+    loop = make_loop(engine, clock=time.monotonic)
+    collector = Collector()
+    thread = EngineThread(loop, collector, name="rehearsing")
+    thread.prepare()
+    for number in range(3):
+        eventually_sync(lambda number=number: len(engine.begun) > number)
+        time.sleep(0.02)
+        assert len(engine.begun) == number + 1
+        engine.begun[number].settle(Landed())
+    thread.start()
+    thread.submit(request("r")).result(60)
+    collector.wait(1)
+    assert engine.threads == {"rehearsing"}
+    assert len(engine.begun) == 3
+    thread.stop()
+    assert thread.join(60)
+
+
+def test_requests_do_not_wait_for_what_is_rehearsed_and_what_fails_is_said(running, caplog):
+    engine = Rehearsing(2)
+    thread, collector = running(make_loop(engine, clock=time.monotonic))
+    eventually_sync(lambda: engine.begun)
+    thread.submit(request("r")).result(60)
+    collector.wait(1)
+    assert len(engine.begun) == 1
+    engine.begun[0].settle(Landed(error=RuntimeError("no memory for a graph")))
+    eventually_sync(lambda: len(engine.begun) == 2)
+    assert "no memory for a graph" in caplog.text
+
+
+def test_a_stopped_thread_rehearses_no_more(running):
+    engine = Rehearsing(5)
+    thread, _ = running(make_loop(engine, clock=time.monotonic))
+    eventually_sync(lambda: engine.begun)
+    thread.stop()
+    engine.begun[0].settle(Landed())
+    assert thread.join(60)
+    assert len(engine.begun) == 1
 
 
 def test_a_refusal_reaches_the_submitter(running):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.worker.config import WorkerConfig
+from services.worker.device.device import Device
 from services.worker.device.host import HOST
 from services.worker.device.memory import HostMemory
 from services.worker.engine.forward_batch import ForwardBatch
@@ -127,7 +128,7 @@ async def test_a_worker_warms_up_once_before_it_registers_as_spare(monkeypatch: 
     alone = LoneWorker(engine="torch")
     reports_before: list[int] = []
 
-    def warmed() -> None:
+    def warmed(device: Device) -> None:
         assert threading.current_thread() is not threading.main_thread()
         reports_before.append(len(alone.pool.heartbeats))
 

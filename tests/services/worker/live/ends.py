@@ -26,7 +26,7 @@ from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.links import LinkToTarget
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
-from services.worker.live.tensors import Kind, Tensors
+from services.worker.live.tensors import Kind, PairTensors
 from services.worker.requests.inbox import Inbox
 from shared import subjects
 from shared.errors import BlitzError
@@ -220,8 +220,8 @@ class Ends:
         source, target = self.transports
         there = await source.connect(target.address, same_host=False, lane=1)
         here = await target.connect(source.address, same_host=False, lane=1)
-        self.source_tensors = Tensors(KvConnector(source, HOST), there, 2, timeout_s=self.tensors_s)
-        self.target_tensors = Tensors(KvConnector(target, HOST), here, 2, timeout_s=self.tensors_s)
+        self.source_tensors = PairTensors(KvConnector(source, HOST), there, 2, timeout_s=self.tensors_s)
+        self.target_tensors = PairTensors(KvConnector(target, HOST), here, 2, timeout_s=self.tensors_s)
         await self.buses[0].respond(subjects.worker_live(process("w0"), "taken"), Taken, self._on_taken)
         await self.buses[0].subscribe(subjects.worker_pair_ended(process("w0")), PairEnded, self._on_ended)
         await self.buses[1].subscribe(subjects.worker_cancel(process("w1")), Cancel, self._on_cancel)
@@ -387,7 +387,7 @@ class SourceEnd:
         )
         self.machine = self.live.machine
 
-    async def _connect(self) -> Tensors:
+    async def _connect(self) -> PairTensors:
         return self.ends.source_tensors
 
     async def begin(self, *sequences: ActiveSequence) -> None:

@@ -25,7 +25,7 @@ from services.worker.kv_transfer.connector import KvConnector
 from services.worker.live.batches import PromptBatch
 from services.worker.live.kv_fetch import KvFetch
 from services.worker.live.links import LinkToTarget
-from services.worker.live.tensors import Tensors
+from services.worker.live.tensors import PairTensors
 from shared.messages.generation import DecodePlace, StreamPart
 from shared.messages.live import Dissolve, Dissolved, Pull, Pulled, Seal
 from shared.transport.base import Buffer
@@ -468,8 +468,8 @@ async def test_kv_is_sent_when_it_was_copied_and_is_here_when_it_was_written() -
     transports = [fabric.start(name=name) for name in ("target", "source")]
     to = await transports[0].connect(transports[1].address, same_host=False)
     back = await transports[1].connect(transports[0].address, same_host=False)
-    at_target = Tensors(KvConnector(transports[0], HOST), to, 1, timeout_s=WAIT_S)
-    at_source = Tensors(KvConnector(transports[1], HOST), back, 1, timeout_s=WAIT_S)
+    at_target = PairTensors(KvConnector(transports[0], HOST), to, 1, timeout_s=WAIT_S)
+    at_source = PairTensors(KvConnector(transports[1], HOST), back, 1, timeout_s=WAIT_S)
 
     async def acknowledged(*_: Any) -> None:
         pass

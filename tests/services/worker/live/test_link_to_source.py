@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.core.live.life import PairLife
 from services.worker.live.links import LinkToSource
-from services.worker.live.tensors import Tensors
+from services.worker.live.tensors import PairTensors
 from shared import subjects
 from shared.errors import Internal
 from shared.messages.common import Ack
@@ -38,7 +38,7 @@ class Ends:
         """So many of the next questions are answered with an error."""
 
     def line(self, silence_s: float = NEVER_S) -> LinkToSource:
-        return LinkToSource(assignment(), self.target, cast(Tensors, self.tensors), self.life, silence_s=silence_s)
+        return LinkToSource(assignment(), self.target, cast(PairTensors, self.tensors), self.life, silence_s=silence_s)
 
     async def respond(self) -> None:
         await self.source.respond(subjects.worker_live(process("w0"), "taken"), Taken, self._answer)

@@ -16,7 +16,7 @@ from services.worker import link
 from services.worker.link import LinkLost
 from services.worker.live import links
 from services.worker.live.links import LinkToTarget
-from services.worker.live.tensors import Tensors
+from services.worker.live.tensors import PairTensors
 from shared import subjects
 from shared.errors import BlitzError, Conflict, Internal, NotFound, Overloaded
 from shared.messages.codec import Message
@@ -112,7 +112,7 @@ async def test_nobody_answers_to_the_targets_name_for_too_long(line: Line, quick
 
 async def test_a_cut_connection_and_nobody_there_needs_no_patience(line: Line) -> None:
     pair, tensors = line.link(), SimpleNamespace(peer_is_lost=False)
-    pair.watch(cast(Tensors, tensors))
+    pair.watch(cast(PairTensors, tensors))
     asking = asyncio.create_task(pair.ask_pair("seal", SEAL, Ack))
     await asyncio.sleep(SHORT_S)
     assert not asking.done(), "its line is there: it may only be slow"

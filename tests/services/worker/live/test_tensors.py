@@ -1,4 +1,4 @@
-"""Tensors between the members: tags that nobody else uses, and buffers that are kept until they may go."""
+"""PairTensors between the members: tags that nobody else uses, and buffers that are kept until they may go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.device.host import HOST
 from services.worker.kv_transfer.connector import KvConnector
-from services.worker.live.tensors import Kind, Tensors, live_tag
+from services.worker.live.tensors import Kind, PairTensors, live_tag
 from shared.errors import DeadlineExceeded, TransferAborted, TransportError
 from shared.transport.tags import tag_of
 from tests.shared.transport.memory import MemoryFabric, MemoryTransport
@@ -28,14 +28,14 @@ class Pair:
         self.same_host, self.timeout_s = same_host, timeout_s
         self.transports: list[MemoryTransport] = []
 
-    async def start(self) -> tuple[Tensors, Tensors]:
+    async def start(self) -> tuple[PairTensors, PairTensors]:
         self.transports = [self.fabric.start(name=name) for name in ("source", "target")]
         source, target = self.transports
         return await self._end(source, target), await self._end(target, source)
 
-    async def _end(self, mine: MemoryTransport, other: MemoryTransport) -> Tensors:
+    async def _end(self, mine: MemoryTransport, other: MemoryTransport) -> PairTensors:
         channel = await mine.connect(other.address, same_host=self.same_host, lane=1)
-        return Tensors(KvConnector(mine, HOST), channel, EPOCH, timeout_s=self.timeout_s)
+        return PairTensors(KvConnector(mine, HOST), channel, EPOCH, timeout_s=self.timeout_s)
 
     def kill_target(self) -> None:
         self.fabric.kill(self.transports[1].address)

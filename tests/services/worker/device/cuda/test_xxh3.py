@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from bench.gpu import xxh3
 from bench.gpu.checksum import ODD_BYTES, num_wrong
+from services.worker.device.cuda import xxh3
 from shared.layout import CHECK_BYTES
 from shared.unit_digests import block_checksums
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[5]
 _IN_INTERPRETER = """
 import numpy as np, torch
-from bench.gpu import xxh3
-from bench.gpu.xxh3_kernel import BlockChecksums
+from services.worker.device.cuda import xxh3
+from services.worker.device.cuda.xxh3_kernel import BlockChecksums
 numbers = np.random.default_rng(1)
 for size in (241, 1024, 1025, xxh3.CHECK_BYTES, xxh3.CHECK_BYTES + 4096):
     memory = torch.from_numpy(numbers.integers(256, size=size, dtype=np.uint8))

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.gpu import xxh3
+from services.worker.device.cuda import xxh3
 
 SUM_TILE_ROWS = 16
 """1 KiB rows per program: 16 words for each of its 128 threads, in accesses of 16 bytes."""

@@ -1,0 +1,34 @@
+"""CUDA graphs, and what was made with some that a worker keeps between its instances."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from services.worker.device.cuda.driver import Driver
+from services.worker.device.graphs import Graph
+
+T = TypeVar("T")
+
+KEPT = 4
+"""Layouts: a worker takes turns between few."""
+
+
+class CudaGraphs:
+    """``Graphs`` of a GPU."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._kept: OrderedDict[object, Any] = OrderedDict()
+
+    def record(self, work: Callable[[], object]) -> Graph:
+        return self._driver.record(work)
+
+    def kept(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._kept:
+            while len(self._kept) >= KEPT:
+                self._kept.popitem(last=False)
+            self._kept[key] = make()
+        self._kept.move_to_end(key)
+        return cast(T, self._kept[key])

@@ -1,0 +1,115 @@
+"""Operations of a GPU's stream: launched at once, done when the device has come to their end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from services.worker.device.completion import waited
+from services.worker.device.cuda.streams import CudaStream
+from shared.errors import BadRequest
+from tests.services.worker.device.cuda.drivers import PlayedDriver
+from tests.wait_until import eventually_sync
+
+
+class Thing:
+    pass
+
+
+def test_what_was_launched_is_done_when_the_device_has_come_there() -> None:
+    driver = PlayedDriver(by_hand=True)
+    stream = CudaStream(driver, "compute")
+    completion = stream.run(lambda: 5)
+    assert completion.ahead() == 5
+    assert not completion.done
+    with pytest.raises(RuntimeError, match="not done"):
+        completion.result()
+    driver.play()
+    assert waited(completion) == 5
+
+
+def test_operations_are_launched_on_their_stream_and_one_after_the_other() -> None:
+    driver = PlayedDriver()
+    stream, other = CudaStream(driver, "compute", first=True), CudaStream(driver, "out")
+    seen: list[object] = []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        inside.set()
+        assert go_on.wait(10)
+        seen.append("first")
+
+    thread = threading.Thread(target=lambda: stream.run(first))
+    thread.start()
+    assert inside.wait(10)
+    behind = threading.Thread(target=lambda: stream.run(lambda: seen.append("second")))
+    behind.start()
+    waited(other.run(lambda: seen.append("beside")))
+    go_on.set()
+    thread.join(10)
+    behind.join(10)
+    assert seen == ["beside", "first", "second"]
+    kinds: list[str] = []
+    waited(stream.run(lambda: kinds.append(driver.current[-1][0])))
+    waited(other.run(lambda: kinds.append(driver.current[-1][0])))
+    assert kinds == ["first", "later"]
+
+
+def test_a_callers_mistake_is_known_at_once_and_another_error_when_what_was_launched_has_ended() -> None:
+    driver = PlayedDriver(by_hand=True)
+    stream = CudaStream(driver, "compute")
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    mistake = stream.run(lambda: fail(BadRequest("no")))
+    assert isinstance(mistake.error, BadRequest)
+    failed = stream.run(lambda: fail(RuntimeError("no memory")))
+    assert not failed.done
+    assert failed.error is None
+    with pytest.raises(RuntimeError, match="no memory"):
+        failed.ahead()
+    driver.play()
+    with pytest.raises(RuntimeError, match="no memory"):
+        waited(failed)
+
+
+def test_what_an_operation_has_is_kept_until_it_is_done_and_no_longer() -> None:
+    driver = PlayedDriver(by_hand=True)
+    stream = CudaStream(driver, "out")
+    thing = Thing()
+    kept = weakref.ref(thing)
+    completion = stream.run(lambda thing=thing: None)  # type: ignore[misc]
+    del thing
+    gc.collect()
+    assert kept() is not None
+    driver.play()
+    waited(completion)
+    eventually_sync(lambda: gc.collect() >= 0 and kept() is None)
+
+
+def test_a_device_that_fails_fails_what_was_launched() -> None:
+    driver = PlayedDriver(by_hand=True)
+    stream = CudaStream(driver, "compute")
+    completions = [stream.run(lambda: 1) for _ in range(2)]
+    driver.failure = RuntimeError("an illegal memory access was encountered")
+    driver.play()
+    for completion in completions:
+        with pytest.raises(RuntimeError, match="illegal"):
+            waited(completion)
+
+
+def test_the_devices_time_of_an_operation_is_without_the_wait_before_it() -> None:
+    driver = PlayedDriver(by_hand=True)
+    stream = CudaStream(driver, "compute")
+    completion = stream.run(lambda: None)
+    began, ended = driver.recorded
+    driver.now_ms = 100.0
+    began.come()
+    driver.now_ms = 107.5
+    ended.come()
+    waited(completion)
+    assert completion.device_s == stream.busy_s == pytest.approx(0.0075)

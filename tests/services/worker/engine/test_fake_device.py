@@ -1,0 +1,125 @@
+"""An engine on a device of its own kind, whose tensors have shapes and no numbers: nothing is mixed with the host's,
+nothing waits for the device, and what goes there and back is in pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from services.worker.device.completion import Completion, waited
+from services.worker.device.cuda.device import CudaDevice
+from services.worker.engine.attention import kinds
+from services.worker.engine.forward_batch import Slice
+from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
+from services.worker.engine.torch_engine import TorchEngine
+from services.worker.memory.arena import Arena
+from shared.checkpoint import inspect_checkpoint
+from tests.checkpoints import KINDS, VOCAB_SIZE, tiny_checkpoint
+from tests.services.worker.device.cuda.drivers import FAKE, FakeDriver
+from tests.services.worker.engine.batches import forward, slice_of
+
+NUM_BLOCKS = 64
+_COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
+_NEW = frozenset({"aten::empty.memory_format", "aten::zeros", "aten::full"})
+
+
+class Mixed(AssertionError):
+    """What a device would wait for, or take for wrong."""
+
+
+class Guard(TorchDispatchMode):
+    """Fails what copies between host and device but through pinned memory and without waiting, and what takes memory of
+    the host that is not pinned."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        super().__init__()
+        self._driver = driver
+        self._views: dict[int, torch.Tensor] = {}
+        """Of pinned memory. Kept, so that none has another's identity."""
+        self.num_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        hosts = [x for x in given if x.device.type == "cpu"]
+        if func.name() in _COPIES and len({x.device.type for x in (*given, *made)}) > 1:
+            self.num_copies += 1
+            # ``copy_(self, source, non_blocking)``; ``_to_copy(source, ..., non_blocking=...)``
+            is_ahead = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            cpu = [x for x in (*given, *made) if x.device.type == "cpu"]
+            if not is_ahead or not all(map(self._is_pinned, cpu)):
+                raise Mixed(f"{func} between {[x.device for x in given]} and {[x.device for x in made]}")
+        elif hosts and any(map(self._is_pinned, hosts)):
+            self._views |= {id(x): x for x in made if x.device.type == "cpu"}
+        elif func.name() in _NEW and any(x.device.type == "cpu" for x in made):
+            raise Mixed(f"{func}: memory of the host")
+        return out
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._views or self._driver.is_pinned(tensor)
+
+
+class OnFake:
+    """An engine of a checkpoint on the fake device."""
+
+    def __init__(self, kind: str, dtype: str) -> None:
+        self.driver = FakeDriver()
+        self.guard = Guard(self.driver)
+        device = CudaDevice(
+            self.driver, lambda memory: torch.empty(len(memory) >> 18, dtype=torch.int64, device=memory.device)
+        )
+        layout = inspect_checkpoint(tiny_checkpoint(kind, dtype=dtype), with_hash=False).layout
+        arena = Arena(device.allocate(layout.num_bytes))
+        pool = KvPool(device.allocate(kv_pool_bytes(layout, 16, NUM_BLOCKS)))
+        self.engine = TorchEngine(layout, arena, pool, num_blocks=NUM_BLOCKS, attention="torch_plain", device=device)
+
+    def run(self, ask: Callable[[TorchEngine], Completion[Any]]) -> Any:
+        with self.guard:
+            return waited(ask(self.engine))
+
+
+@pytest.fixture(params=[(kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16")], ids="-".join)
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnFake]:
+    monkeypatch.setitem(kinds.ATTENTION, "torch_plain", (FAKE,))
+    tiny_checkpoint(request.param[0], dtype=request.param[1])  # with numbers in it
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        yield OnFake(*request.param)
+
+
+def prompt(sequence_id: int, num_tokens: int, *, start: int = 0, samples: bool = True) -> Slice:
+    blocks = range(sequence_id * 10, sequence_id * 10 + 10)
+    return slice_of(sequence_id, [5] * num_tokens, start, blocks, samples)
+
+
+BATCHES = {
+    "a prompt": [prompt(0, 40)],
+    "prompts": [prompt(0, 16), prompt(1, 17), prompt(2, 1)],
+    "a chunk": [prompt(0, 20, samples=False)],
+    "behind a prefix": [prompt(0, 20, start=33)],
+    "a decode": [prompt(0, 1, start=50)],
+    "decodes": [prompt(n, 1, start=30 + n) for n in range(5)],
+    "all": [prompt(0, 1, start=9), prompt(1, 30, start=16, samples=False), prompt(2, 12), prompt(3, 1, start=15)],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_runs_on_the_device_alone(fake: OnFake, name: str) -> None:
+    batch = forward(*BATCHES[name])
+    with fake.guard:
+        activation = fake.engine.embed(batch)
+    for layer in range(fake.engine.num_layers):
+        fake.run(lambda engine, layer=layer: engine.run_layers(activation, layer, layer + 1))
+    with fake.guard:
+        logits = fake.engine.head(activation)
+    num_rows = sum(piece.row is not None for piece in batch.slices)
+    assert logits.shape == (num_rows, VOCAB_SIZE)
+    assert logits.device.type == FAKE
+    assert fake.guard.num_copies > 0
