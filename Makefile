@@ -77,7 +77,8 @@ $(KERNELS)/.installed: tests/kernels/requirements.txt $(wildcard constraints*.tx
 	@touch $@
 
 # Where FlashInfer and Triton are installed, these other tests do not pass by.
-WITH_KERNELS := $(wildcard tests/bench/gpu/test_xxh3.py tests/services/worker/*/test_flashinfer*.py tests/services/worker/*/*/test_flashinfer*.py)
+WITH_KERNELS := $(addprefix tests/services/worker/,device/cuda/test_xxh3.py \
+	engine/test_flashinfer_package.py engine/test_flashinfer_signatures.py)
 
 test-kernels: $(KERNELS)/.installed ## Compile kernels for GPUs, and load them, without one (1.9 GB into build/)
 	@$(KERNELS)/bin/python -m pytest -n 0 -v tests/kernels $(WITH_KERNELS) $(ARGS)

@@ -85,12 +85,10 @@ def _recipes(attention: Sequence[AttentionKernel]) -> dict[str, Callable[[], Any
     """FlashInfer's own, by the name of the module that comes of it."""
     from flashinfer.jit.activation import gen_act_and_mul_module
     from flashinfer.jit.norm import gen_norm_module
-    from flashinfer.jit.page import gen_page_module
     from flashinfer.jit.rope import gen_rope_module
 
     shared: dict[str, Callable[[], Any]] = {
         "silu_and_mul": lambda: gen_act_and_mul_module("silu"),
-        "page": gen_page_module,
         "rope": gen_rope_module,
         "norm": gen_norm_module,
     }

@@ -35,10 +35,10 @@ from flashinfer.jit import env
 env.FLASHINFER_AOT_DIR = Path(sys.argv[1])
 from flashinfer.activation import get_act_and_mul_module
 from flashinfer.jit.core import MissingJITCacheError
-from flashinfer.page import get_page_module
+from flashinfer.rope import get_rope_module
 print(get_act_and_mul_module("silu").{KERNEL} is not None)
 try:
-    get_page_module()
+    get_rope_module()
 except MissingJITCacheError:
     print("what is missing is not compiled")
 """
@@ -47,9 +47,8 @@ import torch
 from flashinfer.aot import gen_fa2, gen_fa3
 from flashinfer.jit import gen_act_and_mul_module
 from flashinfer.jit.norm import gen_norm_module
-from flashinfer.jit.page import gen_page_module
 from flashinfer.jit.rope import gen_rope_module
-for gen in (lambda: gen_act_and_mul_module("silu"), gen_page_module, gen_rope_module, gen_norm_module):
+for gen in (lambda: gen_act_and_mul_module("silu"), gen_rope_module, gen_norm_module):
     print(gen().name)
 for dtype in (torch.bfloat16, torch.float16):
     for dim in (64, 128, 256):

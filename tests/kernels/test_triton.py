@@ -1,4 +1,4 @@
-"""The checksums' kernels, by Triton's compiler, which needs no GPU. What they compute: ``tests/bench/gpu``."""
+"""The checksums' kernels, by Triton's compiler, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import itertools, json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bench.gpu import xxh3_kernel as of
+from services.worker.device.cuda import xxh3_kernel as of
 types = {"data": "*u8", "table": "*i64", "sums": "*i64", "checksums": "*i64", "num_blocks": "i32", "TILE": "constexpr"}
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
 found = []

@@ -73,17 +73,17 @@ def test_what_another_version_left_behind_counts_as_missing(tmp_path: Path) -> N
 
 
 def test_a_module_of_which_nothing_is_known_counts_as_missing(tmp_path: Path) -> None:
-    put(tmp_path, "page", None)
+    put(tmp_path, "norm", None)
     put(tmp_path, "rope", None)
     (tmp_path / "rope" / "built.json").write_text("{")
-    assert built_for(tmp_path, "page") is None
+    assert built_for(tmp_path, "norm") is None
     assert built_for(tmp_path, "rope") is None
 
 
 def test_so_does_one_that_was_not_put_there_whole(tmp_path: Path) -> None:
-    (tmp_path / "page").mkdir()
-    BuiltFor(("9.0a",), "0.7.2", "13.0").write(tmp_path / "page")
-    assert built_for(tmp_path, "page") is None
+    (tmp_path / "norm").mkdir()
+    BuiltFor(("9.0a",), "0.7.2", "13.0").write(tmp_path / "norm")
+    assert built_for(tmp_path, "norm") is None
 
 
 @pytest.mark.parametrize(("dtype", "backend"), [("float32", "fa2"), ("bfloat16", "cudnn")])
