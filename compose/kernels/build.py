@@ -49,7 +49,8 @@ def build(
     made_with = BuiltFor(capabilities, flashinfer.__version__, release)
     recipes = _recipes(attention)
     if unknown := set(only or ()) - set(recipes):
-        raise BadRequest(f"no such kernel: {', '.join(sorted(unknown))}; there are {', '.join(recipes)}", param="only")
+        names = f"{', '.join(SHARED_KERNELS)}, and those of attention by their whole names"
+        raise BadRequest(f"no such kernel: {', '.join(sorted(unknown))}; there are {names}", param="only")
     recipes = {name: recipe for name, recipe in recipes.items() if only is None or name in only}
     num_failed = 0
     for number, (name, recipe) in enumerate(recipes.items(), 1):
