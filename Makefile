@@ -9,20 +9,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-# PyPI's torch for Linux brings gigabytes of CUDA libraries: without a GPU it comes from PyTorch's CPU index, if that
-# can be reached. TORCH_INDEX= takes it from pip's usual index.
-TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo https://download.pytorch.org/whl/cpu)
+# What workers compute on: cpu, gpu-cu12 or gpu-cu13 (docs/gpu.md).
+DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu-cu13,cpu)
+CONSTRAINTS := -c constraints.txt -c constraints-$(if $(filter gpu-cu13,$(DEVICE)),cu13,cu12).txt
+# PyPI's torch for Linux is that of CUDA 13, with gigabytes of its libraries: any other comes from an index of PyTorch's,
+# if that can be reached. TORCH_INDEX= takes it from pip's usual index.
+TORCH_INDEX ?= $(addprefix https://download.pytorch.org/whl/,$(patsubst gpu-cu12,cu126,$(filter-out gpu-cu13,$(DEVICE))))
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-boards test-containers test-containers-short test-page lint format kubernetes reference boards bench clean install
+.PHONY: help up test test-boards test-containers test-containers-short test-kernels test-page lint format kubernetes reference boards bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 install: $(STAMP) ## Create .venv and install everything into it
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(wildcard constraints*.txt)
 	@test -n "$(PYTHON)" || { echo "BlitzScale needs Python 3.11 or newer; $$(python3 --version 2>&1) is what 'python3' is here. Install one, or: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "BlitzScale needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" --version 2>&1)" >&2; exit 1; }
 	@test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
@@ -32,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 15 --no-deps \
 			--index-url "$(TORCH_INDEX)" "$(TORCH)" \
 		|| echo "torch is not to be had from $(TORCH_INDEX): taking it from pip's usual index"; fi
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e '.[dev,$(DEVICE)]'
 	@touch $@
 
 up: $(STAMP) ## Start everything and serve until Ctrl-C (ARGS="MODEL_DIR --workers 4 ...")
@@ -59,6 +62,26 @@ test-page: $(STAMP) ## Test the page in a browser (needs Chromium, npm and, for 
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[page]'
 	@test -f build/page/package/axe.min.js || { mkdir -p build/page && cd build/page && npm pack --silent $(AXE) && tar xzf axe-core-*.tgz; }
 	@$(BIN)/python -m pytest -n 0 -v tests/page $(ARGS)
+
+# An environment of its own, on top of .venv: gigabytes of compilers and of what only workers on GPUs load.
+KERNELS := build/kernels-venv
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(KERNELS)/.installed: tests/kernels/requirements.txt $(wildcard constraints*.txt) | $(STAMP)
+	@echo "installing into $(KERNELS) ..."
+	@$(BIN)/python -m venv --clear $(KERNELS)
+	@site=$$($(BIN)/python -c '$(SITE)') && echo "import site; site.addsitedir('$$site')" \
+		> "$$($(KERNELS)/bin/python -c '$(SITE)')/below.pth"
+	@$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+		-c constraints.txt -c constraints-cu13.txt -r tests/kernels/requirements.txt
+	@touch $@
+
+# Where FlashInfer and Triton are installed, these other tests do not pass by.
+WITH_KERNELS := $(addprefix tests/services/worker/,device/cuda/test_xxh3.py \
+	engine/test_flashinfer_package.py engine/test_flashinfer_signatures.py)
+
+test-kernels: $(KERNELS)/.installed ## Compile kernels for GPUs, and load them, without one (1.9 GB into build/)
+	@$(KERNELS)/bin/python -m pytest -n 0 -v tests/kernels $(WITH_KERNELS) $(ARGS)
 
 test-boards: $(STAMP) ## Test the dashboard and the alerts against a stack (needs Prometheus: apt install prometheus)
 	@$(BIN)/python -m pytest -n 0 -v tests/boards $(ARGS)

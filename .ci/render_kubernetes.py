@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "compose" / "kubernetes"
-OVERLAYS = ("many-nodes", "one-node", "own-servers")
+OVERLAYS = ("gpu-node", "many-nodes", "one-node", "own-servers")
 """Others may be yours."""
 RENDERED = FOLDER / "rendered"
 DIGEST = "sources.sha256"

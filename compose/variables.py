@@ -43,5 +43,6 @@ OF_CONTAINERS = (
     Setting("PIP_INDEX_URL", "Build: where Python packages come from.", "pip's"),
     Setting("PIP_EXTRA_INDEX_URL", "Build: the same, in addition.", "pip's"),
     Setting("PIP_TRUSTED_HOST", "Build: host that needs no valid certificate.", "pip's"),
-    Setting("TORCH_INDEX", "Build: where torch comes from.", "PyTorch's CPU index (GPU file: CUDA 12)"),
+    Setting("TORCH_INDEX", "Build: where torch comes from.", "PyTorch's CPU index (GPU file: pip's)"),
+    Setting("DEVICE", "Build, GPU file: `gpu-cu12` or `gpu-cu13`, as the host's driver has it.", "`gpu-cu13`"),
 )

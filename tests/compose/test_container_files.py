@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,7 @@ def test_images_have_no_pip_of_their_own() -> None:
 
 
 def test_extras_that_images_install_exist() -> None:
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
-    assert {*SERVICES, "gpu"} <= extras
+    assert {*SERVICES, "cpu", "gpu-cu12", "gpu-cu13"} <= set(extras())
 
 
 def test_everything_has_a_health_check_a_restart_policy_and_healthy_dependencies() -> None:
@@ -273,7 +273,7 @@ def test_prometheus_is_let_in_by_one_variable() -> None:
 def test_the_gpu_file_changes_services_that_exist() -> None:
     changed = compose_file("docker-compose.gpu.yml")["services"]
     assert set(changed) <= set(compose_file()["services"])
-    assert set(changed["worker"]["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", dockerfile(), re.MULTILINE))
+    assert set(changed["worker"]["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", gpu_dockerfile(), re.MULTILINE))
 
 
 def test_what_the_build_copies_is_in_its_context() -> None:
@@ -283,12 +283,104 @@ def test_what_the_build_copies_is_in_its_context() -> None:
     assert {"services", "shared", "compose"} <= kept
 
 
-def test_constraints_pin_each_package_once_and_torch_to_a_plain_version() -> None:
-    lines = (ROOT / "constraints.txt").read_text().split()
+def pinned(*files: str) -> dict[str, str]:
+    """Version by package."""
+    lines = [line for file in files for line in (ROOT / file).read_text().split()]
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in lines)
     names = [line.partition("==")[0].lower().replace("_", "-") for line in lines]
     assert len(names) == len(set(names))
-    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in lines)
-    assert {"torch", "xxhash", "types-psutil"} <= set(names)
+    return dict(zip(names, (line.partition("==")[2] for line in lines), strict=True))
+
+
+@pytest.mark.parametrize("cuda", ["cu12", "cu13"])
+def test_constraints_pin_each_package_once_and_torch_to_a_plain_version(cuda: str) -> None:
+    versions = pinned("constraints.txt", f"constraints-{cuda}.txt")
+    assert {"torch", "xxhash", "types-psutil", f"ucxx-{cuda}"} <= set(versions)
+
+
+@pytest.mark.parametrize(("cuda", "other"), [("cu12", "cu13"), ("cu13", "cu12")])
+def test_what_a_gpu_takes_is_of_one_cuda_and_pinned(cuda: str, other: str) -> None:
+    needs = extras()[f"gpu-{cuda}"]
+    names = {re.split(r"[^A-Za-z0-9-]", need)[0] for need in needs}
+    assert names == {"blitzscale", f"cupy-cuda{cuda[2:]}x", "flashinfer-python", "nvidia-ml-py", f"ucxx-{cuda}"}
+    versions = pinned("constraints.txt", f"constraints-{cuda}.txt")
+    assert names - {"blitzscale"} <= set(versions)
+    # A wheel for programs of both is another thing.
+    assert {name for name in versions if name.endswith(f"-{other}")} <= {f"nvidia-cutlass-dsl-libs-{other}"}
+    assert versions["cuda-bindings"].startswith(f"{cuda[2:]}.")
+
+
+def test_ucx_comes_with_what_is_computed_on_so_that_there_is_never_two_of_it() -> None:
+    of = extras()
+    assert {name for name, needs in of.items() if any(need.startswith("ucxx") for need in needs)} == {
+        "cpu",
+        "gpu-cu12",
+        "gpu-cu13",
+    }
+    nested = {name: {part for need in needs for part in _extras_named(need)} for name, needs in of.items()}
+    for name in ("cpu", "gpu-cu12", "gpu-cu13"):
+        assert nested[name] == {"worker"}
+        assert not [other for other, parts in nested.items() if name in parts]
+
+
+def _extras_named(need: str) -> list[str]:
+    found = re.fullmatch(r"blitzscale\[(.+)\]", need)
+    return found[1].split(",") if found else []
+
+
+def extras() -> dict[str, list[str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: dict[str, list[str]] = project["optional-dependencies"]
+    return found
+
+
+def gpu_dockerfile() -> str:
+    return (ROOT / "compose" / "gpu.Dockerfile").read_text()
+
+
+def argument(name: str) -> str:
+    """Of the GPU image: what it is by default."""
+    [default] = set(re.findall(rf"^ARG {name}=(.*)$", gpu_dockerfile(), re.MULTILINE))
+    return str(default)
+
+
+def test_the_gpu_image_is_of_one_cuda_and_of_an_extra_that_there_is() -> None:
+    device = argument("DEVICE")
+    assert device in extras()
+    assert argument("CUDA_IMAGE").startswith(f"nvidia/cuda:{device.removeprefix('gpu-cu')}.")
+    assert argument("CUDA_IMAGE").rpartition("-")[2] == argument("SYSTEM_IMAGE").replace(":", "")
+    described = compose_file("docker-compose.gpu.yml")["services"]["worker"]["build"]
+    assert described["args"]["DEVICE"] == f"${{DEVICE:-{device}}}"
+    assert (ROOT / described["dockerfile"]).is_file()
+
+
+@pytest.mark.parametrize("cuda", ["cu12", "cu13"])
+def test_ucx_in_the_gpu_image_is_the_version_that_ucxx_was_built_with(cuda: str) -> None:
+    assert pinned(f"constraints-{cuda}.txt")[f"libucx-{cuda}"] == argument("UCX_VERSION")
+
+
+def test_what_the_gpu_image_copies_is_there_and_in_its_context() -> None:
+    kept = set(re.findall(r"^!(\S+?)/?$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    for sources in re.findall(r"^COPY ([^-.].*) \S+$", gpu_dockerfile(), re.MULTILINE):
+        for source in sources.split():
+            assert (ROOT / source).exists()
+            assert source.split("/")[0] in kept
+
+
+def test_workers_of_the_gpu_image_compile_no_kernels_and_may_write_where_they_keep_what_they_do() -> None:
+    environment = dict(re.findall(r"([A-Z_]+)=(\S+)", gpu_dockerfile().partition(" AS worker\n")[2]))
+    assert environment["FLASHINFER_DISABLE_JIT"] == environment["FLASHINFER_USE_CUDA_NORM"] == "1"
+    cached = [name for name, value in environment.items() if value.startswith("/cache")]
+    assert set(cached) == {"FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR"}
+    [folder] = compose_file("docker-compose.gpu.yml")["services"]["worker"]["tmpfs"]
+    # Docker's default is noexec.
+    assert folder.startswith("/cache:exec,")
+
+
+def test_the_images_version_is_that_of_the_pods_with_gpus() -> None:
+    component = yaml.safe_load((ROOT / "compose/kubernetes/components/gpu/kustomization.yaml").read_text())
+    assert component["images"] == [{"name": "blitzscale-worker", "newTag": f"{argument('VERSION')}-gpu"}]
+    assert f"ARG VERSION={argument('VERSION')}\n" in dockerfile()
 
 
 @pytest.mark.parametrize("service", sorted({*SERVICES} - {"worker"}))

@@ -98,10 +98,11 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 def _wheels() -> Path:
-    """Of the versions in constraints.txt, for the images' Python. Loaded again when the project's needs change."""
+    """Of the versions that are pinned, for the images' Python. Loaded again when the project's needs change."""
     folder = CACHE / "wheels"
     stamp = folder / "made-for"
-    needs = (ROOT / "pyproject.toml").read_text() + (ROOT / "constraints.txt").read_text()
+    pinned = ("constraints.txt", "constraints-cu12.txt")
+    needs = "".join((ROOT / name).read_text() for name in ("pyproject.toml", *pinned))
     if stamp.exists() and stamp.read_text() == needs:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,8 @@ def _wheels() -> Path:
     packages = [*project["project"]["dependencies"], *project["build-system"]["requires"], "wheel"]
     # Of the Redis client, for the 3.11.2 of Debian.
     packages.append("async-timeout")
-    packages += [each for name in ("gateway", "monitor", "planner", "pool", "worker") for each in extras[name]]
+    needed = [each for name in ("gateway", "monitor", "planner", "pool", "worker", "cpu") for each in extras[name]]
+    packages += [each for each in needed if not each.startswith("blitzscale[")]
     torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     load = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", folder, "--only-binary=:all:"]
     load += ["--python-version", "3.11", "--find-links", folder]
@@ -118,7 +120,8 @@ def _wheels() -> Path:
     cpu = [*load, "--no-deps", f"{torch}+cpu"]
     if run(*cpu, fails=True, timeout_s=600.0).returncode:
         run(*cpu, "--index-url", _TORCH_INDEX, timeout_s=600.0)
-    run(*load, "--constraint", "constraints.txt", f"{torch}+cpu", *packages, timeout_s=900.0)
+    load += [word for name in pinned for word in ("--constraint", name)]
+    run(*load, f"{torch}+cpu", *packages, timeout_s=900.0)
     stamp.write_text(needs)
     return folder
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parents[3] / "compose" / "kubernetes"
-OVERLAYS = ("many-nodes", "one-node", "own-servers")
+OVERLAYS = ("gpu-node", "many-nodes", "one-node", "own-servers")
 NAME = "app.kubernetes.io/name"
 SERVICES = ("gateway", "monitor", "planner", "pool", "worker")
 SECRETS = "/run/secrets/blitzscale"

@@ -1,0 +1,1 @@
+"""Compiling FlashInfer's kernels before anybody needs them: ``python -m compose.kernels``."""

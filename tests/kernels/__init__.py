@@ -1,0 +1,1 @@
+"""What a GPU will run, compiled and loaded without one: ``make test-kernels``."""
