@@ -5,9 +5,8 @@ little room for what is sent to it. A pack holds wheels, unpacked, without what 
 without its sources and with kernels that were built before (``python -m compose.kernels``): it need not compile.
 
     mkdir site && tar xf OUT.tar.xz -C site
-    PYTHONPATH=site FLASHINFER_DISABLE_JIT=1 FLASHINFER_USE_CUDA_NORM=1 python -m bench.gpu
+    PYTHONPATH=site FLASHINFER_DISABLE_JIT=1 python -m bench.gpu
 
-``FLASHINFER_USE_CUDA_NORM``: its norms are otherwise compiled by nvidia-cutlass-dsl, which no pack has.
 """
 
 from __future__ import annotations

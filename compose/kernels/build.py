@@ -85,13 +85,11 @@ def _set_environment(cuda: Path, capabilities: Sequence[str], work: Path) -> Non
 def _recipes(attention: Sequence[AttentionKernel]) -> dict[str, Callable[[], Any]]:
     """FlashInfer's own, by the name of the module that comes of it."""
     from flashinfer.jit.activation import gen_act_and_mul_module
-    from flashinfer.jit.norm import gen_norm_module
     from flashinfer.jit.rope import gen_rope_module
 
     shared: dict[str, Callable[[], Any]] = {
         "silu_and_mul": lambda: gen_act_and_mul_module("silu"),
         "rope": gen_rope_module,
-        "norm": gen_norm_module,
     }
     recipes = {name: shared[name] for name in SHARED_KERNELS}
     return recipes | {kernel.name: lambda kernel=kernel: _of_attention(kernel) for kernel in attention}

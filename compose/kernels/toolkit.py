@@ -13,8 +13,6 @@ from shared.errors import BadRequest
 
 DRIVER_STUB = "/* Nothing here calls the driver by itself: libcudart finds it. */\n"
 """A linker script, for ``-lcuda``: what is linked asks for no driver, and loads where there is none."""
-NAMED_HEADERS = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")
-"""FlashInfer's ``norm`` includes them, and uses nothing of them: where they are not installed, empty ones do."""
 WHEELS = "nvidia-cuda-nvcc, nvidia-cuda-crt, nvidia-nvvm and nvidia-cuda-runtime"
 
 
@@ -44,9 +42,6 @@ def _laid_out(wheels: Path, folder: Path) -> Path:
         (folder / name).symlink_to(wheels / name)
     for header in (wheels / "include").iterdir():
         (folder / "include" / header.name).symlink_to(header)
-    for name in NAMED_HEADERS:
-        if not (folder / "include" / name).exists():
-            (folder / "include" / name).touch()
     for library in (wheels / "lib").iterdir():
         (folder / "lib64" / library.name).symlink_to(library)
         if library.name.startswith("libcudart.so."):

@@ -46,9 +46,8 @@ NAMES = """
 import torch
 from flashinfer.aot import gen_fa2, gen_fa3
 from flashinfer.jit import gen_act_and_mul_module
-from flashinfer.jit.norm import gen_norm_module
 from flashinfer.jit.rope import gen_rope_module
-for gen in (lambda: gen_act_and_mul_module("silu"), gen_rope_module, gen_norm_module):
+for gen in (lambda: gen_act_and_mul_module("silu"), gen_rope_module):
     print(gen().name)
 for dtype in (torch.bfloat16, torch.float16):
     for dim in (64, 128, 256):

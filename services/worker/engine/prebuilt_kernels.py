@@ -21,7 +21,7 @@ DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 """Of queries, of KV and of what comes out: as the product names them, and FlashInfer in names of modules."""
 BACKENDS = ("fa2", "fa3")
 """``fa2`` runs on every GPU from compute capability 8.0 on; ``fa3`` on 9.0 alone."""
-SHARED_KERNELS = ("silu_and_mul", "rope", "norm")
+SHARED_KERNELS = ("silu_and_mul", "rope")
 """Of every model, in all dtypes; what compiles soonest comes first."""
 
 

@@ -96,7 +96,8 @@ def check_packages(packages: Iterable[CudaPackage], driver: NvidiaDriver) -> Non
     for package in packages:
         if not package.wheel:
             raise SettingsError(
-                f"{_DEVICE}=cuda: the package {package.name} is not installed: pip install 'blitzscale[gpu]'",
+                f"{_DEVICE}=cuda: the package {package.name} is not installed: pip install "
+                f"'blitzscale[gpu-cu{driver.cuda[0]}]'",
                 param=_DEVICE,
             )
         if package.cuda_major is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from services.worker.engine.prebuilt_kernels import AttentionKernel, installed_flashinfer, missing_kernels
 from services.worker.node.gpu_checks import CudaPackage, GpuMachine, Kernels
 from services.worker.node.gpu_facts import GpuFacts, NvidiaDriver, NvmlFailed, read_driver, read_gpu_facts
 from services.worker.node.gpu_links import Nvml, load_nvml
@@ -63,10 +64,14 @@ def find_nvcc() -> str:
     return shutil.which("nvcc") or ""
 
 
-def no_kernel_missing(gpu: GpuFacts) -> tuple[str, ...]:
-    """Of an attention that needs no kernels but PyTorch's."""
-    del gpu
-    return ()
+FIRST_KERNELS = tuple(AttentionKernel("bfloat16", head_dim, sliding_window=False) for head_dim in (64, 128))
+"""Which model will come nobody knows: these most models need."""
+
+
+def kernels_missing(gpu: GpuFacts) -> tuple[str, ...]:
+    """Of FlashInfer's, by the names of their modules."""
+    installed = installed_flashinfer()
+    return () if installed is None else missing_kernels(installed, gpu.capability, FIRST_KERNELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,7 @@ class GpuProbes:
     load_nvml: Callable[[], Nvml | None] = load_nvml
     ask_torch: Callable[[], TorchBuild | None] = ask_torch
     wheel_version: Callable[[str], str | None] = wheel_version
-    missing_kernels: Callable[[GpuFacts], tuple[str, ...]] = no_kernel_missing
+    missing_kernels: Callable[[GpuFacts], tuple[str, ...]] = kernels_missing
     find_nvcc: Callable[[], str] = find_nvcc
 
 
@@ -133,3 +138,5 @@ def _packages(probes: GpuProbes) -> Iterator[CudaPackage]:
             # One that was built here has its name alone, which says nothing of CUDA.
             version = probes.wheel_version(name)
             yield CudaPackage(name=name, wheel=f"{name} {version}" if version is not None else "")
+    version = probes.wheel_version("flashinfer-python")  # one wheel for every CUDA
+    yield CudaPackage(name="flashinfer", wheel=f"flashinfer-python {version}" if version is not None else "")

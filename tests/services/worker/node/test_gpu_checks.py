@@ -67,7 +67,7 @@ def test_a_machine_that_is_as_it_should_be_is_let_in() -> None:
         (
             {"packages": (TORCH, CudaPackage(name="cupy"), UCXX)},
             "BLITZ_WORKER_DEVICE",
-            "BLITZ_WORKER_DEVICE=cuda: the package cupy is not installed: pip install 'blitzscale[gpu]'",
+            "BLITZ_WORKER_DEVICE=cuda: the package cupy is not installed: pip install 'blitzscale[gpu-cu13]'",
         ),
         (
             {"packages": (TORCH, CUPY, replace(UCXX, wheel="ucxx-cu12 0.52.0", cuda_major=12))},

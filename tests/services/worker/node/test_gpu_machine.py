@@ -12,7 +12,7 @@ from tests.services.worker.node.fake_nvml import FakeGpu, FakeNvml
 from tests.services.workers import worker_config
 
 TORCH = TorchBuild("2.13.0+cu130", "13.0", 2, ("sm_90",))
-WHEELS = {"cupy-cuda13x": "14.2.0", "ucxx-cu13": "0.52.0"}
+WHEELS = {"cupy-cuda13x": "14.2.0", "ucxx-cu13": "0.52.0", "flashinfer-python": "0.7.2"}
 
 
 def _probes(
@@ -48,6 +48,7 @@ def test_a_machine_with_all_there_is() -> None:
         CudaPackage(name="torch", wheel="torch 2.13.0+cu130", cuda_major=13),
         CudaPackage(name="cupy", wheel="cupy-cuda13x 14.2.0", cuda_major=13),
         CudaPackage(name="ucxx", wheel="ucxx-cu13 0.52.0", cuda_major=13),
+        CudaPackage(name="flashinfer", wheel="flashinfer-python 0.7.2"),
     )
     assert (found.kernels.missing, found.kernels.compiler) == (("batch_decode",), "/cuda/bin/nvcc")
     check_gpu(worker_config("w", device="cuda"), found)
@@ -63,14 +64,18 @@ def test_flashinfer_may_be_told_to_compile_nothing(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("wheels", "packages"),
     [
-        ({}, [("cupy", "", None), ("ucxx", "", None)]),
-        ({"cupy": "14.2.0"}, [("cupy", "cupy 14.2.0", None), ("ucxx", "", None)]),
+        ({}, [("cupy", "", None), ("ucxx", "", None), ("flashinfer", "", None)]),
+        (
+            {"cupy": "14.2.0", "flashinfer-python": "0.7.2"},
+            [("cupy", "cupy 14.2.0", None), ("ucxx", "", None), ("flashinfer", "flashinfer-python 0.7.2", None)],
+        ),
         (
             {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.1.0", "ucxx-cu12": "0.52.0"},
             [
                 ("cupy", "cupy-cuda12x 14.2.0", 12),
                 ("cupy", "cupy-cuda13x 14.1.0", 13),
                 ("ucxx", "ucxx-cu12 0.52.0", 12),
+                ("flashinfer", "", None),
             ],
         ),
     ],
