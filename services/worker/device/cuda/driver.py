@@ -107,7 +107,7 @@ class CudaDriver:
 
     def event(self) -> CudaEvent:
         # Blocking: who waits sleeps, and leaves the core to who launches.
-        event: CudaEvent = self._cuda.CudaEvent(enable_timing=True, blocking=True)
+        event: CudaEvent = self._cuda.Event(enable_timing=True, blocking=True)
         return event
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
