@@ -112,7 +112,7 @@ def gateway(context: typer.Context) -> None:
 
 @app.command("gpu", context_settings=_PASS_ON, add_help_option=False)
 def gpu(context: typer.Context) -> None:
-    """What one GPU does: checksums, bytes between processes, attention, products, and host memory."""
+    """What one GPU does: the engine on it, checksums, bytes between processes, attention, products, and host memory."""
     _hand_over(context, "bench.gpu.cli", takes="eight minutes")
 
 

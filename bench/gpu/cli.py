@@ -18,7 +18,7 @@ def command(
     keep: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep logs and compiled kernels there.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """What one GPU does: checksums, bytes between processes, attention, products, and host memory."""
+    """What one GPU does: the engine on it, checksums, bytes between processes, attention, products, and host memory."""
     names = rows.split(",")
     with red_line():
         check_folder(json_file)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FAILED = "failed"
+OFF = "OFF"
+"""In the note of a figure that is not what it should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,18 @@ class Report:
 
     def number(self, name: str, value: float, unit: str, note: str = "") -> None:
         self.send(Figure(self.row, name, value, unit, note))
+
+    def at_most(self, name: str, value: float, unit: str, aim: float, look: str, note: str = "") -> None:
+        """A figure that should not be above ``aim``. ``look``: where to look if it is, or is NaN."""
+        self._aimed(name, value, unit, f"aim: at most {aim:.3g}", value <= aim, look, note)
+
+    def at_least(self, name: str, value: float, unit: str, aim: float, look: str, note: str = "") -> None:
+        """A figure that should not be below ``aim``. ``look``: as ``at_most``."""
+        self._aimed(name, value, unit, f"aim: at least {aim:.3g}", value >= aim, look, note)
+
+    def _aimed(self, name: str, value: float, unit: str, aim: str, is_right: bool, look: str, note: str) -> None:
+        said = [*([note] if note else []), aim, *([] if is_right else [f"{OFF}: look at {look}"])]
+        self.number(name, value, unit, "; ".join(said))
 
     def text(self, name: str, text: str) -> None:
         self.send(Figure(self.row, name, None, "", text))

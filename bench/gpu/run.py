@@ -16,17 +16,23 @@ from bench.gpu.figures import FAILED, Figure, Report, document, table
 ROWS: Mapping[str, str] = MappingProxyType(
     {
         "machine": "bench.gpu.machine",
-        "copy": "bench.gpu.ceilings",
-        "checksum": "bench.gpu.checksum",
-        "ipc": "bench.gpu.ipc",
-        "flashinfer": "bench.gpu.attention",
+        "kernels": "bench.gpu.kernels",
+        "tokens": "bench.gpu.tokens",
+        "waits": "bench.gpu.waits",
+        "steps": "bench.gpu.steps",
+        "first": "bench.gpu.first",
         "plans": "bench.gpu.plans",
+        "flashinfer": "bench.gpu.attention",
         "prompt": "bench.gpu.prompt",
         "decode": "bench.gpu.decode",
+        "checksum": "bench.gpu.checksum",
+        "copy": "bench.gpu.ceilings",
         "host": "bench.gpu.host",
+        "ipc": "bench.gpu.ipc",
     }
 )
-"""Name -> module with a function ``measure``. ``plans`` and ``decode`` use kernels that ``flashinfer`` compiles."""
+"""Name -> module with a function ``measure``. What is most in doubt comes first, of those that need no ucxx and then of
+those that do. Rows use kernels that ``kernels`` or ``flashinfer`` compile, and compile them where these did not run."""
 ROW_LIMIT_S = 170.0
 
 

@@ -1,0 +1,75 @@
+"""Where tests run the rows of an engine: a tiny model on the CPU, as it is and as a device that is asynchronous."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from bench.gpu.engines import LLAMA_8B, EnginePlace, place_of
+from bench.gpu.figures import FAILED, OFF, Figure, Report
+from services.worker.device.cuda.device import CudaDevice
+from tests.services.worker.device.cuda.drivers import PlayedDriver, PlayedEvent
+from tests.services.worker.device.cuda.test_memory import hashes
+
+TINY = msgspec.structs.replace(
+    LLAMA_8B,
+    dtype="float32",
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+
+
+class ClockedEvent(PlayedEvent):
+    """Knows when it was come to."""
+
+    def come(self) -> None:
+        super().come()
+        self.at_ms = time.perf_counter() * 1000
+
+
+class ClockedDriver(PlayedDriver):
+    """Which comes to its events at once."""
+
+    def event(self) -> PlayedEvent:
+        return ClockedEvent(self)
+
+
+def cpu() -> EnginePlace:
+    """Operations have run when a call returns."""
+    return place_of("cpu", Path())
+
+
+def played_gpu() -> EnginePlace:
+    """Operations are known to have ended a little later, on a thread of the device. It records no graphs: there is no
+    attention for a CPU that could be recorded."""
+    device = CudaDevice(ClockedDriver(), hashes)
+    device.graphs = None  # type: ignore[assignment]
+    return EnginePlace("cpu", device, "torch_cpu")
+
+
+class Found:
+    """A report's figures."""
+
+    def __init__(self, row: str, folder: Path) -> None:
+        self.figures: list[Figure] = []
+        self.report = Report(row, self.figures.append, folder)
+
+    @property
+    def failed(self) -> list[str]:
+        return [f"{one.name}: {one.note}" for one in self.figures if one.unit == FAILED]
+
+    @property
+    def off(self) -> list[str]:
+        """Figures that are not what they should be."""
+        return [one.name for one in self.figures if OFF in one.note]
+
+    def __getitem__(self, name: str) -> Figure:
+        (found,) = [one for one in self.figures if one.name == name]
+        return found
