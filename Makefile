@@ -18,7 +18,7 @@ TORCH_INDEX ?= $(addprefix https://download.pytorch.org/whl/,$(patsubst gpu-cu12
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-boards test-containers test-containers-short test-kernels test-page lint format kubernetes reference boards bench clean install
+.PHONY: help up test test-boards test-containers test-containers-short test-gpu test-kernels test-page lint format kubernetes reference boards bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -82,6 +82,10 @@ WITH_KERNELS := $(addprefix tests/services/worker/,device/cuda/test_xxh3.py \
 
 test-kernels: $(KERNELS)/.installed ## Compile kernels for GPUs, and load them, without one (1.9 GB into build/)
 	@$(KERNELS)/bin/python -m pytest -n 0 -v tests/kernels $(WITH_KERNELS) $(ARGS)
+
+# One process: there is one GPU. Tests of a machine without one skip these.
+test-gpu: $(STAMP) ## Run the tests that need a GPU, rows of "bench gpu" with little to do (needs CUDA, FlashInfer and CuPy)
+	@$(BIN)/python -m pytest -n 0 -v -m gpu $(ARGS)
 
 test-boards: $(STAMP) ## Test the dashboard and the alerts against a stack (needs Prometheus: apt install prometheus)
 	@$(BIN)/python -m pytest -n 0 -v tests/boards $(ARGS)

@@ -113,7 +113,7 @@ def gateway(context: typer.Context) -> None:
 @app.command("gpu", context_settings=_PASS_ON, add_help_option=False)
 def gpu(context: typer.Context) -> None:
     """What one GPU does: the engine on it, checksums, bytes between processes, attention, products, and host memory."""
-    _hand_over(context, "bench.gpu.cli", takes="eight minutes")
+    _hand_over(context, "bench.gpu.cli", takes="fifteen minutes")
 
 
 @app.command("hostile", context_settings=_PASS_ON, add_help_option=False)

@@ -7,19 +7,18 @@ and what is left of a receiver whose sender is killed amid a transfer. Both proc
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.figures import Report
+from bench.gpu.processes import SecondProcess, second_process
 from bench.gpu.timing import gbytes_per_s, median_ms
 
 SIZES = (256 << 10, 1 << 20, 8 << 20, 64 << 20)
@@ -28,7 +27,6 @@ MOST_BYTES = 4 << 30
 MOST_MESSAGES = 1024
 WINDOW = 4
 """Messages in flight."""
-ANSWER_S = 40.0
 WAIT_S = 0.05
 """For how long a sleeping thread waits at most: what it finds then and was not woken for counts as a lost wake-up."""
 SHOWN_LINES = 3
@@ -156,38 +154,6 @@ def _send_all(pump: _Pump, job: _Job, endpoint: Any, buffer: Any) -> None:
         raise errors[0]
 
 
-@dataclass(slots=True)
-class _Peer:
-    """The sending process, and where it answers."""
-
-    process: Any
-    pipe: Connection
-
-    def order(self, job: _Job) -> None:
-        self.pipe.send(job)
-
-    def answer(self) -> Any:
-        if not self.pipe.poll(ANSWER_S):
-            raise TimeoutError(f"the sender did not answer for {ANSWER_S:g} s")
-        return self.pipe.recv()
-
-
-@contextmanager
-def _process(target: Callable[..., None], *arguments: Any) -> Iterator[_Peer]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield _Peer(process, ours)
-    finally:
-        ours.close()
-        process.join(3)
-        process.kill()
-        process.join()
-
-
 def measure(report: Report) -> None:
     with report.part("CUDA's own handles"):
         _measure_handles(report)
@@ -219,7 +185,7 @@ def _measure_handles(report: Report) -> None:
     runtime = cupy.cuda.runtime
     target = torch.empty(BUFFER_BYTES // 8, dtype=torch.int64, device="cuda")
     expected = torch.arange(BUFFER_BYTES // 8, device="cuda")
-    with _process(_exporter) as peer:
+    with second_process(_exporter) as peer:
         handle = peer.answer()
         torch.cuda.synchronize()
         begin_s = time.perf_counter()
@@ -252,7 +218,7 @@ def _measure_ucx(report: Report, log: Path) -> None:
     expected = targets["device"].clone()
     pump = _Pump()
     ways = [("device", "device"), ("device", "host"), ("host", "device")]
-    with _process(_sender, log) as peer:
+    with second_process(_sender, log) as peer:
         peer.answer()
         first_tag = 1
         for same_host in (True, False):
@@ -300,7 +266,9 @@ def _receiving(pump: _Pump, size: int, target: Any, ended: list[Exception | None
     return arrived
 
 
-def _receive(report: Report, name: str, pump: _Pump, peer: _Peer, job: _Job, target: Any, expected: Any) -> None:
+def _receive(
+    report: Report, name: str, pump: _Pump, peer: SecondProcess, job: _Job, target: Any, expected: Any
+) -> None:
     import torch
 
     # By one thread: those of PyTorch spin for a while after it, and would count as CPU of the transfer.
@@ -352,7 +320,7 @@ def _measure_kill(report: Report, pump: _Pump, target: Any, expected: Any, *, sa
     ended: list[Exception | None] = []
     arrived = _receiving(pump, size, target, ended)
     job = _Job(pump.worker.address, size, MOST_MESSAGES, "device", False, same_host, first_tag)
-    with _process(_sender, report.folder / "ucx-killed.log") as peer:
+    with second_process(_sender, report.folder / "ucx-killed.log") as peer:
         peer.answer()
         peer.order(job)
         if not pump.until(lambda: len(ended) >= 8, blocking=False, arrived=arrived):
@@ -377,7 +345,7 @@ def _measure_kill(report: Report, pump: _Pump, target: Any, expected: Any, *, sa
     except RuntimeError as error:
         state = f"lost: {error}"
     report.text(f"the receiver's device afterwards, {how}", state)
-    with _process(_sender, report.folder / "ucx-after.log") as peer:
+    with second_process(_sender, report.folder / "ucx-after.log") as peer:
         peer.answer()
         again = _Job(pump.worker.address, size, 16, "device", False, same_host, first_tag + MOST_MESSAGES)
         _receive(report, f"another sender afterwards, {how}", pump, peer, again, target, expected)

@@ -28,6 +28,8 @@ ROWS: Mapping[str, str] = MappingProxyType(
         "checksum": "bench.gpu.checksum",
         "copy": "bench.gpu.ceilings",
         "host": "bench.gpu.host",
+        "loads": "bench.gpu.loads",
+        "pair": "bench.gpu.pair",
         "ipc": "bench.gpu.ipc",
     }
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -84,6 +85,25 @@ def test_no_row_imports_gpu_libraries_before_it_runs() -> None:
     for module in ROWS.values():
         assert callable(importlib.import_module(module).measure)
     assert not {"triton", "cupy", "flashinfer"} & set(sys.modules)
+
+
+_IMPORTS = """
+import importlib, sys
+from bench.gpu.run import ROWS
+had = set(sys.modules)
+for module in ROWS.values():
+    importlib.import_module(module)
+known = {*sys.stdlib_module_names, *(name.partition(".")[0] for name in had)}
+print(*sorted({name.partition(".")[0] for name in sys.modules} - known))
+"""
+BARE = {"services", "shared", "torch", "numpy", "msgspec", "xxhash"}
+OF_TORCH = {"torchgen", "tqdm", "typing_extensions", "cython_runtime", "pynvml", "cuda"}
+"""What PyTorch imports, where it is."""
+
+
+def test_rows_import_nothing_that_a_bare_machine_has_not() -> None:
+    done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=100, check=True)
+    assert {name for name in done.stdout.split() if not name.startswith("_")} - OF_TORCH == BARE
 
 
 def test_an_unknown_row_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
