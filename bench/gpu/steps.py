@@ -200,14 +200,14 @@ def _prompt_ms(settings: StepSettings, engine: TorchEngine, chunk: int, seed: in
 def _measure_plans(report: Report, place: EnginePlace, layout: ArenaLayout, settings: StepSettings) -> None:
     """Microseconds of the host, with a device that has nothing else to do."""
     tensors = place.device.tensors
-    backend = attention_backend(place.attention)(layout, BLOCK_SIZE, tensors)
+    backend = attention_backend(place.attention, tensors.device.type)(layout, BLOCK_SIZE, tensors)
     for batch in settings.plan_batches:
         paged, slots = _decodes(batch, settings.context_tokens)
         there = waited(place.device.streams.compute.run(partial(tensors.upload, paged.pages, slots)))
         plan_us = _host_us(place, partial(backend.plan, paged, *there))
         report.at_most(f"plan, batch {batch}", plan_us, "µs", 300, PLAN, "of the host")
-        if place.device.graphs is not None:
-            fixed = backend.fixed(batch, len(paged.pages) + batch)
+        if place.device.graphs is not None and backend.can_fix:
+            fixed = backend.fixed(batch, len(paged.pages), there[1])
             fixed_us = _host_us(place, partial(fixed.plan, paged, there[0]))
             report.at_most(f"plan for a graph, batch {batch}", fixed_us, "µs", 300, PLAN, "of the host")
 

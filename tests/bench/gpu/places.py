@@ -6,12 +6,15 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
+import torch
 
 from bench.gpu.engines import LLAMA_8B, EnginePlace, place_of
 from bench.gpu.figures import FAILED, OFF, Figure, Report
 from services.worker.device.cuda.device import CudaDevice
 from tests.services.worker.device.cuda.drivers import PlayedDriver, PlayedEvent
 from tests.services.worker.device.cuda.test_memory import hashes
+from tests.services.worker.engine.flashinfer_harness import put_twin
 
 TINY = msgspec.structs.replace(
     LLAMA_8B,
@@ -47,11 +50,14 @@ def cpu() -> EnginePlace:
 
 
 def played_gpu() -> EnginePlace:
-    """Operations are known to have ended a little later, on a thread of the device. It records no graphs: there is no
-    attention for a CPU that could be recorded."""
-    device = CudaDevice(ClockedDriver(), hashes)
-    device.graphs = None  # type: ignore[assignment]
-    return EnginePlace("cpu", device, "torch_cpu")
+    """Operations are known to have ended a little later, on a thread of the device. Its attention records no graphs."""
+    return EnginePlace("cpu", CudaDevice(ClockedDriver(), hashes), "torch_cpu")
+
+
+def twin_gpu(monkeypatch: pytest.MonkeyPatch) -> EnginePlace:
+    """The same with FlashInfer's twin, which takes float32 and is recorded in graphs."""
+    put_twin(monkeypatch, torch.float32)
+    return EnginePlace("cpu", CudaDevice(ClockedDriver(), hashes), "flashinfer")
 
 
 class Found:
@@ -60,6 +66,10 @@ class Found:
     def __init__(self, row: str, folder: Path) -> None:
         self.figures: list[Figure] = []
         self.report = Report(row, self.figures.append, folder)
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self.figures]
 
     @property
     def failed(self) -> list[str]:

@@ -18,10 +18,11 @@ from bench.gpu.steps import SAMPLED, StepSettings, step_bytes
 from bench.gpu.steps import measure_on as measure_steps
 from bench.gpu.waits import Mode, WaitSettings
 from bench.gpu.waits import measure_on as measure_waits
+from services.worker.engine.decode_graphs import FIRST_SIZES
 from services.worker.engine.sampler import HostSampler
 from services.worker.engine.sampling import Drawn
 from shared.layout import layout_of
-from tests.bench.gpu.places import TINY, Found, cpu, played_gpu
+from tests.bench.gpu.places import TINY, Found, cpu, played_gpu, twin_gpu
 
 STEPS = StepSettings(
     TINY,
@@ -41,10 +42,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_steps_beside_what_the_device_could_do(tmp_path: Path) -> None:
+def test_steps_beside_what_the_device_could_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Found("steps", tmp_path)
-    measure_steps(found.report, played_gpu(), STEPS, 1e-9, lambda *_: 1e9)
+    measure_steps(found.report, twin_gpu(monkeypatch), STEPS, 1e-9, lambda *_: 1e9)
     assert found.failed == []
+    assert found["decode, batch 1, greedy"].note.startswith(f"a step; {len(FIRST_SIZES)} graphs")
+    assert {f"plan for a graph, batch {batch}" for batch in STEPS.plan_batches} <= set(found.names)
     for batch in STEPS.batches:
         for way in SAMPLED:
             assert (found[f"decode, batch {batch}, {way}"].value or 0) > 0
@@ -112,11 +115,15 @@ def test_a_device_that_has_ended_when_the_call_returns_was_waited_for(tmp_path: 
     assert all("behind a busy device" in name for name in found.off)
 
 
-def test_the_first_request_beside_later_ones(tmp_path: Path) -> None:
+def test_the_first_request_beside_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Found("first", tmp_path)
     free = iter((5 << 20, 2 << 20))
-    measure_first(found.report, cpu(), FirstSettings(TINY, prompt_tokens=20, num_together=2), lambda: next(free))
+    place = twin_gpu(monkeypatch)
+    measure_first(found.report, place, FirstSettings(TINY, prompt_tokens=20, num_together=2), lambda: next(free))
     assert found.failed == []
+    assert [name for name in found.names if "rehearsal" in name] == [
+        f"rehearsal {number + 1}" for number in range(len(FIRST_SIZES))
+    ]
     assert found["memory of graphs and workspaces"].value == 3
     for way in WAYS:
         for together in (1, 2):

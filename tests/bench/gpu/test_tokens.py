@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from bench.gpu import tokens
 from bench.gpu.checkpoints import ModelSize, loaded_arena
 from bench.gpu.engines import EnginePlace
 from bench.gpu.tokens import TokenSettings, measure_on
+from services.worker.engine.decode_graphs import FIRST_SIZES, DecodeStep
+from services.worker.engine.placement import TokenPlaces
 from services.worker.memory.arena import Arena
 from shared.layout import ArenaLayout
-from tests.bench.gpu.places import Found, cpu, played_gpu
+from tests.bench.gpu.places import Found, cpu, played_gpu, twin_gpu
 
 SMALL = TokenSettings(
     size=ModelSize(64, 96, 2, 128, 16, 24), kinds=("mistral",), prompt_tokens=(1, 20, 70), output_tokens=6, chunks=(16,)
@@ -47,6 +50,26 @@ def test_an_engine_that_is_right(tmp_path: Path, place: object) -> None:
     assert "18 are as transformers writes" in found["mistral, float32: greedily, in the loop"].note
 
 
+def test_graphs_are_compared_where_they_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(SMALL, kinds=("llama",), dtypes=("float32",))
+    found = Found("tokens", tmp_path)
+    measure_on(found.report, twin_gpu(monkeypatch), settings)
+    assert found.failed == found.off == []
+    assert found["llama, float32: graphs"].value == len(FIRST_SIZES)
+    replayed = [what for what in found.names if what.endswith(", graphs")]
+    assert len(replayed) == 3
+
+    def other_places(self: DecodeStep, places: TokenPlaces, hidden: torch.Tensor) -> torch.Tensor:
+        return run(self, replace(places, positions=places.positions + 1), hidden)
+
+    run = DecodeStep.run
+    monkeypatch.setattr(DecodeStep, "run", other_places)
+    found = Found("tokens", tmp_path / "again")
+    found.report.folder.mkdir()
+    measure_on(found.report, twin_gpu(monkeypatch), settings)
+    assert found.off == replayed
+
+
 def test_weights_that_are_not_the_checkpoints_are_off_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,12 +93,8 @@ def test_a_comparison_that_cannot_be_made_leaves_the_others_alone(
 
     monkeypatch.setattr("bench.gpu.forced.ForcedEngine.alone", fail)
     found = Found("tokens", tmp_path)
-    measure_on(found.report, cpu(), TokenSettings(**{**_fields(SMALL), "dtypes": ("float32",)}))
+    measure_on(found.report, cpu(), replace(SMALL, dtypes=("float32",)))
     assert [name.partition(": RuntimeError")[0] for name in found.failed] == [
         f"mistral, float32: {what}" for what in WHAT[:2]
     ]
     assert found.off == []
-
-
-def _fields(settings: TokenSettings) -> dict[str, object]:
-    return {name: getattr(settings, name) for name in TokenSettings.__dataclass_fields__}
