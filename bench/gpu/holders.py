@@ -65,7 +65,7 @@ def hold(pipe: Connection, kind: PlaceKind, folder: Path, spec: ModelSpec, seed:
     """In a process of its own: answers with what it holds, is told the receiver's address, and follows orders."""
     try:
         asyncio.run(_hold(pipe, place_of(kind, folder), spec, seed))
-    except EOFError:
+    except (EOFError, ConnectionError):  # the row is over
         return
     except Exception as error:  # noqa: BLE001 - the receiver reports it
         pipe.send(error)
@@ -97,6 +97,11 @@ class FetchedCopy:
         self.flow: Inflow | None = None
         self.num_bad = 0
         """Blocks that are not what they should be."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That have come, of the newest flow."""
+        return 0 if self.flow is None else self.flow.moved_bytes
 
     def missing(self, chunk_bytes: int) -> Pieces:
         """That are not here yet."""

@@ -161,7 +161,7 @@ def _decode(pipe: Connection, kind: PlaceKind, folder: Path, settings: PairSetti
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     try:
         asyncio.run(_decode_moved(pipe, place_of(kind, folder), settings))
-    except EOFError:
+    except (EOFError, ConnectionError):  # the row is over
         return
     except Exception as error:  # noqa: BLE001 - the row reports it
         pipe.send(error)

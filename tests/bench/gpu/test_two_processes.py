@@ -17,6 +17,7 @@ from bench.gpu.loads import LoadSettings
 from bench.gpu.pair import GreedyBatch, PairSettings
 from bench.gpu.processes import second_process
 from services.worker.kv_transfer.connector import KvRange
+from services.worker.memory.weight_copy import WeightCopy
 from shared.errors import TransportError
 from shared.layout import layout_of
 from shared.transport.ucx import UcxTransport
@@ -46,6 +47,25 @@ def test_a_model_comes_from_the_host_and_from_a_process_and_the_rest_from_anothe
     assert not found["a sender that is killed"].note.startswith("all had come")
     assert found["blocks that differ after a killed sender"].value == 0
     assert found["receives that hang"].value == 0
+
+
+@pytest.mark.ucx
+def test_blocks_that_are_not_what_was_sent_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = WeightCopy.bad_ranges
+
+    def spoilt(self: WeightCopy, unit: int) -> tuple[tuple[int, int], ...]:
+        self.arena.memory(0, 1)[0] = 77
+        return right(self, unit)
+
+    monkeypatch.setattr(WeightCopy, "bad_ranges", spoilt)
+    found = Found("loads", tmp_path)
+    loads.measure_on(found.report, cpu(), LOADS)
+    assert found["from another process, pieces of 512 KiB: blocks that differ"].value == 1
+    assert found["blocks that differ after a killed sender"].value == 1
+    assert {name for name in found.off if "differ" in name} == {
+        "from another process, pieces of 512 KiB: blocks that differ",
+        "blocks that differ after a killed sender",
+    }
 
 
 def _no_ucx(place: EnginePlace, name: str) -> UcxTransport:
