@@ -34,7 +34,8 @@ ROWS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name -> module with a function ``measure``. What is most in doubt comes first, of those that need no ucxx and then of
-those that do. Rows use kernels that ``kernels`` or ``flashinfer`` compile, and compile them where these did not run."""
+those that do (``pair`` needs FlashInfer as well). Rows use kernels that ``kernels`` or ``flashinfer`` compile, where
+they were not built before, and compile them where these did not run."""
 ROW_LIMIT_S = 170.0
 
 
