@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from services.worker.engine.kinds import engine_kind
 from services.worker.node.gpu_facts import NvmlFailed, read_driver
 from services.worker.node.gpu_links import Nvml, load_nvml
+from shared.errors import BadRequest
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -19,6 +21,12 @@ def gpus_here(load: Callable[[], Nvml | None] = load_nvml) -> tuple[str, ...]:
         return read_driver(nvml).uuids
     except NvmlFailed:
         return ()
+
+
+def check_gpus(engine: str, gpus: tuple[str, ...]) -> None:
+    """Raises ``BadRequest`` where there are none and the engine computes."""
+    if not gpus and engine_kind(engine).uses_kv_memory:
+        raise BadRequest("--device cuda: no NVIDIA driver and GPU answer on this machine; nvidia-smi must list one")
 
 
 def own_first(environ: Mapping[str, str], here: tuple[str, ...], index: int) -> dict[str, str]:

@@ -10,9 +10,9 @@ import psutil
 
 from compose.config import HEALTH_PORT_VARIABLE, StackConfig
 from compose.errors import StackRefused
-from compose.gpus import gpus_here
+from compose.gpus import check_gpus, gpus_here
 from compose.ports import require_free
-from services.worker.engine.kinds import check_device, engine_kind
+from services.worker.engine.kinds import check_device
 from shared.checkpoint import inspect_checkpoint, is_directory
 from shared.errors import BadCheckpoint, BadProfile, BadRequest
 from shared.messages.common import SERVED_BY
@@ -109,6 +109,9 @@ def check(config: StackConfig) -> Findings:
         )
     plenty = config.workers * largest <= psutil.virtual_memory().available // 2
     gpus = gpus_here() if config.device == "cuda" else ()
-    if config.device == "cuda" and not gpus and engine_kind(config.engine).uses_kv_memory:
-        raise StackRefused("--device cuda: no NVIDIA driver and GPU answer on this machine; `nvidia-smi` must list one")
+    if config.device == "cuda":
+        try:
+            check_gpus(config.engine, gpus)
+        except BadRequest as error:
+            raise StackRefused(error.message) from error
     return Findings(prefault_bytes=largest if plenty else 0, gpus=gpus)

@@ -20,6 +20,7 @@ from compose.admin import AdminClient, GatewayUnreachable
 from compose.cli.exit_status import INTERRUPTED
 from compose.cli.options import URL_DEFAULT, EngineName, Json, Url, ask, print_json
 from compose.errors import StackError
+from compose.gpus import check_gpus, gpus_here
 from services.worker.engine.kinds import check_device, engine_kind
 from shared.cgroup import num_cores
 from shared.errors import BadProfile, BadRequest, ModelNotFound
@@ -165,6 +166,8 @@ def _measure(
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     try:
         check_device(engine, device, f"--device {device}")
+        if device == "cuda":
+            check_gpus(engine, gpus_here())
     except BadRequest as error:
         raise NotProfiled(error.message) from error
     engine_kind(engine).set_threads(config.num_threads)

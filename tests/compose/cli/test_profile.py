@@ -91,7 +91,7 @@ def test_how_long_its_instances_took_to_change_roles_is_the_stacks_word(here: Pa
         (["named", "--out", "none/x.json"], "none"),
         (["named", "--out", "."], "is a directory"),
         (["named", "--out", "x.txt"], "end in .json"),
-        (["named", "--device", "cuda"], "the torch engine runs on cpu only"),
+        (["named", "--device", "cuda"], "no NVIDIA driver and GPU answer on this machine"),
         (["other", "--url", "http://127.0.0.1:1"], "no gateway answers"),
         (["other", "--url", "http://127.0.0.1:99999"], "is not the URL of a gateway"),
     ],
