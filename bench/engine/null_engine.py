@@ -83,6 +83,11 @@ class NullEngine:
         self._stream = stream
         self._tensors = HostTensors()
 
+    rehearses = False
+
+    def rehearse(self) -> None:
+        """Nothing."""
+
     def prepare(self, first: int, last: int) -> None:
         del first, last
 

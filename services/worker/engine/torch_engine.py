@@ -358,8 +358,8 @@ class TorchEngine:
 
     def sample(self, activation: Activation) -> Completion[list[Sampled]]:
         """See ``Engine``, and ``sampler``. It fails with ``BadRequest`` as ``head`` does."""
-        return Mapped(self._streams.compute.run(lambda: self._sample(activation.ahead())), lambda drawn: drawn())
+        return Mapped(self._streams.compute.run(lambda: self._sample(activation)), lambda drawn: drawn())
 
     @torch.inference_mode()
-    def _sample(self, activation: TorchActivation) -> Drawn:
-        return self._sampler.sample(self._head(activation), activation.batch)
+    def _sample(self, activation: Activation) -> Drawn:
+        return self._sampler.sample(self.head(activation), activation.ahead().batch)

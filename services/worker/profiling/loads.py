@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from services.worker.device.host import HOST
+from services.worker.device.device import Device
 from services.worker.memory.arena import Arena
 from services.worker.memory.pieces import cut
 from services.worker.memory.weight_copy import WeightCopy
@@ -31,12 +31,20 @@ def load_from_disk(checkpoint: Checkpoint, arena: Arena, clock: Callable[[], flo
     return copy, clock() - started_s
 
 
-def load_from_host(source: WeightCopy, clock: Callable[[], float]) -> float:
-    """Seconds until a copy in this machine's memory is there a second time. Raises ``Internal`` if it differs."""
-    copy = WeightCopy(source.layout, Arena(HOST.allocate(source.layout.num_bytes)), source.digests)
+def load_from_host(loaded: WeightCopy, device: Device, clock: Callable[[], float]) -> float:
+    """Seconds until what is ``loaded`` comes from the host's memory, once it is there. Raises ``Internal`` if it
+    differs."""
+    arena = Arena(device.host_memory(loaded.layout.num_bytes))
+    arena.pin()
+    held = WeightCopy(loaded.layout, arena, loaded.digests)
+    took_s = _copy(held, loaded, clock)
+    return took_s if loaded.arena.on_host else _copy(loaded, held, clock)
+
+
+def _copy(target: WeightCopy, source: WeightCopy, clock: Callable[[], float]) -> float:
     started_s = clock()
     with ThreadPoolExecutor(NUM_COPYING) as threads:
-        verified = list(threads.map(lambda unit: copy.copy_unit(unit, source), range(len(source.layout.units))))
+        verified = list(threads.map(lambda unit: target.copy_unit(unit, source), range(len(source.layout.units))))
     took_s = clock() - started_s
     if not all(verified):
         raise Internal("a copy in memory differs from where it came from")

@@ -15,6 +15,7 @@ import psutil
 
 from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.prompt_cost import num_pairs
+from services.worker.device.device import Device
 from services.worker.engine.kinds import device_of
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.instance.factory import make_engine
@@ -75,7 +76,7 @@ def measure(
     while len(times) < effort.loads and (len(times) + 1) * first_s <= effort.most_s:
         times.append(load_from_disk(checkpoint, arena, clock)[1])
     loads.append(LoadPoint(source="disk", seconds=statistics.median(times), repetitions=len(times)))
-    loads += _from_host(copy, effort, say, clock)
+    loads += _from_host(copy, device, effort, say, clock)
 
     say("preparing the engine")
     wanted_bytes = kv_pool_bytes(layout, config.block_size, -(-_most_tokens(effort) // config.block_size))
@@ -118,13 +119,13 @@ def _gpu_name(config: WorkerConfig) -> str:
 
 
 def _from_host(
-    copy: WeightCopy, effort: Effort, say: Callable[[str], None], clock: Callable[[], float]
+    copy: WeightCopy, device: Device, effort: Effort, say: Callable[[str], None], clock: Callable[[], float]
 ) -> Iterator[LoadPoint]:
     if psutil.virtual_memory().available < 1.25 * copy.layout.num_bytes:
         say("not from host memory: there is no room for a second copy")
         return
     say("loading from host memory")
-    times = [load_from_host(copy, clock) for _ in range(effort.loads)]
+    times = [load_from_host(copy, device, clock) for _ in range(effort.loads)]
     yield LoadPoint(source="host", seconds=statistics.median(times), repetitions=len(times))
 
 

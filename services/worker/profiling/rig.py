@@ -65,6 +65,8 @@ class Rig:
 
     def _step(self, slices: Sequence[Slice]) -> float:
         engine = self._engine
+        while (rehearsed := engine.rehearse()) is not None:
+            waited(rehearsed)
         started_s = self._clock()
         activation = engine.embed(self._batches.of(slices))
         if len(slices[0].token_ids) == 1 and slices[0].row is not None:

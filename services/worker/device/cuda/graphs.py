@@ -11,8 +11,8 @@ from services.worker.device.graphs import Graph
 
 T = TypeVar("T")
 
-KEPT = 4
-"""Layouts: a worker takes turns between few."""
+KEPT = 2
+"""Layouts: each has some 300 MiB of the device with it, for graphs and what they are planned in."""
 
 
 class CudaGraphs:
