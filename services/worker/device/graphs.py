@@ -18,7 +18,11 @@ class Graph(Protocol):
 class Graphs(Protocol):
     """What a device can record. On the engine's thread, inside of operations of the compute stream."""
 
-    def record(self, work: Callable[[], object]) -> Graph:
+    def pool(self) -> object:
+        """Where graphs of which no two run at the same time take their memory from. It goes with the last of them, and
+        then, or once one could not be recorded, none can be recorded with it any more."""
+
+    def record(self, work: Callable[[], object], pool: object) -> Graph:
         """``work`` is called once and runs nothing: its kernels are recorded. It takes no memory of the host, waits for
         nothing, and nothing that it decides on the host is decided again. What it allocates on the device is the
         graph's as long as that lives. Other threads may allocate meanwhile."""
@@ -26,3 +30,6 @@ class Graphs(Protocol):
     def kept(self, key: object, make: Callable[[], T]) -> T:
         """What ``make()`` gave for this key, or gives now: it outlives the engine that asks, for the next one of the
         same key. Of the last few keys."""
+
+    def forget(self) -> None:
+        """Nothing is kept."""

@@ -44,6 +44,8 @@ class DecodeGraphs:
     ) -> None:
         self._spec, self._forward, self._attention, self._cache = spec, forward, attention, cache
         self._tensors, self._graphs = tensors, graphs
+        self._pool = graphs.pool()
+        self._inv_freq = inverse_frequencies(spec).to(tensors.device)
         self._steps: dict[int, DecodeStep] = {}
         self._wanted = list(FIRST_SIZES)
         """Sizes to record, the largest next: it takes the memory that the smaller ones use again."""
@@ -58,8 +60,12 @@ class DecodeGraphs:
         """Record the next size that is wanted. Takes some ten milliseconds of the host."""
         size = self._wanted.pop()
         self._begun.add(size)
-        step = DecodeStep(size, self._spec, self._forward, self._attention, self._cache, self._tensors)
-        step.record(self._graphs)
+        step = DecodeStep(size, self._spec, self._forward, self._attention, self._cache, self._tensors, self._inv_freq)
+        try:
+            step.record(self._graphs, self._pool)
+        except BaseException:
+            self._pool = self._graphs.pool()
+            raise
         self._steps[size] = step
 
     def find(self, batch: ForwardBatch) -> DecodeStep | None:
@@ -85,23 +91,25 @@ class DecodeStep:
         attention: AttentionBackend,
         cache: KvCache,
         tensors: Tensors,
+        inv_freq: torch.Tensor,
     ) -> None:
+        """``inv_freq``: of rotary embedding, on the device."""
         self._size, self._forward, self._cache, self._tensors = size, forward, cache, tensors
         self._num_layers, self._dtype = spec.num_layers, TORCH_DTYPES[spec.dtype]
-        self._inv_freq = inverse_frequencies(spec).to(tensors.device)
+        self._inv_freq = inv_freq
         self._positions, self._slots = (torch.zeros(size, dtype=torch.int64, device=tensors.device) for _ in range(2))
         self._attention = attention.fixed(size, cache.num_blocks, self._slots)
         self._hidden = torch.zeros(size, spec.hidden_size, dtype=self._dtype, device=tensors.device)
         self._logits = torch.empty(0, device=tensors.device)
         self._graph: Graph | None = None
 
-    def record(self, graphs: Graphs) -> None:
+    def record(self, graphs: Graphs, pool: object) -> None:
         """To be called once."""
         self._place(NOWHERE)
         # What a first use costs is paid here: libraries choose kernels and take memory, which a graph cannot.
         for _ in range(2):
             self._compute()
-        self._graph = graphs.record(self._compute)
+        self._graph = graphs.record(self._compute, pool)
 
     def run(self, places: TokenPlaces, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[num_tokens, vocab_size]`` of ``hidden [num_tokens, hidden_size]`` before the first layer, float32,

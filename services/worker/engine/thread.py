@@ -9,6 +9,7 @@ Elsewhere it waits for words about requests that are computed alone, and for wha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -20,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.device.completion import LANDED, Completion
+from services.worker.device.completion import LANDED, Completion, waited
 from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
 from shared.errors import BlitzError, EngineBroken, Unavailable
 from shared.messages.common import ErrorInfo
@@ -278,6 +279,9 @@ class EngineThread:
         for waiting in self._waiting:
             waiting.command()
         self.loop.land_all()
+        with contextlib.suppress(Exception):  # it was said, or is nobody's any more
+            waited(self._rehearsed)
+        self.loop.between_layers = _nothing  # which knows this thread, and the engine with it
         self.loop.scheduler.abort_all(ErrorInfo.of(self._stop_error))
         self._deliver(StepOutput(tuple(self.loop.scheduler.take_ended())))
         self._stats = self.loop.stats()

@@ -19,7 +19,7 @@ from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import Arena
-from shared.layout import layout_of
+from shared.layout import CHECK_BYTES, layout_of
 from shared.messages.generation import SamplingParams
 from shared.model_spec import Dtype, ModelSpec
 
@@ -29,6 +29,8 @@ DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 HOST_HEAD_DIMS = (32,)
+CHECKED_BLOCKS = (1, 3, 16)
+"""For these numbers the checksums' kernels are compiled apart: one, many, and a multiple of 16."""
 GPU_HEAD_DIMS = (64, 128)
 """Each has kernels of its own, which are loaded here."""
 NUM_TOKENS = 3
@@ -43,8 +45,14 @@ _PARAMS = (
 
 def warm_up(device: Device = HOST) -> int:
     """Run it; returns the number of tokens that were computed."""
-    head_dims = HOST_HEAD_DIMS if device.graphs is None else GPU_HEAD_DIMS
-    return sum(_run(dtype, head_dim, device) for dtype in DTYPES for head_dim in head_dims)
+    if device.graphs is None:
+        return sum(_run(dtype, head_dim, device) for dtype in DTYPES for head_dim in HOST_HEAD_DIMS)
+    computed = sum(_run(dtype, head_dim, device) for dtype in DTYPES for head_dim in GPU_HEAD_DIMS)
+    memory = device.allocate(max(CHECKED_BLOCKS) * CHECK_BYTES)
+    for num_blocks in CHECKED_BLOCKS:
+        memory.checksums(0, num_blocks * CHECK_BYTES)
+    device.graphs.forget()
+    return computed
 
 
 def _run(dtype: Dtype, head_dim: int, device: Device) -> int:

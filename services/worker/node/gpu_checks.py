@@ -16,8 +16,11 @@ from shared.settings import SettingsError
 
 LEAST_CAPABILITY = (8, 0)
 """Kernels for bfloat16, and copies that run beside them, are from here on."""
-CONTEXT_BYTES = 1024 * MIB
-"""Beside arena and KV: CUDA's context (about 500 MiB), cuBLAS and the attention's workspace, a batch's activations."""
+CONTEXT_BYTES = 2560 * MIB
+"""Beside arena and KV, estimated: CUDA's context (``MADE_BYTES``), what is kept of two layouts (300 MiB each), a step
+of 8,192 tokens of a model of 8B (0.9 GiB), sampling (250 MiB), the largest graph (200 MiB)."""
+MADE_BYTES = 512 * MIB
+"""Of that there is before a worker asks what is free."""
 DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """The oldest of Linux that runs any CUDA of that major version."""
 _DEVICE = "BLITZ_WORKER_DEVICE"
@@ -65,6 +68,8 @@ class GpuMachine:
     """That PyTorch has kernels for: ``sm_90``, and ``compute_90``, which is compiled for later ones when it is loaded.
     Empty: unknown."""
     kernels: Kernels = Kernels()
+    c_compiler: str = "cc"
+    """Empty: there is none."""
 
 
 def check_gpu(config: WorkerConfig, facts: GpuMachine) -> None:
@@ -75,6 +80,7 @@ def check_gpu(config: WorkerConfig, facts: GpuMachine) -> None:
     gpu = check_visible(config, facts, driver)
     check_capability(gpu, facts.architectures, facts.packages)
     check_kernels(gpu, facts.kernels)
+    check_compiler(facts.c_compiler)
     check_memory(config, gpu)
 
 
@@ -192,10 +198,20 @@ def check_kernels(gpu: GpuFacts, kernels: Kernels) -> None:
     why = "no nvcc is here to compile them" if kernels.may_compile else "FLASHINFER_DISABLE_JIT forbids compiling them"
     raise SettingsError(
         f"{_DEVICE}=cuda: kernels of the attention for {gpu.name} (compute capability {_dotted(gpu.capability)}) are "
-        f"missing ({names}), and {why}: install flashinfer-jit-cache of flashinfer's version, or "
-        f"{'a CUDA toolkit' if kernels.may_compile else 'unset it'}",
+        f"missing ({names}), and {why}: build them (python -m compose.kernels), or "
+        f"{'install a CUDA toolkit' if kernels.may_compile else 'unset it'}",
         param=_DEVICE,
     )
+
+
+def check_compiler(found: str) -> None:
+    """Raises ``SettingsError`` where there is none."""
+    if not found:
+        raise SettingsError(
+            f"{_DEVICE}=cuda: no C compiler is here, with which Triton builds what launches the kernels of checksums: "
+            "install gcc, or set CC",
+            param=_DEVICE,
+        )
 
 
 def needed_bytes(config: WorkerConfig) -> int:

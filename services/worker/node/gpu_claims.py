@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.worker.config import MIB, WorkerConfig
-from services.worker.node.gpu_checks import needed_bytes, too_little
+from services.worker.node.gpu_checks import MADE_BYTES, needed_bytes, too_little
 from services.worker.node.gpu_facts import GpuFacts, read_gpu_facts
 from services.worker.node.gpu_links import load_nvml
 from shared.errors import Unavailable
@@ -132,7 +132,8 @@ def check_room(config: WorkerConfig, gpu: GpuFacts, others: tuple[Claimed, ...])
         return
     claimed_bytes = sum(other.num_bytes for other in others)
     unclaimed_bytes = max(0, gpu.total_bytes - claimed_bytes)
-    if needed_bytes(config) <= min(unclaimed_bytes, gpu.free_bytes):
+    needed = needed_bytes(config)
+    if needed <= unclaimed_bytes and needed - MADE_BYTES <= gpu.free_bytes:
         return
     has = f"{gpu.free_bytes // MIB} MiB free of {gpu.total_bytes // MIB}"
     if others:

@@ -64,6 +64,11 @@ def find_nvcc() -> str:
     return shutil.which("nvcc") or ""
 
 
+def find_c_compiler() -> str:
+    """As Triton finds it. Empty: nowhere."""
+    return os.environ.get("CC") or next(filter(None, map(shutil.which, ("clang", "gcc", "cc"))), "")
+
+
 FIRST_KERNELS = tuple(AttentionKernel("bfloat16", head_dim, sliding_window=False) for head_dim in (64, 128))
 """Which model will come nobody knows: these most models need."""
 
@@ -83,6 +88,7 @@ class GpuProbes:
     wheel_version: Callable[[str], str | None] = wheel_version
     missing_kernels: Callable[[GpuFacts], tuple[str, ...]] = kernels_missing
     find_nvcc: Callable[[], str] = find_nvcc
+    find_c_compiler: Callable[[], str] = find_c_compiler
 
 
 def gpu_machine(visible_gpu: str, probes: GpuProbes | None = None) -> GpuMachine:
@@ -107,6 +113,7 @@ def gpu_machine(visible_gpu: str, probes: GpuProbes | None = None) -> GpuMachine
             may_compile=not os.environ.get("FLASHINFER_DISABLE_JIT"),
             compiler=probes.find_nvcc() if missing else "",
         ),
+        c_compiler=probes.find_c_compiler(),
     )
 
 

@@ -7,7 +7,8 @@ further call fails with it, and the process has to end.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -67,8 +68,11 @@ class Driver(Protocol):
         """Memory of the host that the device copies from and to. It is used again when nobody has it any more, and what
         was asked of it is done."""
 
-    def record(self, work: Callable[[], object]) -> Graph:
-        """See ``Graphs``, on the calling thread's stream, which is not the first one."""
+    def pool(self) -> object:
+        """See ``Graphs``."""
+
+    def record(self, work: Callable[[], object], pool: object) -> Graph:
+        """See ``Graphs``."""
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Make memory of the host, which stays where it is, such memory. Raises ``OSError``."""
@@ -78,6 +82,18 @@ class Driver(Protocol):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether it lies in such memory, whoever made it so."""
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What the collector would free may be memory of the device, which is not freed while a graph is recorded."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class CudaDriver:
@@ -91,8 +107,9 @@ class CudaDriver:
         self._torch, self._cupy = torch, cupy
         self.device = torch.device("cuda", index)
         self.enter()
-        self._graphs = self._cuda.graph_pool_handle()
-        """All graphs take their memory from one pool: no two of them run at the same time."""
+        self._recording = self._cuda.Stream(self.device)
+        """Nothing else is given to it: pinned memory that is freed meanwhile is marked on the streams that used it, and
+        a mark on a stream that is recorded would be taken for a part of the graph."""
 
     def enter(self) -> None:
         self._cuda.set_device(self.device)
@@ -127,27 +144,35 @@ class CudaDriver:
         memory = self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=True)
         return Pinned(memory, memory.numpy())
 
-    def record(self, work: Callable[[], object]) -> Graph:
+    def pool(self) -> object:
+        handle: object = self._cuda.graph_pool_handle()
+        return handle
+
+    def record(self, work: Callable[[], object], pool: object) -> Graph:
         # ``torch.cuda.graph`` would wait for the whole device, and give its free memory back, before and after.
         graph: Any = self._cuda.CUDAGraph()
-        graph.capture_begin(pool=self._graphs, capture_error_mode="thread_local")
-        try:
-            work()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is not valid any more, which is no news
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        with self._cuda.stream(self._recording), _no_collection():
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the capture is not valid any more, which is no news
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         recorded: Graph = graph
         return recorded
 
     def pin(self, address: int, num_bytes: int) -> None:
-        status = int(self._cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-        if status:
-            raise OSError(status, f"cudaHostRegister of {num_bytes} bytes failed with {status}")
+        # By CuPy, which takes the error away: PyTorch would come upon it at the thread's next kernel.
+        runtime = self._cupy.cuda.runtime
+        try:
+            runtime.hostRegister(address, num_bytes, 0)
+        except runtime.CUDARuntimeError as error:
+            raise OSError(0, f"CUDA does not pin {num_bytes} bytes: {error}") from error
 
     def unpin(self, address: int) -> None:
-        self._cuda.cudart().cudaHostUnregister(address)
+        self._cupy.cuda.runtime.hostUnregister(address)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()

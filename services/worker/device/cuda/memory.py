@@ -6,6 +6,7 @@ not pinned by way of some that is.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -116,15 +117,18 @@ class PinnedMemory(HostMemory):
     """``HostMemory`` that a GPU copies from and to. It is pinned when it is first wanted, which takes 0.1 to 0.4 s per
     GiB."""
 
+    _is_pinned = False
+
     def __init__(self, capacity_bytes: int, driver: Driver, streams: DeviceStreams, tensors: CudaTensors) -> None:
         super().__init__(capacity_bytes)
         self._driver, self._streams, self._tensors = driver, streams, tensors
-        self._is_pinned = False
+        self._pinning = threading.Lock()
 
     def pin(self) -> None:
-        if not self._is_pinned:
-            self._driver.pin(self.address, self.capacity_bytes)
-            self._is_pinned = True
+        with self._pinning:
+            if not self._is_pinned:
+                self._driver.pin(self.address, self.capacity_bytes)
+                self._is_pinned = True
 
     def release(self) -> None:
         if self._is_pinned:

@@ -54,6 +54,12 @@ class CudaStream:
     def run(self, operation: Callable[[], T]) -> Completion[T]:
         """See ``Stream``. What a caller got wrong (``BadRequest``) is known at once; whatever else an operation raises
         while it is launched, it ends with when what it launched before that has ended."""
+        try:
+            return self._run(operation)
+        except Exception as error:  # noqa: BLE001 - the device is lost: events cannot be recorded on it
+            return Landed(error=error)
+
+    def _run(self, operation: Callable[[], T]) -> Completion[T]:
         with self._order, self._driver.on(self._stream):
             began, ended = self._driver.event(), self._driver.event()
             began.record()
@@ -74,7 +80,7 @@ class CudaStream:
             came_to = _came_to(launched)
             self.busy_s += came_to.device_s
             launched.pending.settle(came_to)
-            del launched  # what it keeps is free before the next one ends
+            del launched, came_to  # what they keep is free before the next one ends
 
 
 def _came_to(launched: _Launched) -> Landed[Any]:

@@ -182,9 +182,11 @@ def test_a_model_of_the_same_layout_at_the_same_place_is_served_by_what_was_reco
 def test_a_size_that_cannot_be_recorded_is_tried_once(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = graph_engine("llama", device)
 
-    def full(work: object) -> None:
+    def full(work: object, pool: object) -> None:
+        pools.append(pool)
         raise MemoryError("no memory for a graph")
 
+    pools: list[object] = []
     monkeypatch.setattr(device.driver, "record", full)
     for _ in FIRST_SIZES:
         completion = engine.rehearse()
@@ -195,6 +197,7 @@ def test_a_size_that_cannot_be_recorded_is_tried_once(device: CudaDevice, monkey
     found = logits_of(engine, [sequence.next_slice()])
     torch.testing.assert_close(found, reference_logits("llama", sequence.tokens)[-1:], atol=1e-4, rtol=0)
     assert engine.rehearse() is None
+    assert len(set(map(id, pools))) == len(FIRST_SIZES)  # one that failed may be none to record with
 
 
 def test_sizes_double_and_the_first_are_among_them() -> None:

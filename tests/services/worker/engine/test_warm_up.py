@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.worker.device.cuda.device import CudaDevice
 from services.worker.engine import sampler, warm_up
 from services.worker.engine.attention import torch_cpu
 from services.worker.engine.categorical import DrawRow
+from shared.layout import CHECK_BYTES
+from tests.services.worker.device.cuda.drivers import PlayedDriver
 
 
 def test_every_dtype_runs_prompts_with_and_without_a_prefix_decodes_and_every_way_to_choose(
@@ -32,3 +35,19 @@ def test_every_dtype_runs_prompts_with_and_without_a_prefix_decodes_and_every_wa
     for dtype in (torch.float32, torch.bfloat16):
         assert {kind for of, kind in attended if of == dtype} == {"one", "together", "prompt", "prefix"}
     assert {row.keeps_all(warm_up.VOCAB_SIZE) for row in drawn} == {True, False}
+
+
+def test_a_gpu_also_checks_memory_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+
+    def hashes(memory: torch.Tensor) -> torch.Tensor:
+        checked.append(len(memory))
+        return torch.zeros(-(-len(memory) // CHECK_BYTES), dtype=torch.int64)
+
+    device = CudaDevice(PlayedDriver(), hashes)
+    kept: list[object] = []
+    monkeypatch.setattr(device.graphs, "forget", lambda: kept.append("forgotten"))
+    on_cpu = warm_up.warm_up()
+    assert warm_up.warm_up(device) == on_cpu * len(warm_up.GPU_HEAD_DIMS)
+    assert checked == [blocks * CHECK_BYTES for blocks in warm_up.CHECKED_BLOCKS]
+    assert kept == ["forgotten"]

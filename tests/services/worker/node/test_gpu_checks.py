@@ -97,20 +97,20 @@ def test_a_machine_that_is_as_it_should_be_is_let_in() -> None:
             {"kernels": Kernels(missing=("batch_decode", "batch_prefill"), may_compile=False, compiler="/bin/nvcc")},
             "BLITZ_WORKER_DEVICE",
             "BLITZ_WORKER_DEVICE=cuda: kernels of the attention for NVIDIA H100 80GB HBM3 (compute capability 9.0) are "
-            "missing (batch_decode, batch_prefill), and FLASHINFER_DISABLE_JIT forbids compiling them: install "
-            "flashinfer-jit-cache of flashinfer's version, or unset it",
+            "missing (batch_decode, batch_prefill), and FLASHINFER_DISABLE_JIT forbids compiling them: build "
+            "them (python -m compose.kernels), or unset it",
         ),
         (
             {"kernels": Kernels(missing=("batch_decode",))},
             "BLITZ_WORKER_DEVICE",
             "BLITZ_WORKER_DEVICE=cuda: kernels of the attention for NVIDIA H100 80GB HBM3 (compute capability 9.0) are "
-            "missing (batch_decode), and no nvcc is here to compile them: install flashinfer-jit-cache of flashinfer's "
-            "version, or a CUDA toolkit",
+            "missing (batch_decode), and no nvcc is here to compile them: build them (python -m "
+            "compose.kernels), or install a CUDA toolkit",
         ),
         (
             {"gpu": replace(H100, name="NVIDIA L4", capability=(9, 0), total_bytes=23034 * MIB)},
             "BLITZ_WORKER_ARENA_MIB",
-            "BLITZ_WORKER_ARENA_MIB=40000 and BLITZ_WORKER_KV_MIB=20000 with 1024 MiB for CUDA need 61024 MiB, and "
+            "BLITZ_WORKER_ARENA_MIB=40000 and BLITZ_WORKER_KV_MIB=20000 with 2560 MiB for CUDA need 62560 MiB, and "
             "NVIDIA L4 (GPU-11aa) has 23034 MiB in all: lower them, or name another GPU with CUDA_VISIBLE_DEVICES",
         ),
     ],
@@ -198,3 +198,8 @@ def test_a_ring_holds_the_largest_piece() -> None:
         "BLITZ_WORKER_STAGING_MIB=8: a piece of a layer has 8388609 bytes, more than all staging memory (8388608): set "
         "BLITZ_WORKER_STAGING_MIB to 9 or more"
     )
+
+
+def test_triton_needs_a_c_compiler() -> None:
+    with pytest.raises(SettingsError, match="no C compiler is here, with which Triton builds"):
+        check_gpu(CONFIG, replace(MACHINE, c_compiler=""))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.config import WorkerConfig
-from services.worker.node.gpu_checks import CONTEXT_BYTES
+from services.worker.node.gpu_checks import CONTEXT_BYTES, MADE_BYTES
 from services.worker.node.gpu_claims import Claimed, GpuClaim, check_room, claim_of
 from services.worker.node.gpu_facts import GpuFacts
 from shared.errors import Unavailable
@@ -75,9 +75,9 @@ def test_shares_that_fit_together_are_given(tmp_path: Path, memory: Memory, clai
     with pytest.raises(SettingsError) as caught:
         _start(_config(tmp_path, "w4", 0.25), memory, claims)
     assert caught.value.message == (
-        "BLITZ_WORKER_ARENA_MIB=17976 and BLITZ_WORKER_KV_MIB=1000 with 1024 MiB for CUDA need 20000 MiB, and NVIDIA "
-        "H100 80GB HBM3 (GPU-11aa) has 4096 MiB free of 80000, 0 of them beside what other workers claim (w0 20000, w1 "
-        "20000, w2 20000, w3 20000 MiB): lower them, or name another GPU with CUDA_VISIBLE_DEVICES"
+        "BLITZ_WORKER_ARENA_MIB=16440 and BLITZ_WORKER_KV_MIB=1000 with 2560 MiB for CUDA need 20000 MiB, and NVIDIA "
+        "H100 80GB HBM3 (GPU-11aa) has 10240 MiB free of 80000, 0 of them beside what other workers claim (w0 20000, "
+        "w1 20000, w2 20000, w3 20000 MiB): lower them, or name another GPU with CUDA_VISIBLE_DEVICES"
     )
 
 
@@ -87,6 +87,13 @@ def test_what_others_will_take_later_is_theirs(tmp_path: Path, memory: Memory, c
     with pytest.raises(SettingsError, match="32000 of them beside what other workers claim"):
         _start(_config(tmp_path, "w1", 0.6), memory, claims)
     _start(_config(tmp_path, "w1", 0.4), memory, claims)
+
+
+def test_the_context_is_there_before_what_is_free_is_asked(
+    tmp_path: Path, memory: Memory, claims: list[GpuClaim]
+) -> None:
+    memory.free_bytes = int(0.5 * TOTAL_BYTES) - MADE_BYTES
+    _start(_config(tmp_path, "w0", 0.5), memory, claims)
 
 
 def test_what_is_not_a_workers_is_not_free_either(tmp_path: Path, memory: Memory, claims: list[GpuClaim]) -> None:

@@ -97,7 +97,11 @@ class PlayedDriver:
         array = np.full(num_bytes, 0xEE, dtype=np.uint8)
         return Pinned(torch.from_numpy(array), array)
 
-    def record(self, work: Callable[[], object]) -> Graph:
+    def pool(self) -> object:
+        return object()
+
+    def record(self, work: Callable[[], object], pool: object) -> Graph:
+        assert pool is not None
         return RecordedGraph(work)
 
     def pin(self, address: int, num_bytes: int) -> None:
