@@ -18,7 +18,7 @@ from services.worker.engine.attention.backend import AttentionBackend
 from services.worker.engine.attention.kinds import BY_DEVICE, attention_backend
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.device_sampler import DeviceSampler
-from services.worker.engine.forward_batch import ForwardBatch
+from services.worker.engine.forward_batch import ForwardBatch, Slice
 from services.worker.engine.handoff import (
     asked_of,
     check_batch,
@@ -43,6 +43,8 @@ from shared.errors import BadRequest
 from shared.layout import ArenaLayout
 from shared.transport.base import Buffer
 
+REHEARSED_PROMPTS = (2048, 512, 128, 32)
+"""Tokens, the shortest first to be rehearsed. Of 2,048 a worker on a GPU computes at a time."""
 PREPARED_TOKENS = 512
 """Their huge pages are committed before the first request, one or two per layer, for K and for V, and hold several
 times as many. Where memory is committed slowly, those of a prompt took longer than the prompt (24 pages of 2 MiB:
@@ -80,6 +82,9 @@ class _Bound:
     attention: AttentionBackend
     forward: Forward
     decode: DecodeGraphs | None
+    prompts: list[int]
+    """Numbers of prompt tokens that are to be rehearsed, the next one last. None where no work is recorded: there a
+    rehearsal would take from what loads."""
 
 
 class TorchEngine:
@@ -107,6 +112,7 @@ class TorchEngine:
         self.cache = bound.cache
         """The pages that it writes KV into."""
         self._model, self._attention, self._decode = bound.forward, bound.attention, bound.decode
+        self._prompts = bound.prompts
         self._spec = spec
         is_host = self._tensors.device.type == "cpu"
         sampler = HostSampler if is_host else DeviceSampler
@@ -127,10 +133,12 @@ class TorchEngine:
         def bind() -> _Bound:
             backend = attention_backend(attention, tensors.device.type)(layout, cache.block_size, tensors)
             forward = forward_of(layout, arena, cache, backend)
-            if graphs is None or not backend.can_fix:
-                return _Bound(cache, backend, forward, None)
-            decode = DecodeGraphs(layout.spec, forward, backend, cache, tensors, graphs)
-            return _Bound(cache, backend, forward, decode)
+            if graphs is None:
+                return _Bound(cache, backend, forward, None, [])
+            decode = None
+            if backend.can_fix:
+                decode = DecodeGraphs(layout.spec, forward, backend, cache, tensors, graphs)
+            return _Bound(cache, backend, forward, decode, list(REHEARSED_PROMPTS))
 
         if graphs is None:
             return bind()
@@ -143,14 +151,27 @@ class TorchEngine:
 
     @property
     def rehearses(self) -> bool:
-        return self._decode is not None
+        return self._device.graphs is not None
 
     def rehearse(self) -> Completion[None] | None:
-        """See ``Engine``. A graph each time."""
-        decode = self._decode
-        if decode is None or not decode.wants_to_record:
+        """See ``Engine``. A graph each time, then a prompt's first and last layer each time: kernels are chosen and
+        loaded by the number of rows."""
+        if self._decode is not None and self._decode.wants_to_record:
+            return self._streams.compute.run(torch.inference_mode()(self._decode.record))
+        if not self._prompts:
             return None
-        return self._streams.compute.run(torch.inference_mode()(decode.record))
+        num_tokens = self._prompts.pop()
+        return self._streams.compute.run(lambda: self._rehearse_prompt(num_tokens))
+
+    @torch.inference_mode()
+    def _rehearse_prompt(self, num_tokens: int) -> None:
+        """Of nobody, in nobody's block."""
+        table = (self.cache.scratch_block,) * -(-num_tokens // self.block_size)
+        batch = ForwardBatch(-1, (Slice(-1, (0,) * num_tokens, 0, table),))
+        placement, hidden = self._place(batch), self._embed(self._tensors.upload(batch.token_ids)[0])
+        hidden = self._model.run_layer(0, hidden, placement)
+        last_row = self._tensors.upload(np.array([num_tokens - 1]))[0]
+        self._model.head(self._model.run_layer(self.num_layers - 1, hidden, placement, last_row))
 
     def embed(self, batch: ForwardBatch) -> Activation:
         """Plan and embed. Raises ``BadRequest`` for an empty batch or slice, a short block table, an unknown token."""

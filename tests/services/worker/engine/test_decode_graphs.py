@@ -13,7 +13,7 @@ from services.worker.device.cuda.device import CudaDevice
 from services.worker.engine.decode_graphs import FIRST_SIZES, SIZES, DecodeGraphs
 from services.worker.engine.forward_batch import Slice
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
-from services.worker.engine.torch_engine import TorchEngine
+from services.worker.engine.torch_engine import REHEARSED_PROMPTS, TorchEngine
 from services.worker.memory.arena import Arena
 from services.worker.memory.loader import load_unit
 from shared.checkpoint import inspect_checkpoint
@@ -30,22 +30,25 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> FlashInferTwin:
     return put_twin(monkeypatch, torch.float32)
 
 
+class PlayedDevice(CudaDevice):
+    driver: PlayedDriver
+
+
 @pytest.fixture
-def device() -> CudaDevice:
-    return CudaDevice(PlayedDriver(), lambda memory: torch.zeros(-(-len(memory) // (1 << 18)), dtype=torch.int64))
+def device() -> PlayedDevice:
+    return PlayedDevice(PlayedDriver(), lambda memory: torch.zeros(-(-len(memory) // (1 << 18)), dtype=torch.int64))
 
 
-def graph_engine(kind: str, device: CudaDevice) -> TorchEngine:
+def graph_engine(kind: str, device: PlayedDevice) -> TorchEngine:
     return loaded_engine(kind, attention="flashinfer", device=device)
 
 
-def rehearsed(engine: TorchEngine) -> int:
-    """How many things there were."""
-    count = 0
+def rehearsed(engine: TorchEngine, device: PlayedDevice) -> int:
+    """How many graphs came of it."""
+    before = device.driver.num_recorded
     while (completion := engine.rehearse()) is not None:
         waited(completion)
-        count += 1
-    return count
+    return device.driver.num_recorded - before
 
 
 def graphs_of(engine: TorchEngine) -> DecodeGraphs:
@@ -84,10 +87,10 @@ def prompts(engine: TorchEngine, count: int) -> list[DrivenSequence]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_decodes_of_each_size_have_the_logits_of_transformers(
-    kind: str, count: int, device: CudaDevice, replays: list[RecordedGraph]
+    kind: str, count: int, device: PlayedDevice, replays: list[RecordedGraph]
 ) -> None:
     engine = graph_engine(kind, device)
-    assert rehearsed(engine) == len(FIRST_SIZES)
+    assert rehearsed(engine, device) == len(FIRST_SIZES)
     sequences = prompts(engine, count)
     replays.clear()  # a prompt of one token is no other than a decode
     for step in range(3):
@@ -101,7 +104,7 @@ def test_decodes_of_each_size_have_the_logits_of_transformers(
 
 @pytest.mark.usefixtures("twin")
 def test_a_size_that_is_not_recorded_runs_all_the_same_and_is_recorded_next(
-    device: CudaDevice, replays: list[RecordedGraph]
+    device: PlayedDevice, replays: list[RecordedGraph]
 ) -> None:
     engine = graph_engine("llama", device)
     sequences = prompts(engine, 9)
@@ -111,18 +114,18 @@ def test_a_size_that_is_not_recorded_runs_all_the_same_and_is_recorded_next(
         expected = torch.stack([reference_logits("llama", s.tokens)[-1] for s in chosen])
         torch.testing.assert_close(logits_of(engine, slices), expected, atol=1e-4, rtol=0)
         assert len(replays) == num_replays
-    assert rehearsed(engine) == len(FIRST_SIZES) + 1
+    assert rehearsed(engine, device) == len(FIRST_SIZES) + 1
     torch.testing.assert_close(logits_of(engine, slices), expected, atol=1e-4, rtol=0)
     assert len(replays) == 1
-    assert rehearsed(engine) == 0
+    assert rehearsed(engine, device) == 0
 
 
 @pytest.mark.usefixtures("twin")
 def test_what_is_no_decode_of_all_or_only_some_layers_is_not_run_as_one(
-    device: CudaDevice, replays: list[RecordedGraph]
+    device: PlayedDevice, replays: list[RecordedGraph]
 ) -> None:
     engine = graph_engine("llama", device)
-    rehearsed(engine)
+    rehearsed(engine, device)
     sequence = prompts(engine, 1)[0]
     activation = engine.embed(forward(sequence.next_slice()))
     for layer in range(engine.num_layers):
@@ -134,14 +137,23 @@ def test_what_is_no_decode_of_all_or_only_some_layers_is_not_run_as_one(
     assert not replays
 
 
+def test_prompts_are_rehearsed_once_in_nobodys_block(device: PlayedDevice, twin: FlashInferTwin) -> None:
+    engine = graph_engine("llama", device)
+    rehearsed(engine, device)
+    prefills = [call for call in twin.calls if call.function.startswith("prefill.") and call.function.endswith(".run")]
+    assert [len(call.args[1]) for call in prefills] == [n for n in sorted(REHEARSED_PROMPTS) for _ in range(2)]
+    assert engine.rehearse() is None
+
+
 @pytest.mark.usefixtures("twin")
-def test_rows_of_padding_write_into_nobodys_block_alone(device: CudaDevice) -> None:
+def test_rows_of_padding_write_into_nobodys_block_alone(device: PlayedDevice) -> None:
     engine = graph_engine("llama", device)
     sequences = prompts(engine, 3)
     pages = [(pages, pages.clone()) for pages in (*engine.cache.k, *engine.cache.v)]
-    rehearsed(engine)
+    rehearsed(engine, device)
     for now, before in pages:
         assert torch.equal(now[:-1], before[:-1])
+        before.copy_(now)
     slices = [s.next_slice() for s in sequences]
     logits_of(engine, slices)
     own = [(s.blocks[(len(s.tokens) - 1) // 16], (len(s.tokens) - 1) % 16) for s in sequences]
@@ -153,7 +165,7 @@ def test_rows_of_padding_write_into_nobodys_block_alone(device: CudaDevice) -> N
 
 @pytest.mark.usefixtures("twin")
 def test_a_model_of_the_same_layout_at_the_same_place_is_served_by_what_was_recorded(
-    device: CudaDevice, replays: list[RecordedGraph]
+    device: PlayedDevice, replays: list[RecordedGraph]
 ) -> None:
     checkpoint = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False)
     layout = checkpoint.layout
@@ -163,10 +175,10 @@ def test_a_model_of_the_same_layout_at_the_same_place_is_served_by_what_was_reco
         return TorchEngine(layout, arena, pool, num_blocks=64, attention="flashinfer", device=device)
 
     first = engine()
-    assert rehearsed(first) == len(FIRST_SIZES)  # before there are weights
+    assert rehearsed(first, device) == len(FIRST_SIZES)  # before there are weights
     second = engine()
     assert graphs_of(second) is graphs_of(first)
-    assert rehearsed(second) == 0
+    assert rehearsed(second, device) == 0
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)
     sequences = prompts(second, 2)
@@ -179,7 +191,7 @@ def test_a_model_of_the_same_layout_at_the_same_place_is_served_by_what_was_reco
 
 
 @pytest.mark.usefixtures("twin")
-def test_a_size_that_cannot_be_recorded_is_tried_once(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_cannot_be_recorded_is_tried_once(device: PlayedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = graph_engine("llama", device)
 
     def full(work: object, pool: object) -> None:
@@ -196,7 +208,7 @@ def test_a_size_that_cannot_be_recorded_is_tried_once(device: CudaDevice, monkey
     sequence = prompts(engine, 1)[0]
     found = logits_of(engine, [sequence.next_slice()])
     torch.testing.assert_close(found, reference_logits("llama", sequence.tokens)[-1:], atol=1e-4, rtol=0)
-    assert engine.rehearse() is None
+    assert rehearsed(engine, device) == 0
     assert len(set(map(id, pools))) == len(FIRST_SIZES)  # one that failed may be none to record with
 
 

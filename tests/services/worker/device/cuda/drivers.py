@@ -61,7 +61,7 @@ class PlayedDriver:
         self.recorded: list[PlayedEvent] = []
         self.now_ms = 0.0
         self.failure: Exception | None = None
-        self.num_pinned = 0
+        self.num_pinned = self.num_recorded = 0
         self.pins: dict[int, int] = {}
         self.current: list[Any] = []
         self.entered: set[int] = set()
@@ -102,6 +102,7 @@ class PlayedDriver:
 
     def record(self, work: Callable[[], object], pool: object) -> Graph:
         assert pool is not None
+        self.num_recorded += 1
         return RecordedGraph(work)
 
     def pin(self, address: int, num_bytes: int) -> None:
