@@ -27,7 +27,7 @@ from services.worker.engine.attention import kinds
 from services.worker.engine.forward_batch import Slice
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.torch_engine import TorchEngine
+from services.worker.engine.torch_engine import REHEARSED_PROMPTS, TorchEngine
 from services.worker.memory.arena import Arena
 from shared.checkpoint import inspect_checkpoint
 from shared.messages.generation import SamplingParams, StreamPart
@@ -185,6 +185,15 @@ def test_a_batch_and_its_kv_move_through_pinned_memory(fake: OnFake) -> None:
     for layer in range(1, engine.num_layers):
         fake.run(lambda engine, layer=layer: engine.run_layers(resumed, layer, layer + 1))
     assert len(fake.run(lambda engine: engine.sample(resumed))) == len(batch.rows)
+
+
+def test_prompts_are_rehearsed_on_the_device_alone(fake: OnFake) -> None:
+    count = 0
+    with fake.guard:
+        while (rehearsed := fake.engine.rehearse()) is not None:
+            waited(rehearsed)
+            count += 1
+    assert count == len(REHEARSED_PROMPTS)
 
 
 def test_the_guard_sees_what_would_wait(fake: OnFake) -> None:
