@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -18,10 +19,13 @@ def operations(function: Callable[[], object]) -> int:
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # what is collected may run Python of its own
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count

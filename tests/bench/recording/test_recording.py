@@ -127,7 +127,7 @@ async def test_cores_that_hear_what_was_recorded_decide_as_those_of_the_services
 def watched() -> tuple[Watch, list[Wish]]:
     """A monitor's core that wakes a model."""
     watch = Watch(DemandPolicy(down_window_s=0.0), repeat_s=1.0)
-    watch.on_snapshot(RegistryView({"m": M}, (worker_record("w0"),), {}), lambda record, engine, device: None)
+    watch.on_snapshot(RegistryView({"m": M}, (worker_record("w0"),), {}), lambda record, worker: None)
     queue = ModelQueue(
         model="m",
         queued_requests=1,
