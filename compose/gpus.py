@@ -13,7 +13,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def gpus_here(load: Callable[[], Nvml | None] = load_nvml) -> tuple[str, ...]:
-    """UUIDs of this machine's GPUs. Empty: none is found, which is for the workers to refuse."""
+    """UUIDs of this machine's GPUs. Empty: none is found."""
     nvml = load()
     if nvml is None:
         return ()

@@ -67,7 +67,7 @@ class Engine(Protocol):
 
     def rehearse(self) -> Completion[None] | None:
         """Begin the next thing that makes later steps quicker, between two steps: it computes for nobody, with whatever
-        weights are there, and takes the caller some ten milliseconds. None: there is nothing left, for now."""
+        weights are there, and keeps the caller for longer than a step does. None: there is nothing left, for now."""
 
     def embed(self, batch: ForwardBatch) -> Activation:
         """Plan the batch's attention and embed its tokens."""

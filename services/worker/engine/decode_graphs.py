@@ -57,7 +57,7 @@ class DecodeGraphs:
         return bool(self._wanted)
 
     def record(self) -> None:
-        """Record the next size that is wanted. Takes some ten milliseconds of the host."""
+        """Record the next size that is wanted. Keeps the caller for several steps' time."""
         size = self._wanted.pop()
         self._begun.add(size)
         step = DecodeStep(size, self._spec, self._forward, self._attention, self._cache, self._tensors, self._inv_freq)

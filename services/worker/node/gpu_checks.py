@@ -235,16 +235,5 @@ def too_little(config: WorkerConfig, gpu: GpuFacts, has: str) -> SettingsError:
     )
 
 
-def check_staging(ring_bytes: int, piece_bytes: int, setting: str) -> None:
-    """Raises ``SettingsError`` unless a ring of staging memory holds the largest piece that a layer is moved in.
-    ``setting``: that which says how large it is, in MiB."""
-    if ring_bytes < piece_bytes:
-        raise SettingsError(
-            f"{setting}={ring_bytes // MIB}: a piece of a layer has {piece_bytes} bytes, more than all staging memory "
-            f"({ring_bytes}): set {setting} to {-(-piece_bytes // MIB)} or more",
-            param=setting,
-        )
-
-
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"

@@ -38,7 +38,7 @@ class CudaDevice:
 
 
 def cuda_device() -> CudaDevice:
-    """The first GPU that the process sees. Takes its context, in half a second."""
+    """The first GPU that the process sees. Makes its context, unless there is one."""
     from services.worker.device.cuda.hashes import CudaHashes
 
     driver = CudaDriver()

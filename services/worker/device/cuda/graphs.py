@@ -13,7 +13,7 @@ from services.worker.device.graphs import Graph
 T = TypeVar("T")
 
 KEPT = 2
-"""Layouts: each has some 300 MiB of the device with it, for graphs and what they are planned in."""
+"""Layouts: each has some 300 MiB of the device with it (estimated), for graphs and what they are planned in."""
 
 
 class CudaGraphs:

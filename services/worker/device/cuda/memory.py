@@ -114,7 +114,7 @@ class CudaMemory:
 
 
 class PinnedMemory(HostMemory):
-    """``HostMemory`` that a GPU copies from and to. It is pinned when it is first wanted, which takes 0.1 to 0.4 s per
+    """``HostMemory`` that a GPU copies from and to. It is pinned when it is first wanted, which takes up to 0.4 s per
     GiB."""
 
     _is_pinned = False

@@ -13,7 +13,6 @@ from services.worker.node.gpu_checks import (
     Kernels,
     check_capability,
     check_gpu,
-    check_staging,
     needed_bytes,
 )
 from services.worker.node.gpu_facts import GpuFacts, NvidiaDriver
@@ -188,16 +187,6 @@ def test_a_worker_that_just_fits_is_let_in() -> None:
 
 def test_where_the_memory_is_not_known_it_is_not_checked() -> None:
     check_gpu(CONFIG, replace(MACHINE, gpu=replace(H100, total_bytes=0, free_bytes=0)))
-
-
-def test_a_ring_holds_the_largest_piece() -> None:
-    check_staging(8 * MIB, 8 * MIB, "BLITZ_WORKER_STAGING_MIB")
-    with pytest.raises(SettingsError) as caught:
-        check_staging(8 * MIB, 8 * MIB + 1, "BLITZ_WORKER_STAGING_MIB")
-    assert caught.value.message == (
-        "BLITZ_WORKER_STAGING_MIB=8: a piece of a layer has 8388609 bytes, more than all staging memory (8388608): set "
-        "BLITZ_WORKER_STAGING_MIB to 9 or more"
-    )
 
 
 def test_triton_needs_a_c_compiler() -> None:
