@@ -44,7 +44,7 @@ def measure_on(report: Report, place: EnginePlace, models: Mapping[str, ModelSpe
                 own = msgspec.structs.replace(params, max_tokens=NUM_TOKENS)
                 served.add("alone", prompt_of(50, spec.vocab_size), own)
                 _timed(report, f"{name}: a request, {way}", served.run)
-            _timed(report, f"{name}: graphs", lambda: rehearse(engine))  # noqa: B023 - called here
+            _timed(report, f"{name}: rehearsals", lambda: rehearse(engine))  # noqa: B023 - called here
 
 
 def _timed(report: Report, what: str, work: Callable[[], object]) -> None:

@@ -146,7 +146,7 @@ def _measure_decode(
         served.add(str(number), prompt_of(settings.context_tokens, settings.spec.vocab_size, number), own)
     served.decode(batch, WARM_STEPS)
     served.be_quiet()
-    num_graphs = len(rehearse(engine))
+    num_rehearsals = len(rehearse(engine))
     served.go_on()
     served.decode(batch, WARM_STEPS)
 
@@ -162,7 +162,7 @@ def _measure_decode(
 
     name = f"decode, batch {batch}, {way}"
     step_ms = wall_s / settings.num_steps * 1000
-    report.number(name, step_ms, "ms", f"a step; {num_graphs} graphs were recorded for it")
+    report.number(name, step_ms, "ms", f"a step; {num_rehearsals} rehearsals went before it")
     report.number(f"{name}: the sampler's share", sampled_s / wall_s, "", "of the wall time, by the device's clock")
     if way != "greedy":
         return

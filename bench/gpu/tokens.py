@@ -133,14 +133,14 @@ class _Comparison:
             self._error(f"resumed elsewhere after layer {num_layers}", split, MOVES)
         self._error("decoded elsewhere", lambda: self._decoded_elsewhere(forced, other), MOVES)
         if not engine.rehearses:
-            self.report.text(f"{self.name}: graphs", "none: this device records nothing")
+            self.report.text(f"{self.name}: rehearsals", "none: this device records nothing")
             return
-        num_graphs = len(rehearse(engine))
+        num_rehearsals = len(rehearse(engine))
         self._error("whole prompts together, graphs", lambda: forced.together(texts(), WHOLE), GRAPHS)
-        num_graphs += len(rehearse(engine))  # of the batch sizes that have come
+        num_rehearsals += len(rehearse(engine))  # of the batch sizes that have come
         self._error("decodes beside prompts, graphs", lambda: forced.together(texts(), 16, apart=3), GRAPHS)
         self._greedy("greedily, in the loop, graphs", engine, GRAPHS)
-        self.report.number(f"{self.name}: graphs", num_graphs, "", "recorded")
+        self.report.number(f"{self.name}: rehearsals", num_rehearsals, "", "of graphs and prompts")
 
     def _engine(self) -> TorchEngine:
         longest = max(self.settings.prompt_tokens) + self.settings.output_tokens

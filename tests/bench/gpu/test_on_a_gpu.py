@@ -69,7 +69,7 @@ def test_kernels_are_compiled_and_run(place: EnginePlace, found: Found) -> None:
 def test_the_engine_computes_what_transformers_computes(place: EnginePlace, found: Found) -> None:
     measure_tokens(found.report, place, TokenSettings(prompt_tokens=(1, 20, 100), output_tokens=16))
     assert found.failed == found.off == []
-    assert (found["llama, bfloat16: graphs"].value or 0) > 0
+    assert (found["llama, bfloat16: rehearsals"].value or 0) > 0
 
 
 def test_the_host_waits_for_nothing(place: EnginePlace, found: Found) -> None:

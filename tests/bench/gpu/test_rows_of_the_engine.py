@@ -21,6 +21,7 @@ from bench.gpu.waits import measure_on as measure_waits
 from services.worker.engine.decode_graphs import FIRST_SIZES
 from services.worker.engine.sampler import HostSampler
 from services.worker.engine.sampling import Drawn
+from services.worker.engine.torch_engine import REHEARSED_PROMPTS
 from shared.layout import layout_of
 from tests.bench.gpu.places import TINY, Found, cpu, played_gpu, twin_gpu
 
@@ -34,6 +35,7 @@ STEPS = StepSettings(
     prompt_rounds=1,
     plan_batches=(1, 4),
 )
+NUM_REHEARSALS = len(FIRST_SIZES) + len(REHEARSED_PROMPTS)
 WAITS = WaitSettings(TINY, num_requests=2, prompt_tokens=70, num_steps=10)
 
 
@@ -46,7 +48,7 @@ def test_steps_beside_what_the_device_could_do(tmp_path: Path, monkeypatch: pyte
     found = Found("steps", tmp_path)
     measure_steps(found.report, twin_gpu(monkeypatch), STEPS, 1e-9, lambda *_: 1e9)
     assert found.failed == []
-    assert found["decode, batch 1, greedy"].note.startswith(f"a step; {len(FIRST_SIZES)} graphs")
+    assert found["decode, batch 1, greedy"].note.startswith(f"a step; {NUM_REHEARSALS} rehearsals")
     assert {f"plan for a graph, batch {batch}" for batch in STEPS.plan_batches} <= set(found.names)
     for batch in STEPS.batches:
         for way in SAMPLED:
@@ -122,7 +124,7 @@ def test_the_first_request_beside_later_ones(tmp_path: Path, monkeypatch: pytest
     measure_first(found.report, place, FirstSettings(TINY, prompt_tokens=20, num_together=2), lambda: next(free))
     assert found.failed == []
     assert [name for name in found.names if "rehearsal" in name] == [
-        f"rehearsal {number + 1}" for number in range(len(FIRST_SIZES))
+        f"rehearsal {number + 1}" for number in range(NUM_REHEARSALS)
     ]
     assert found["memory of graphs and workspaces"].value == 3
     for way in WAYS:
@@ -136,7 +138,7 @@ def test_what_is_compiled_is_used_once_in_every_way(tmp_path: Path) -> None:
     measure_kernels(found.report, cpu(), {"tiny": TINY})
     assert found.failed == []
     assert [one.name for one in found.figures] == [
-        "checksums", *(f"tiny: a request, {way}" for way in WAYS), "tiny: graphs"
+        "checksums", *(f"tiny: a request, {way}" for way in WAYS), "tiny: rehearsals"
     ]  # fmt: skip
 
 

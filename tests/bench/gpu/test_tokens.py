@@ -14,6 +14,7 @@ from bench.gpu.engines import EnginePlace
 from bench.gpu.tokens import TokenSettings, measure_on
 from services.worker.engine.decode_graphs import FIRST_SIZES, DecodeStep
 from services.worker.engine.placement import TokenPlaces
+from services.worker.engine.torch_engine import REHEARSED_PROMPTS
 from services.worker.memory.arena import Arena
 from shared.layout import ArenaLayout
 from tests.bench.gpu.places import Found, cpu, played_gpu, twin_gpu
@@ -55,7 +56,7 @@ def test_graphs_are_compared_where_they_are_recorded(tmp_path: Path, monkeypatch
     found = Found("tokens", tmp_path)
     measure_on(found.report, twin_gpu(monkeypatch), settings)
     assert found.failed == found.off == []
-    assert found["llama, float32: graphs"].value == len(FIRST_SIZES)
+    assert found["llama, float32: rehearsals"].value == len(FIRST_SIZES) + len(REHEARSED_PROMPTS)
     replayed = [what for what in found.names if what.endswith(", graphs")]
     assert len(replayed) == 3
 
