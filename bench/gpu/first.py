@@ -70,7 +70,7 @@ def measure_on(report: Report, place: EnginePlace, settings: FirstSettings, free
     _paid(report, "the engine, with its KV", begin_s)
     before = free_bytes()
     for number, taken_s in enumerate(rehearse(engine)):
-        report.number(f"rehearsal {number + 1}", taken_s, "s", "a graph, the largest first, then a prompt, the shortest first")
+        report.number(f"rehearsal {number + 1}", taken_s, "s", "graphs, the largest first, then prompts")
     report.number("memory of graphs and workspaces", (before - free_bytes()) / 2**20, "MiB", "of the device")
     for way, params in WAYS.items():
         for together in (1, settings.num_together):
