@@ -21,7 +21,9 @@ from shared.ending import end_process
 from shared.identity import new_incarnation
 from shared.process import ProcessState
 from shared.service import connected, run
+from shared.transport.base import TensorTransport
 from shared.transport.ucx import UcxTransport
+from shared.transport.ucx_worker import has_rdma
 
 SWITCH_INTERVAL_S = 0.001
 BROKEN_EXIT_CODE = 70
@@ -49,12 +51,16 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
     device = await asyncio.to_thread(device_of, config.engine, config.device)
     incarnation = new_incarnation()
     async with connected("worker", config, process, id=config.worker_id, incarnation=incarnation) as connection:
-        transport = UcxTransport(
+        transport: TensorTransport = UcxTransport(
             name=config.worker_id,
             enter=None if device is HOST else device.enter,
             on_failure=lambda error: fatal(str(error)),
         )
         connection.close_with("the transport", transport.close, if_stuck=lambda: fatal("UCX does not end"))
+        if device is not HOST and not has_rdma():
+            from services.worker.device.staged_transport import StagedTransport
+
+            transport = StagedTransport(transport, device)
         node = await asyncio.to_thread(discover, config)
         logging.getLogger("worker").info("%s", node.describe())
         # Held while the service takes its memory: it is not free to others any more, and not yet taken.

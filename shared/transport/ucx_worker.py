@@ -280,6 +280,12 @@ class UcxWorker:
         return None
 
 
+def has_rdma() -> bool:
+    """Whether there is a card that UCX sends memory by without the processor."""
+    # A machine without one may have the connection manager's file there.
+    return any(RDMA_DEVICES.glob("uverbs*"))
+
+
 def _options(*, device_memory: bool) -> dict[str, str]:
     """What suits chunks of hundreds of KiB better than UCX's defaults; the environment overrules each."""
     options = {
@@ -288,9 +294,8 @@ def _options(*, device_memory: bool) -> dict[str, str]:
         "ADAPTIVE_PROGRESS": "n",
         "CMA_SEG_SIZE": CMA_SEGMENT,
     }
-    # A machine without a card may have the connection manager's file there.
     # Memory of a device must not be sent eagerly: each message would be copied to the host piece by piece.
-    if not device_memory and not any(RDMA_DEVICES.glob("uverbs*")):
+    if not device_memory and not has_rdma():
         # Between hosts it will be TCP. A rendezvous costs a round trip per chunk and saves no copy.
         # Receivers post their buffers before they ask for data, so eager messages do not pile up.
         options |= {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from services.worker.device.completion import DeviceStreams
 from services.worker.device.graphs import Graphs
@@ -11,6 +11,9 @@ from shared.transport.base import Buffer
 
 if TYPE_CHECKING:
     from services.worker.device.tensors import Tensors
+
+Way = Literal["out", "into"]
+"""Of what is on its way, from where it is: as the streams."""
 
 
 class Device(Protocol):
@@ -38,6 +41,6 @@ class Device(Protocol):
         """Memory of the host that it copies from and to, once that is pinned (``DeviceMemory.pin``). Raises
         ``OSError``, ``MemoryError`` or ``OverflowError`` where there is not so much."""
 
-    def staging(self, num_bytes: int) -> Buffer:
-        """Host memory for one transfer, ``[num_bytes]`` uint8: what the network sends or has sent, and the streams
-        ``out`` and ``into`` copy. Whatever is in it at first."""
+    def staging(self, num_bytes: int, way: Way) -> Buffer:
+        """Host memory for one transfer, ``[num_bytes]`` uint8: what the network sends or has sent, and the stream of
+        that name copies. Whatever is in it at first. It is the caller's for as long as anything has it."""

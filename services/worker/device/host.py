@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.worker.device.completion import HOST_STREAMS, DeviceStreams
-from services.worker.device.device import Device
+from services.worker.device.device import Device, Way
 from services.worker.device.graphs import Graphs
 from services.worker.device.memory import HostMemory
 from shared.transport.base import Buffer
@@ -39,7 +39,7 @@ class HostDevice:
     def host_memory(self, num_bytes: int) -> HostMemory:
         return HostMemory(num_bytes)
 
-    def staging(self, num_bytes: int) -> Buffer:
+    def staging(self, num_bytes: int, way: Way) -> Buffer:  # noqa: ARG002 - both are the heap
         # numpy's memory, for it asks for huge pages: 131 MB were filled in 25 ms, torch's in 70 ms (measured).
         return np.empty(num_bytes, dtype=np.uint8)
 

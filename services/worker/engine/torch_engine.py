@@ -229,7 +229,7 @@ class TorchEngine:
 
     def _staged(self, num_bytes: int) -> tuple[Buffer, torch.Tensor]:
         """Memory for what goes out, and the same as ``[num_bytes]`` uint8."""
-        buffer = self._device.staging(num_bytes)
+        buffer = self._device.staging(num_bytes, "out")
         return buffer, self._tensors.of(buffer)
 
     def hidden_states(self, activation: Activation) -> Completion[Buffer]:

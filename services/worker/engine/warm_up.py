@@ -31,8 +31,6 @@ NUM_BLOCKS = 64
 HOST_HEAD_DIMS = (32,)
 CHECKED_BLOCKS = (1, 3, 16)
 """For these numbers the checksums' kernels are compiled apart: one, many, and a multiple of 16."""
-STAGED_BYTES, NUM_STAGED = 8 << 20, 8
-"""Of what is on its way between instances: a window of one sender."""
 GPU_HEAD_DIMS = (64, 128)
 """Each has kernels of its own, which are loaded here."""
 NUM_TOKENS = 3
@@ -53,9 +51,6 @@ def warm_up(device: Device = HOST) -> int:
     memory = device.allocate(max(CHECKED_BLOCKS) * CHECK_BYTES)
     for num_blocks in CHECKED_BLOCKS:
         memory.checksums(0, num_blocks * CHECK_BYTES)
-    # Pinned anew, this would hold up the event loop, which receives into it.
-    pinned = [device.staging(STAGED_BYTES) for _ in range(NUM_STAGED)]
-    del pinned
     device.graphs.forget()
     return computed
 

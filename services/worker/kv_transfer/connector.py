@@ -272,7 +272,7 @@ class KvInflow:
     def _post(self) -> None:
         while self._expected and self._num_posted - self.num_here < self._window.num_pieces and not self.is_over:
             kv, tag = self._expected.popleft()
-            buffer = self._connector.device.staging(kv.num_bytes(self._engine))
+            buffer = self._connector.device.staging(kv.num_bytes(self._engine), "into")
             receiving = self._connector.transport.recv(buffer, tag, source=self._channel)
             asking = None if self._ask is None else asyncio.ensure_future(self._ask(kv))
             self._posted.append(_Posted(kv, buffer, receiving, asking))

@@ -97,7 +97,7 @@ class PairTensors:
 
     async def receive(self, num_bytes: int, serial: int, kind: Kind) -> Buffer:
         """The message's bytes. Raises ``TransportError`` or ``DeadlineExceeded``."""
-        buffer = self._connector.device.staging(num_bytes)
+        buffer = self._connector.device.staging(num_bytes, "into")
         tag = live_tag(self._epoch, serial, kind)
         transfer = self._keep(self._connector.transport.recv(buffer, tag, source=self._channel))
         try:

@@ -51,13 +51,13 @@ def cpu() -> EnginePlace:
 
 def played_gpu() -> EnginePlace:
     """Operations are known to have ended a little later, on a thread of the device. Its attention records no graphs."""
-    return EnginePlace("cpu", CudaDevice(ClockedDriver(), hashes), "torch_cpu")
+    return EnginePlace("cpu", CudaDevice(ClockedDriver(), hashes, share_bytes=1 << 20), "torch_cpu")
 
 
 def twin_gpu(monkeypatch: pytest.MonkeyPatch) -> EnginePlace:
     """The same with FlashInfer's twin, which takes float32 and is recorded in graphs."""
     put_twin(monkeypatch, torch.float32)
-    return EnginePlace("cpu", CudaDevice(ClockedDriver(), hashes), "flashinfer")
+    return EnginePlace("cpu", CudaDevice(ClockedDriver(), hashes, share_bytes=1 << 20), "flashinfer")
 
 
 class Found:

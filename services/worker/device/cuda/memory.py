@@ -14,6 +14,7 @@ import torch
 
 from services.worker.device.completion import Completion, DeviceStreams, Landed, Mapped, combined, waited
 from services.worker.device.cuda.driver import Driver
+from services.worker.device.cuda.staging import StagingMemory
 from services.worker.device.cuda.tensors import CudaTensors
 from services.worker.device.memory import DeviceMemory, HostMemory
 from services.worker.device.tensors import Array
@@ -40,13 +41,20 @@ class CudaMemory:
     on_host = False
 
     def __init__(
-        self, capacity_bytes: int, driver: Driver, streams: DeviceStreams, tensors: CudaTensors, hashes: Hashes
+        self,
+        capacity_bytes: int,
+        driver: Driver,
+        streams: DeviceStreams,
+        tensors: CudaTensors,
+        hashes: Hashes,
+        staging: StagingMemory,
     ) -> None:
         """``hashes`` is called on the stream ``into`` alone. Raises ``OSError`` where there is not so much."""
         if capacity_bytes <= 0:
             raise BadRequest(f"capacity must be positive, not {capacity_bytes} bytes")
         self.capacity_bytes = capacity_bytes
         self._driver, self._streams, self._tensors, self._hashes = driver, streams, tensors, hashes
+        self._staging = staging
         self._bytes = driver.allocate(capacity_bytes)
         self.address = self._bytes.data_ptr()
 
@@ -79,7 +87,7 @@ class CudaMemory:
         parts = []
         for begin in range(0, len(origin), BOUNCE_BYTES):
             part = origin[begin : begin + BOUNCE_BYTES]
-            bounced = self._driver.pinned(len(part)).tensor
+            bounced = self._tensors.of(self._staging.lease(len(part), "into"))
             bounced.copy_(part)
             parts.append(self._copied(target[begin : begin + BOUNCE_BYTES], bounced))
         return Mapped(combined(*parts), lambda _: None)

@@ -86,7 +86,9 @@ class OnFake:
         self.driver = FakeDriver()
         self.guard = Guard(self.driver)
         device = CudaDevice(
-            self.driver, lambda memory: torch.empty(len(memory) >> 18, dtype=torch.int64, device=memory.device)
+            self.driver,
+            lambda memory: torch.empty(len(memory) >> 18, dtype=torch.int64, device=memory.device),
+            share_bytes=1 << 20,
         )
         layout = inspect_checkpoint(tiny_checkpoint(kind, dtype=dtype), with_hash=False).layout
         arena = Arena(device.allocate(layout.num_bytes))

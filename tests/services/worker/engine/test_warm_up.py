@@ -44,7 +44,7 @@ def test_a_gpu_also_checks_memory_and_keeps_nothing(monkeypatch: pytest.MonkeyPa
         checked.append(len(memory))
         return torch.zeros(-(-len(memory) // CHECK_BYTES), dtype=torch.int64)
 
-    device = CudaDevice(PlayedDriver(), hashes)
+    device = CudaDevice(PlayedDriver(), hashes, share_bytes=1 << 20)
     kept: list[object] = []
     monkeypatch.setattr(device.graphs, "forget", lambda: kept.append("forgotten"))
     on_cpu = warm_up.warm_up()

@@ -198,8 +198,8 @@ class FakeDriver(PlayedDriver):
         super().__init__()
         _register()
         self.device = torch.device(FAKE, 0)
-        self.pinned_at: set[int] = set()
-        """Where such memory begins. It is kept, so that no other is there later."""
+        self.pinned_at: dict[int, int] = {}
+        """Where such memory begins, and how much it is. It is kept, so that no other is there later."""
         self._kept: list[torch.Tensor] = []
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
@@ -211,10 +211,13 @@ class FakeDriver(PlayedDriver):
     def pinned(self, num_bytes: int) -> Pinned:
         with _disable_current_modes(), torch.inference_mode(False):
             memory = torch.zeros(num_bytes, dtype=torch.uint8)
-            self.pinned_at.add(memory.untyped_storage().data_ptr())
+            self.pinned_at[memory.untyped_storage().data_ptr()] = num_bytes
             self._kept.append(memory)
             return Pinned(memory, memory.numpy())
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         with _disable_current_modes():
-            return not is_fake(tensor) and tensor.untyped_storage().data_ptr() in self.pinned_at
+            if is_fake(tensor):
+                return False
+            at = tensor.untyped_storage().data_ptr()
+            return any(begin <= at < begin + max(1, num_bytes) for begin, num_bytes in self.pinned_at.items())
