@@ -309,12 +309,12 @@ def _options(*, device_memory: bool) -> dict[str, str]:
 def open_worker(*, device_memory: bool = False) -> UcxWorker:
     """Open UCX on the calling thread. ``device_memory``: it will be given some. Raises ``ImportError`` without ``ucxx``
     and whatever UCX raises."""
-    # On import ucxx loads UCX and then sets this variable, too late for UCX to read it:
-    # UCX would warn of an unused variable that nobody set. One that the user set stays.
-    given = "UCX_MEMTYPE_CACHE" in os.environ
+    # On import ucxx sets variables of UCX's, which are not the user's then. This one it sets when UCX is loaded, too
+    # late to be read: UCX would warn of an unused variable that nobody set.
+    given, options = "UCX_MEMTYPE_CACHE" in os.environ, _options(device_memory=device_memory)
     from ucxx._lib import libucxx
     from ucxx._lib.arr import Array
 
     if not given:
         os.environ.pop("UCX_MEMTYPE_CACHE", None)
-    return UcxWorker(libucxx, Array, _options(device_memory=device_memory))
+    return UcxWorker(libucxx, Array, options)
