@@ -108,70 +108,94 @@ def _asking(service: str, without: str) -> Iterator[None]:
 
 def admin_router(gateway: Gateway) -> APIRouter:
     """The routes, bound to one gateway."""
-    router = APIRouter(prefix="/admin", tags=["admin"])
-    bus = gateway.bus
+    router, admin = APIRouter(prefix="/admin", tags=["admin"]), _Admin(gateway)
+    router.get("/status")(admin.status)
+    router.get("/pool")(admin.pool)
+    router.get("/gpu_time")(admin.gpu_time)
+    router.get("/traffic")(admin.traffic)
+    router.get("/workers")(admin.list_workers)
+    router.post("/workers/{worker_id}/drain")(admin.drain_worker)
+    router.post("/workers/{worker_id}/undrain")(admin.undrain_worker)
+    router.get("/models")(admin.list_models)
+    router.post("/models")(admin.add_model)
+    router.patch("/models/{name:path}")(admin.set_model)
+    router.delete("/models/{name:path}")(admin.remove_model)
+    router.post("/models/{name:path}/scale")(admin.scale)
+    router.get("/why/{name:path}")(admin.explain)
+    router.get("/scale")(admin.list_scale_records)
+    router.get("/scale/{plan_id}")(admin.get_scale_record)
+    return router
 
-    async def added(message: AddModel) -> ModelRecord:
+
+class _Admin:
+    """What each route does."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway, self._bus = gateway, gateway.bus
+
+    async def _added(self, message: AddModel) -> ModelRecord:
         """Ask until the pool has read the checkpoint, which it says piece by piece."""
         deadline_s = time.monotonic() + ADD_TIMEOUT_S
         while True:
             try:
                 with _asking("pool", WITHOUT_POOL):
-                    return await bus.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=ADD_TIMEOUT_S)
+                    return await self._bus.request(
+                        subjects.pool("add_model"), message, ModelRecord, timeout_s=ADD_TIMEOUT_S
+                    )
             except InProgress:
                 if time.monotonic() >= deadline_s:
                     raise
 
-    async def planner(verb: str, message: Message, kind: type[M], timeout_s: float = RPC_TIMEOUT_S) -> M:
+    async def _planner(self, verb: str, message: Message, kind: type[M], timeout_s: float = RPC_TIMEOUT_S) -> M:
         """Ask the planner that leads, once there is one; one that does not lead has changed nothing."""
         deadline_s = time.monotonic() + LEADER_WAIT_S
         while True:
             try:
                 with _asking("planner", WITHOUT_PLANNER):
-                    return await bus.request(subjects.planner(verb), message, kind, timeout_s=timeout_s)
+                    return await self._bus.request(subjects.planner(verb), message, kind, timeout_s=timeout_s)
             except Unavailable as error:
                 # Not what derives from them, as a lack of capacity.
                 if type(error) not in (Unavailable, NoResponder) or time.monotonic() >= deadline_s:
                     raise
                 await asyncio.sleep(LEADER_RETRY_S)
 
-    async def registry() -> RegistryView:
+    async def _registry(self) -> RegistryView:
         with _asking("pool", WITHOUT_POOL):
-            return await gateway.registry()
+            return await self._gateway.registry()
 
-    def queued(view: RegistryView) -> dict[str, int]:
-        return {name: gateway.dispatcher.router.queued_anywhere(name) for name in view.models}
+    def _queued(self, view: RegistryView) -> dict[str, int]:
+        return {name: self._gateway.dispatcher.router.queued_anywhere(name) for name in view.models}
 
-    async def planners_part() -> ScaleRecords:
+    async def _planners_part(self) -> ScaleRecords:
         """What the planner knows beside the registry; nothing while none leads."""
         message = ListScaleRecords(limit=0)
         try:
-            return await bus.request(subjects.planner("records"), message, ScaleRecords, timeout_s=REFUSED_TIMEOUT_S)
+            return await self._bus.request(
+                subjects.planner("records"), message, ScaleRecords, timeout_s=REFUSED_TIMEOUT_S
+            )
         except BlitzError:
             return ScaleRecords(records=())
 
-    @router.get("/status")
-    async def status() -> Response:
+    async def status(self) -> Response:
         """Models, instances, workers, manual floors, and workers that are left alone because they failed."""
-        loads = gateway.load_gauges.latest(time.monotonic())
-        view, planned = await registry(), await planners_part()
-        return _json(status_of(view, loads, planned, queued(view)))
+        loads = self._gateway.load_gauges.latest(time.monotonic())
+        view, planned = await self._registry(), await self._planners_part()
+        return _json(status_of(view, loads, planned, self._queued(view)))
 
-    @router.get("/pool")
-    async def pool() -> Response:
+    async def pool(self) -> Response:
         """Which memory holds which model, and whether every model has a copy."""
-        return _json(pool_of(await registry()))
+        return _json(pool_of(await self._registry()))
 
-    @router.get("/gpu_time")
-    async def gpu_time(model: str = "") -> Response:
+    async def gpu_time(self, model: str = "") -> Response:
         """What the workers' GPUs were for since the pool leads, and what an hour of one costs; with ``model`` of that
         one, and of what is idle."""
         message = GetGpuTime(model=model)
         with _asking("pool", WITHOUT_POOL):
-            return _json(await bus.request(subjects.pool("gpu_time"), message, GpuTimeReport, timeout_s=RPC_TIMEOUT_S))
+            return _json(
+                await self._bus.request(subjects.pool("gpu_time"), message, GpuTimeReport, timeout_s=RPC_TIMEOUT_S)
+            )
 
-    @router.get("/traffic")
-    async def traffic() -> Response:
+    async def traffic(self) -> Response:
         """Bytes of weights, KV and activations that each worker has sent and received."""
         limit = asyncio.Semaphore(MAX_ASKED)
 
@@ -179,11 +203,11 @@ def admin_router(gateway: Gateway) -> APIRouter:
             subject = subjects.worker_traffic(worker)
             try:
                 async with limit:
-                    return await bus.request(subject, GetTraffic(), WorkerTraffic, timeout_s=TRAFFIC_TIMEOUT_S)
+                    return await self._bus.request(subject, GetTraffic(), WorkerTraffic, timeout_s=TRAFFIC_TIMEOUT_S)
             except BlitzError:  # it is gone, or stands still
                 return None
 
-        asked = [record.worker.process for record in (await registry()).workers]
+        asked = [record.worker.process for record in (await self._registry()).workers]
         answers = await asyncio.gather(*map(ask, asked))
         return _json(
             TrafficStatus(
@@ -192,44 +216,39 @@ def admin_router(gateway: Gateway) -> APIRouter:
             )
         )
 
-    @router.get("/workers")
-    async def list_workers() -> Response:
+    async def list_workers(self) -> Response:
         """The workers part of the status."""
-        return _json(WorkerList(workers=await workers()))
+        return _json(WorkerList(workers=await self._workers()))
 
-    @router.post("/workers/{worker_id}/drain")
-    async def drain_worker(worker_id: str) -> Response:
+    async def drain_worker(self, worker_id: str) -> Response:
         """Free a worker of everything; its process stays. Repeated, it changes nothing."""
-        return await cordon(worker_id, lift=False)
+        return await self._cordon(worker_id, lift=False)
 
-    @router.post("/workers/{worker_id}/undrain")
-    async def undrain_worker(worker_id: str) -> Response:
+    async def undrain_worker(self, worker_id: str) -> Response:
         """Use a worker again. Of one that was not drained it changes nothing."""
-        return await cordon(worker_id, lift=True)
+        return await self._cordon(worker_id, lift=True)
 
-    async def cordon(worker_id: str, *, lift: bool) -> Response:
+    async def _cordon(self, worker_id: str, *, lift: bool) -> Response:
         message = CordonWorker(worker_id=worker_id, lift=lift)
         with _asking("pool", WITHOUT_POOL):
-            await bus.request(subjects.pool("cordon_worker"), message, Ack, timeout_s=RPC_TIMEOUT_S)
+            await self._bus.request(subjects.pool("cordon_worker"), message, Ack, timeout_s=RPC_TIMEOUT_S)
         # One that is away is remembered all the same.
-        return _json(next((w for w in await workers() if w.id == worker_id), WorkerStatus(id=worker_id)))
+        return _json(next((w for w in await self._workers() if w.id == worker_id), WorkerStatus(id=worker_id)))
 
-    async def workers() -> tuple[WorkerStatus, ...]:
-        return status_of(await registry(), planned=await planners_part()).workers
+    async def _workers(self) -> tuple[WorkerStatus, ...]:
+        return status_of(await self._registry(), planned=await self._planners_part()).workers
 
-    @router.get("/models")
-    async def list_models() -> Response:
+    async def list_models(self) -> Response:
         """The models part of the status."""
-        view = await registry()
-        return _json(ModelList(models=status_of(view, queued=queued(view)).models))
+        view = await self._registry()
+        return _json(ModelList(models=status_of(view, queued=self._queued(view)).models))
 
-    @router.post("/models")
-    async def add_model(request: Request) -> Response:
+    async def add_model(self, request: Request) -> Response:
         """Register a checkpoint.
 
         ``{"path", "name"?}``, and settings as ``set_model`` takes.
         """
-        body = await _body(request, gateway, AddModelBody)
+        body = await _body(request, self._gateway, AddModelBody)
         message = AddModel(
             path=required(body.path, "path"),
             name=body.name or "",
@@ -243,40 +262,37 @@ def admin_router(gateway: Gateway) -> APIRouter:
             advise=bool(body.advise),
             no_room_timeout_s=body.no_room_timeout_s,
         )
-        known = {name: model.record.added_at_s for name, model in gateway.routes.models.items()}
-        record = await added(message)
+        known = {name: model.record.added_at_s for name, model in self._gateway.routes.models.items()}
+        record = await self._added(message)
         # So that a request right behind this one finds the model.
-        await gateway.refresh()
+        await self._gateway.refresh()
         return _json(record, 200 if known.get(record.name) == record.added_at_s else 201)
 
-    @router.patch("/models/{name:path}")
-    async def set_model(name: str, request: Request) -> Response:
+    async def set_model(self, name: str, request: Request) -> Response:
         """Change a model's settings; those that are not given stay, and 0 lifts an objective or the keep-alive.
 
         ``{"min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?, "keep_alive_s"?, "served_as"?, "weight"?,
         "advise"?, "no_room_timeout_s"?}``
         """
-        body = await _body(request, gateway, SetModelBody)
+        body = await _body(request, self._gateway, SetModelBody)
         settings = msgspec.structs.asdict(body)
         message = SetModel(name=name, serving=settings.pop("served_as"), **settings)
         with _asking("pool", WITHOUT_POOL):
-            record = await bus.request(subjects.pool("set_model"), message, ModelRecord, timeout_s=RPC_TIMEOUT_S)
-        await gateway.refresh()
+            record = await self._bus.request(subjects.pool("set_model"), message, ModelRecord, timeout_s=RPC_TIMEOUT_S)
+        await self._gateway.refresh()
         return _json(record)
 
-    @router.delete("/models/{name:path}")
-    async def remove_model(name: str) -> Response:
+    async def remove_model(self, name: str) -> Response:
         """Unregister a model; its instances drain."""
         with _asking("pool", WITHOUT_POOL):
-            await bus.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=RPC_TIMEOUT_S)
-        await gateway.refresh()
+            await self._bus.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=RPC_TIMEOUT_S)
+        await self._gateway.refresh()
         return _json(ModelRemoved(name=name))
 
-    @router.post("/models/{name:path}/scale")
-    async def scale(name: str, request: Request) -> Response:
+    async def scale(self, name: str, request: Request) -> Response:
         """Ask for ``{"instances": N, "hold_s": 300, "live": "auto", "role": "colocated"}`` instances now."""
-        gateway.find_model(name)
-        body = await _body(request, gateway, ScaleBody)
+        self._gateway.find_model(name)
+        body = await _body(request, self._gateway, ScaleBody)
         message = StartScale(
             model=name,
             instances=required(body.instances, "instances"),
@@ -284,27 +300,22 @@ def admin_router(gateway: Gateway) -> APIRouter:
             live=body.live or "auto",
             role=body.role or "colocated",
         )
-        return _json(await planner("scale", message, ScaleRecord))
+        return _json(await self._planner("scale", message, ScaleRecord))
 
-    @router.get("/why/{name:path}")
-    async def explain(name: str, at: str = "", limit: str = "10") -> Response:
+    async def explain(self, name: str, at: str = "", limit: str = "10") -> Response:
         """What a model needs now and cannot get, and the newest decisions; with ``at`` (Unix seconds) those that were
         made by then."""
-        return _json(await why(gateway, name, _at_s(at), _limit(limit, MAX_DECISIONS)))
+        return _json(await why(self._gateway, name, _at_s(at), _limit(limit, MAX_DECISIONS)))
 
-    @router.get("/scale")
-    async def list_scale_records(limit: str = "20") -> Response:
+    async def list_scale_records(self, limit: str = "20") -> Response:
         """The newest scale operations."""
-        return _json(await planner("records", ListScaleRecords(limit=_limit(limit, MAX_RECORDS)), ScaleRecords))
+        return _json(await self._planner("records", ListScaleRecords(limit=_limit(limit, MAX_RECORDS)), ScaleRecords))
 
-    @router.get("/scale/{plan_id}")
-    async def get_scale_record(plan_id: str, wait_s: str = "0") -> Response:
+    async def get_scale_record(self, plan_id: str, wait_s: str = "0") -> Response:
         """One scale operation; with ``wait_s`` when it has ended, or after that long."""
         wait = _wait_s(wait_s)
         message = GetScaleRecord(plan_id=plan_id, wait_s=wait)
-        return _json(await planner("record", message, ScaleRecord, wait + RPC_TIMEOUT_S))
-
-    return router
+        return _json(await self._planner("record", message, ScaleRecord, wait + RPC_TIMEOUT_S))
 
 
 def _limit(text: str, most: int) -> int:

@@ -36,6 +36,9 @@ from services.gateway.http.asgi import (
     send_error,
 )
 from services.gateway.http.cors import Cors
+from services.gateway.http.endpoints.chat import ChatEndpoint
+from services.gateway.http.endpoints.completions import CompletionEndpoint
+from services.gateway.http.endpoints.endpoint import Endpoint
 from services.gateway.http.events import events_router
 from services.gateway.http.generation import Generation
 from services.gateway.http.models import models_router
@@ -48,11 +51,14 @@ log = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 """nginx's status for it."""
+_OPEN = frozenset(("/", "/health", "/live", "/metrics", "/ready", "/ui"))
+"""Without a key."""
 _FAULT = "internal error; see the gateway's log"
 
 
 class Access:
-    """Checks one request's right to its path. Health and metrics are open."""
+    """Checks one request's right to its path. Health, metrics and the page's files are open; the rest is the API's,
+    whether there is such a route or not."""
 
     def __init__(self, api_keys: ApiKeys, admin_keys: AdminKeys) -> None:
         self._api_keys = api_keys
@@ -61,17 +67,18 @@ class Access:
     def check(self, scope: Scope) -> None:
         """Record the name of the caller's API key for ``key_of``. Raises ``Unauthorized`` or ``Forbidden``."""
         path: str = scope["path"]
-        if path == "/v1" or path.startswith("/v1/"):
-            if self._api_keys.required:
-                key = self._api_keys.find(bearer(scope, "an API key"))
-                if key is None:
-                    raise Unauthorized("an API key is needed; the one that was sent is not valid")
-                scope[KEY] = key.name
-        elif path == "/admin" or path.startswith("/admin/"):
+        if path in _OPEN or path.startswith("/ui/"):
+            return
+        if path == "/admin" or path.startswith("/admin/"):
             if not self._admin_keys.required:
                 _check_local(scope)
             elif not self._admin_keys.accept(bearer(scope, "an admin key")):
                 raise Unauthorized("an admin key is needed; the one that was sent is not valid")
+        elif self._api_keys.required:
+            key = self._api_keys.find(bearer(scope, "an API key"))
+            if key is None:
+                raise Unauthorized("an API key is needed; the one that was sent is not valid")
+            scope[KEY] = key.name
 
 
 def _check_local(scope: Scope) -> None:
@@ -122,10 +129,8 @@ class GatewayApp:
         self._cors = Cors(gateway.config.cors_origins)
         self._api_keys = gateway.api_keys
         self._metrics = gateway.metrics
-        self._hot = {
-            "/v1/chat/completions": Generation(gateway, "chat"),
-            "/v1/completions": Generation(gateway, "completion"),
-        }
+        endpoints: tuple[Endpoint, ...] = (ChatEndpoint(), CompletionEndpoint())
+        self._hot = {endpoint.path: Generation(gateway, endpoint) for endpoint in endpoints}
         self._rest = _rest(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

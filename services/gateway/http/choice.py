@@ -1,18 +1,13 @@
-"""One choice of a response: a dispatcher sink that turns tokens into events, or into a whole text; and their JSON.
-
-Streamed chunks are prebuilt around the text that changes.
-"""
+"""One choice of a response: a dispatcher sink that turns tokens into events, or into a whole text."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import TextOutput
+from services.gateway.http.formats import ChunkFormat, TokenUsage
 from services.gateway.http.logprobs import LogprobShape, entry_bytes
 from services.gateway.memory import ResponseBuffer
 from services.gateway.metrics import ModelMetrics
@@ -21,87 +16,6 @@ from shared.messages.generation import FinishReason, TokenLogprobs
 
 TOKEN_BYTES = 64
 """What a token's text takes in memory, beside its characters."""
-
-_encode = msgspec.json.encode
-
-
-@dataclass(frozen=True, slots=True)
-class TokenUsage:
-    """Token counts of a response."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-    def as_json(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What all chunks of one response share."""
-
-    kind: Literal["chat", "completion"]
-    response_id: str
-    model: str
-    created_s: int
-    include_usage: bool = False
-    """Chunks then carry a ``usage`` field, null but for the last one."""
-
-    def _head(self, chunk: bool) -> dict[str, Any]:
-        chat = "chat.completion.chunk" if chunk else "chat.completion"
-        name = chat if self.kind == "chat" else "text_completion"
-        return {"id": self.response_id, "object": name, "created": self.created_s, "model": self.model}
-
-    def whole(self, choices: list[dict[str, Any]], usage: TokenUsage) -> bytes:
-        """The body of an answer that is not streamed."""
-        return _encode({**self._head(False), "choices": choices, "usage": usage.as_json()})
-
-    def usage_event(self, usage: TokenUsage) -> bytes:
-        """The event behind the last token when usage was asked for."""
-        return event({**self._head(True), "choices": [], "usage": usage.as_json()})
-
-    def choice_json(self, index: int, text: str, finish_reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """One choice of an answer that is not streamed."""
-        if self.kind == "chat":
-            message = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-class ChunkFormat:
-    """Events of one choice of a streamed answer."""
-
-    def __init__(self, reply: Reply, index: int) -> None:
-        chat = reply.kind == "chat"
-        head = b"data: " + _encode(reply._head(True))[:-1] + b',"choices":[{"index":%d,' % index
-        self._prefix = head + (b'"delta":{"content":' if chat else b'"text":')
-        self._closing = b"}" if chat else b""
-        self._tail = b',"usage":null}\n\n' if reply.include_usage else b"}\n\n"
-        self._plain_end = self._closing + b',"logprobs":null,"finish_reason":null}]' + self._tail
-        opening = head + b'"delta":{"role":"assistant","content":""' + self._plain_end
-        self.role = opening if chat else b""
-        """The event that opens a chat choice; empty for text completions."""
-
-    def chunk(self, text: str) -> bytes:
-        """An event with nothing but text: the hot path."""
-        return self._prefix + _encode(text) + self._plain_end
-
-    def full_chunk(
-        self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, usage: TokenUsage | None
-    ) -> bytes:
-        """An event with anything."""
-        rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + _encode(finish_reason) + b"}]"
-        tail = b',"usage":' + _encode(usage.as_json()) + b"}\n\n" if usage is not None else self._tail
-        return self._prefix + _encode(text) + self._closing + rest + tail
-
-
-def event(value: dict[str, Any]) -> bytes:
-    """Any object as a server-sent event."""
-    return b"data: " + _encode(value) + b"\n\n"
 
 
 class Choice(ABC):
@@ -239,7 +153,7 @@ class StreamedChoice(Choice):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._role = self._format.role
+        self._opening = self._format.opening
         self._plain = self._logprobs is None and not self._continuous_usage
 
     def _emit(self, text: str, entry: Any) -> None:
@@ -247,14 +161,14 @@ class StreamedChoice(Choice):
             chunk = self._format.chunk(text)
         else:
             chunk = self._format.full_chunk(text, self._joined(entry), None, self._usage())
-        if self._role:
-            chunk, self._role = self._role + chunk, b""
+        if self._opening:
+            chunk, self._opening = self._opening + chunk, b""
         self._buffer.write(chunk)
 
     def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:
         chunk = self._format.full_chunk(text, self._joined(entry), finish_reason, self._usage())
-        self._buffer.write(self._role + chunk)
-        self._role = b""
+        self._buffer.write(self._opening + chunk)
+        self._opening = b""
 
     def _joined(self, entry: Any) -> dict[str, Any] | None:
         return self._logprobs.join([entry]) if self._logprobs is not None and entry is not None else None

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions`` and ``POST /v1/completions``, as plain ASGI: the hot path."""
+"""Endpoints that generate, as plain ASGI: the hot path."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from services.gateway.http.asgi import (
     read_body,
     send_body,
 )
-from services.gateway.http.choice import Choice, ChunkFormat, Reply, StreamedChoice, TokenUsage, WholeChoice
-from services.gateway.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobShape
+from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice
+from services.gateway.http.endpoints.endpoint import Endpoint
+from services.gateway.http.formats import AnswerFormat, ChunkFormat, Reply, TokenUsage
 from services.gateway.http.preparation import (
-    Kind,
     Preparation,
     PreparedRequest,
     memory_bytes,
@@ -54,25 +54,24 @@ plain HTTP error so; not that of a model with a longer time of its own: proxies 
 
 
 class Generation:
-    """One of the two generating routes as an ASGI application. Errors before the first byte are raised."""
+    """One endpoint as an ASGI application. Errors before the first byte are raised."""
 
-    def __init__(self, gateway: Gateway, kind: Kind) -> None:
+    def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
-        self._kind: Kind = kind
-        warm_up(kind)
+        self._endpoint = endpoint
+        warm_up(endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway = self._gateway
+        gateway, endpoint = self._gateway, self._endpoint
         arrived_s, arrived_at_s = time.monotonic(), time.time()
         gateway.refuse_while_draining()
         gateway.api_keys.check(key_of(scope))
         with gateway.request_memory.claim(client_of(scope)) as claim:
-            preparation = Preparation(gateway, await self._read(scope, receive, claim))
-            body, model = await preparation.read(self._kind)
+            preparation = Preparation(gateway, endpoint, await self._read(scope, receive, claim))
+            body, model = await preparation.read()
             gateway.api_keys.check_model(key_of(scope), model.record.name)
-            operation = "chat" if self._kind == "chat" else "text_completion"
             spans = request_span(
-                operation, model.record.name, body, header(scope, b"traceparent"), server=scope.get("server")
+                endpoint.operation, model.record.name, body, header(scope, b"traceparent"), server=scope.get("server")
             )
             with spans as span, gateway.api_keys.bill(key_of(scope)) as bill:
                 prepared = await preparation.prepare(body, model)
@@ -84,21 +83,21 @@ class Generation:
                 options = bill.limited(prepared.options, [prompt.token_ids for prompt in prepared.prompts])
                 streams = streams_of(prepared, options, key=bill.key, arrived_at_s=arrived_at_s, seeds=gateway.seeds)
                 bill.charge(streams)
-                reply = Reply(
-                    prepared.kind, prepared.response_id, model.record.name, int(arrived_at_s), options.include_usage
-                )
+                reply = Reply(prepared.response_id, model.record.name, int(arrived_at_s), options.include_usage)
+                format_ = endpoint.format(reply)
                 with closing(
                     gateway.response_memory.open(prepared.response_id, len(streams), abort_of(scope))
                 ) as buffer:
                     trace_id = _kept_trace_id(span)
                     choices = [
-                        self._choice(prepared, reply, buffer, i, s, arrived_s, trace_id) for i, s in enumerate(streams)
+                        self._choice(prepared, format_, buffer, i, s, arrived_s, trace_id)
+                        for i, s in enumerate(streams)
                     ]
                     self._admit(streams, choices)
                     request.streams, request.choices = streams, choices
                     try:
                         silent_s = gateway.config.no_room_timeout_s + HELD_COMMENT_EVERY_S
-                        await _answer(reply, options, receive, send, buffer, choices, silent_s)
+                        await _answer(format_, options, receive, send, buffer, choices, silent_s)
                     finally:
                         self._end(streams, choices)
                         set_response_attributes(span, prepared.response_id, model.record.name, choices, buffer.error)
@@ -137,7 +136,7 @@ class Generation:
     def _choice(
         self,
         prepared: PreparedRequest,
-        reply: Reply,
+        format_: AnswerFormat,
         buffer: ResponseBuffer,
         index: int,
         stream: StreamState,
@@ -145,20 +144,16 @@ class Generation:
         trace_id: str,
     ) -> Choice:
         options = prepared.options
-        shape: LogprobShape | None = None
-        if options.sampling.logprobs is not None:
-            shape = (
-                ChatLogprobs(prepared.tokenizer) if prepared.kind == "chat" else CompletionLogprobs(prepared.tokenizer)
-            )
+        wants_logprobs = options.sampling.logprobs is not None
         kind = StreamedChoice if options.stream else WholeChoice
         return kind(
             buffer,
-            ChunkFormat(reply, index),
+            ChunkFormat(format_, index),
             text_output(options, stream, prepared.tokenizer),
             self._gateway.metrics.of(prepared.model.record.name),
             stream=stream,
             arrived_s=arrived_s,
-            logprobs=shape,
+            logprobs=self._endpoint.logprobs(prepared.tokenizer) if wants_logprobs else None,
             opening_text=prepared.prompts[index].echo,
             continuous_usage=options.continuous_usage,
             trace_id=trace_id,
@@ -166,7 +161,7 @@ class Generation:
 
 
 async def _answer(
-    reply: Reply,
+    format_: AnswerFormat,
     options: Options,
     receive: Receive,
     send: Send,
@@ -179,9 +174,9 @@ async def _answer(
         if options.stream:
             await _hold(send, buffer, silent_s)
             if not buffer.disconnected:
-                await _send_stream(send, buffer, reply, choices, options)
+                await _send_stream(send, buffer, format_, choices, options)
         else:
-            await _send_whole(send, buffer, reply, choices)
+            await _send_whole(send, buffer, format_, choices)
     finally:
         watcher.cancel()
 
@@ -218,7 +213,7 @@ def _usage(choices: list[Choice]) -> TokenUsage:
 
 
 async def _send_stream(
-    send: Send, buffer: ResponseBuffer, reply: Reply, choices: list[Choice], options: Options
+    send: Send, buffer: ResponseBuffer, format_: AnswerFormat, choices: list[Choice], options: Options
 ) -> None:
     """Send events as they come. Until the first one, or a comment, an error is still a plain HTTP error (raised)."""
     if buffer.error is not None and not buffer.has_chunks and not buffer.begun:
@@ -243,11 +238,11 @@ async def _send_stream(
     if buffer.error is not None:
         closing = error_events(buffer.error)
     else:
-        closing = (reply.usage_event(_usage(choices)) if options.include_usage else b"") + DONE
+        closing = (format_.usage_event(_usage(choices)) if options.include_usage else b"") + DONE
     await send({"type": "http.response.body", "body": closing})
 
 
-async def _send_whole(send: Send, buffer: ResponseBuffer, reply: Reply, choices: list[Choice]) -> None:
+async def _send_whole(send: Send, buffer: ResponseBuffer, format_: AnswerFormat, choices: list[Choice]) -> None:
     while not buffer.over:
         await buffer.wait()
     if buffer.disconnected:
@@ -258,8 +253,8 @@ async def _send_whole(send: Send, buffer: ResponseBuffer, reply: Reply, choices:
     for index, choice in enumerate(choices):
         if not isinstance(choice, WholeChoice) or choice.finish_reason is None:
             raise Internal(f"choice {index} has no end")
-        parts.append(reply.choice_json(index, choice.text, choice.finish_reason, choice.logprobs_json))
-    await send_body(in_pieces(send), 200, reply.whole(parts, _usage(choices)))
+        parts.append(format_.choice_json(index, choice.text, choice.finish_reason, choice.logprobs_json))
+    await send_body(in_pieces(send), 200, format_.whole(parts, _usage(choices)))
 
 
 def _kept_trace_id(span: Span) -> str:

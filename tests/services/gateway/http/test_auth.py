@@ -8,6 +8,7 @@ from services.gateway.admin_keys import AdminKeys
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import Forbidden
 from services.gateway.http.app import Access
+from shared.errors import Unauthorized
 
 NO_KEYS = ApiKeys((), "", gateway_id="gw", incarnation="1")
 
@@ -64,3 +65,24 @@ def test_with_an_admin_key_the_key_alone_decides() -> None:
     given = scope("10.0.0.1", "gateway.example", "https://console.example")
     given["headers"].append((b"authorization", b"Bearer root"))
     Access(NO_KEYS, AdminKeys(("root",), "")).check(given)
+
+
+WITH_KEY = ApiKeys(("secret",), "", gateway_id="gw", incarnation="1")
+OPEN = ["/", "/health", "/live", "/ready", "/metrics", "/ui", "/ui/app.js"]
+CLOSED = ["/v1/models", "/v1", "/tokenize", "/openapi.json", "/metrics/x", "/uix", "/v2/x", "", "/health/../v1/models"]
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_probes_scrapes_and_the_page_need_no_key(path: str) -> None:
+    Access(WITH_KEY, AdminKeys(("root",), "")).check({**scope("10.0.0.1"), "path": path})
+
+
+@pytest.mark.parametrize("path", CLOSED)
+def test_whatever_else_there_may_be_needs_one(path: str) -> None:
+    access = Access(WITH_KEY, AdminKeys(("root",), ""))
+    given = {**scope("10.0.0.1"), "path": path}
+    with pytest.raises(Unauthorized):
+        access.check(given)
+    given["headers"].append((b"authorization", b"Bearer secret"))
+    access.check(given)
+    Access(NO_KEYS, AdminKeys((), "")).check({**scope("10.0.0.1"), "path": path})

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.gateway.http import preparation
+from services.gateway.http.prompts import PromptMaker
 from services.gateway.metrics import GatewayMetrics, Histogram
 from shared import subjects
 from shared.messages.load import LoadReport
@@ -177,14 +177,14 @@ async def test_refused_requests_are_neither_prompt_tokens_nor_aborts(make_stack:
 async def test_a_model_removed_while_its_prompt_is_tokenized_is_404_and_not_counted(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = preparation.encode
+    encode = PromptMaker.encode
 
-    async def slow(*arguments: Any, **keywords: Any) -> tuple[int, ...]:
+    async def slow(*arguments: Any, **keywords: Any) -> list[tuple[int, ...]]:
         stack.pool.models = []
         await stack.gateway.refresh()
         return await encode(*arguments, **keywords)
 
-    monkeypatch.setattr(preparation, "encode", slow)
+    monkeypatch.setattr(PromptMaker, "encode", slow)
     response = await stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "xy"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
     values = await scrape(stack)

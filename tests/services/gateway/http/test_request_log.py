@@ -83,7 +83,7 @@ async def test_early_refusals_have_an_id_and_a_line_too(make_stack: StackFactory
             404,
             "model_not_found",
         ),
-        (await stack.http.get("/nowhere"), 404, None),
+        (await stack.http.get("/nowhere", headers=bearer), 404, None),
     ]
     for (answer, status, code), line in zip(refused, lines, strict=True):
         assert (answer.status_code, line["status"], line.get("error")) == (status, status, code)

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from services.gateway.http.preparation import Kind
 from tests.wait_until import WAIT_S
 
 SCRIPT = """
@@ -15,13 +14,15 @@ import sys
 
 import msgspec
 
+from services.gateway.http.endpoints.chat import ChatEndpoint
+from services.gateway.http.endpoints.completions import CompletionEndpoint
 from services.gateway.http.preparation import warm_up
 from services.gateway.request_bodies.body import read_body
 from services.gateway.request_bodies.chat_request import ChatBody, read_chat_request
 from services.gateway.request_bodies.completion_request import CompletionBody, read_completion_request
 
 kind = sys.argv[1]
-warm_up(kind)
+warm_up(ChatEndpoint() if kind == "chat" else CompletionEndpoint())
 msgspec.json.Decoder = msgspec.defstruct = None
 limits = {"vocab_size": 10, "max_prompt_bytes": 100}
 if kind == "chat":
@@ -34,7 +35,7 @@ else:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_after_the_warm_up_a_body_makes_no_decoder(kind: Kind) -> None:
+def test_after_the_warm_up_a_body_makes_no_decoder(kind: str) -> None:
     """In a process of its own: other tests' bodies would have made them."""
     command = [sys.executable, "-c", SCRIPT, kind]
     found = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)

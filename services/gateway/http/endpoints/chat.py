@@ -1,0 +1,68 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.http.formats import AnswerFormat, Reply
+from services.gateway.http.logprobs import LogprobShape, finite, packed
+from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
+from services.gateway.request_bodies.chat_request import ChatBody, ChatRequest, read_chat_request
+from services.gateway.tokenizer import ModelTokenizer
+from shared.messages.generation import TokenLogprobs
+
+
+class ChatEndpoint:
+    """``Endpoint``: a conversation, and its next message."""
+
+    path = "/v1/chat/completions"
+    operation = "chat"
+    id_prefix = "chatcmpl-"
+    prompt_param = "messages"
+    body_type = ChatBody
+    examples = (b'{"messages": [{"role": "user", "content": "a"}]}',)
+
+    def read(self, raw: bytes, body: ChatBody, limits: PromptLimits) -> ChatRequest:
+        return read_chat_request(raw, body, vocab_size=limits.vocab_size, max_prompt_bytes=limits.max_bytes)
+
+    async def prompts(self, request: ChatRequest, maker: PromptMaker) -> list[Prompt]:
+        text = await maker.render(request)
+        encoded = await maker.encode([text], add_special_tokens=request.add_special_tokens, param=self.prompt_param)
+        return [Prompt(ids, "") for ids in encoded]
+
+    def format(self, reply: Reply) -> AnswerFormat:
+        return ChatFormat(reply)
+
+    def logprobs(self, tokenizer: ModelTokenizer) -> LogprobShape:
+        return ChatLogprobs(tokenizer)
+
+
+class ChatFormat(AnswerFormat):
+    """Messages, and what a stream adds to them."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    around_text = (b'"delta":{"content":', b"}")
+    opening = b'"delta":{"role":"assistant","content":""}'
+
+    def choice_json(self, index: int, text: str, finish_reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+class ChatLogprobs:
+    """``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+    def entry(self, token_id: int, logprobs: TokenLogprobs, text: str) -> Any:  # noqa: ARG002 - the other shape's
+        own = self._token(token_id, logprobs.logprob)
+        return packed({**own, "top_logprobs": [self._token(other, value) for other, value in logprobs.top]})
+
+    def join(self, entries: list[Any]) -> dict[str, Any]:
+        return {"content": entries}
