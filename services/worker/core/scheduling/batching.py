@@ -132,7 +132,7 @@ class ContinuousBatching:
             _prefill(sequence, start, budget, slices)
         while budget.room() and not preempted and (admitted := self._admit(now_s)) is not None:
             if not admitted.alone:
-                _prefill(admitted, 0, budget, slices)
+                _prefill(admitted, admitted.num_computed, budget, slices)
         if not slices:
             return None  # what is computed outside of steps leaves no capacity
         return ScheduledBatch(tuple(slices), budget.num_tokens, num_decode_tokens, tuple(preempted), budget.num_pairs)
@@ -179,7 +179,11 @@ class ContinuousBatching:
             return 0
         if (table.torn or table.held_back) and id(table.waiting[0]) in table.torn | table.held_back:
             return 0
-        return table.pool.blocks_for(table.waiting[0].num_tokens) + table.spare_blocks
+        head, cache = table.waiting[0], table.cache
+        need = table.pool.blocks_for(head.num_tokens) + table.spare_blocks
+        if cache is None or table.pool.can_allocate(need):
+            return need
+        return need - cache.num_held(table.found(head))
 
     def _admit(self, now_s: float) -> ActiveSequence | None:
         """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""
@@ -188,7 +192,7 @@ class ContinuousBatching:
             return None
         sequence = table.waiting.popleft()
         table.waiting_tokens -= sequence.num_tokens
-        sequence.block_table = table.pool.allocate(table.pool.blocks_for(sequence.num_tokens))
+        table.place(sequence)
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
         table.run(sequence)

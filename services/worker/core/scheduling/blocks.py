@@ -38,12 +38,17 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
+        return self.num_taken
+
+    @property
+    def num_taken(self) -> int:
+        """That are in no free run."""
         return self.num_blocks - self._num_free
 
     @property
     def wanted_blocks(self) -> int:
         """So many of the first blocks should be prepared by now: it tells of the reach before it grows."""
-        return self._reach if 4 * self.num_used <= self._reach else min(self.num_blocks, 2 * self._reach)
+        return self._reach if 4 * self.num_taken <= self._reach else min(self.num_blocks, 2 * self._reach)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
@@ -61,7 +66,7 @@ class BlockPool:
             raise ValueError(f"{num_blocks} KV blocks wanted, {self._num_free} free")
         if num_blocks <= 0:
             return []
-        while 2 * (self.num_used + num_blocks) > self._reach < self.num_blocks:
+        while 2 * (self.num_taken + num_blocks) > self._reach < self.num_blocks:
             self._extend_reach()
         first, last = self._widest()
         while self._width((first, last)) < num_blocks and self._reach < self.num_blocks:

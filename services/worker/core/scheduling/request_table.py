@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from services.worker.core.scheduling.blocks import BlockPool
+from services.worker.core.scheduling.prefix_cache import PrefixCache
 from services.worker.core.scheduling.schedule import PartialBatch, Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.generation import StreamPart
@@ -20,7 +21,11 @@ class RequestTable:
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool | None = None) -> None:
         self.config = config
-        self.pool = pool or BlockPool(config.num_blocks, config.block_size, config.prepared_blocks)
+        if pool is None:
+            make = PrefixCache if config.prefix_cache else BlockPool
+            pool = make(config.num_blocks, config.block_size, config.prepared_blocks)
+        self.pool = pool
+        self.cache = pool if isinstance(pool, PrefixCache) else None
         self.accepted: dict[tuple[str, int], ActiveSequence] = {}
         """Those that have not ended, by request id and attempt."""
         self.waiting: deque[ActiveSequence] = deque()
@@ -107,12 +112,46 @@ class RequestTable:
         """Give its blocks back to the pool, at once or when what touches them has landed."""
         # A new list, not a cleared one: an engine may still hold the old table.
         blocks, sequence.block_table = sequence.block_table, []
+        sequence.num_remembered = 0
         for batch in reversed(self.flight):
             if blocks and batch.touches(sequence):
                 self._landing.setdefault(id(batch), []).extend(blocks)
                 self.landing_blocks += len(blocks)
                 return
         self.pool.free(blocks)
+
+    def found(self, sequence: ActiveSequence) -> list[int]:
+        """Blocks of an earlier context that begins as this one does; its last token is not among theirs, which is to be
+        computed."""
+        cache = self.cache
+        if cache is None or not sequence.cache_root:
+            return []
+        size = cache.block_size
+        return cache.find(sequence.block_keys((sequence.num_tokens - 1) // size, size))
+
+    def place(self, sequence: ActiveSequence) -> None:
+        """Give it the blocks of its known context, of which there must be enough. What is found of it is computed."""
+        found = self.found(sequence)
+        if self.cache is not None:
+            self.cache.hold(found)  # first: they are not to be given up for the rest
+        rest = self.pool.allocate(self.pool.blocks_for(sequence.num_tokens) - len(found))
+        sequence.block_table, sequence.num_remembered = [*found, *rest], len(found)
+        sequence.num_computed = len(found) * self.pool.block_size
+        if not sequence.has_begun:
+            sequence.num_cached = min(sequence.num_computed, len(sequence.prompt))
+
+    def remember(self, sequence: ActiveSequence) -> None:
+        """What is computed of it lies there in every layer: its full blocks may be found."""
+        cache = self.cache
+        if cache is None or not sequence.cache_root:
+            return
+        first, size = sequence.num_remembered, cache.block_size
+        last = sequence.num_computed // size
+        if last > first:
+            keys = sequence.block_keys(last, size)
+            for block, key in zip(sequence.block_table[first:last], keys[first:], strict=True):
+                cache.remember(block, key)
+            sequence.num_remembered = last
 
     def flies(self, sequence: ActiveSequence) -> bool:
         """Whether anything in flight touches its blocks."""

@@ -30,10 +30,12 @@ class SchedulerConfig:
     max_queued_tokens: int = 1_000_000
     prepared_blocks: int = 1_000_000_000
     """Of the pool's first blocks, those that cost nobody time when they are used for the first time."""
+    prefix_cache: bool = False
+    """Whether contexts that begin as an earlier one did find its KV (``prefix_cache``)."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if getattr(self, name) <= 0:
+            if name != "prefix_cache" and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
     @cached_property

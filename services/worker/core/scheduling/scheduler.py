@@ -184,7 +184,7 @@ class Scheduler:
         torn, table.torn = table.torn, set()
         outputs: list[StreamPart] = []
         tokens = iter(sampled)
-        leave = False
+        leave, remembers = False, table.cache is not None
         for place, piece in enumerate(batch.slices):
             sequence = piece.sequence
             if without and place in without:
@@ -203,6 +203,8 @@ class Scheduler:
                     outputs.append(table.take_token(sequence, token))
                 continue
             sequence.num_computed = piece.start + piece.num_tokens
+            if remembers:
+                table.remember(sequence)
             if token is None:
                 continue
             outputs.append(table.take_token(sequence, token))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.worker.core.scheduling.prefix_cache import chained
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart, Submit, TokenLogprobs
 
@@ -36,6 +37,8 @@ class ActiveSequence:
     """Who decodes it once its context is computed; None: the instance that computes it."""
     alone_tokens: int = 0
     """It is computed alone until so many tokens were emitted."""
+    cache_root: bytes = b""
+    """What the keys of its blocks begin with (``prefix_cache``). Empty: its KV is found by nobody."""
 
     tokens: list[int] = field(init=False)
     """Prompt and output."""
@@ -51,6 +54,11 @@ class ActiveSequence:
     """Its place in the order of arrival."""
     num_computed: int = field(init=False, default=0)
     """Tokens whose KV is in ``block_table``."""
+    num_cached: int = field(init=False, default=0)
+    """Tokens of its prompt whose KV was there when it began here for the first time."""
+    num_remembered: int = field(init=False, default=0)
+    """Blocks of ``block_table`` that the prefix cache was told of, or gave."""
+    _block_keys: list[bytes] = field(init=False, default_factory=list)
     num_emitted: int = field(init=False, default=0)
     block_table: list[int] = field(init=False, default_factory=list)
     """It grows in place; freed, it is another list."""
@@ -108,6 +116,15 @@ class ActiveSequence:
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
         return len(self.tokens)
+
+    def block_keys(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Of the first so many blocks, which its known tokens fill."""
+        keys = self._block_keys
+        while len(keys) < num_blocks:
+            start = len(keys) * block_size
+            parent = keys[-1] if keys else self.cache_root
+            keys.append(chained(parent, self.tokens[start : start + block_size]))
+        return keys[:num_blocks]
 
     def append(self, token_id: int) -> None:
         """Add a sampled token."""

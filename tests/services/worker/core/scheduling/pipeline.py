@@ -1,4 +1,4 @@
-"""Requests whose tokens depend on the place alone, and an engine that has them computed in order."""
+"""Requests whose tokens depend on their text and the place alone, and an engine that has them computed in order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ from shared.messages.common import ErrorInfo
 from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
 
 VOCABULARY = 7
+SHARED_TOKENS = 5
+"""With which all texts of one first letter begin."""
+
+
+def text_of(name: str, position: int) -> str:
+    """Of a request called ``TEXT:NUMBER`` or ``TEXT:NUMBER@SCOPE``; others have a text of their own."""
+    text, colon, _ = name.partition(":")
+    return text[0] if colon and position < SHARED_TOKENS else text
 
 
 def token_at(name: str, position: int) -> int:
     """Computed again, it is the same."""
+    name = text_of(name, position)
     return (31 * sum(map(ord, name)) + 5 * position + position * position // 3) % VOCABULARY
 
 
@@ -29,6 +38,7 @@ def placed_request(
     min_tokens: int = 0,
     alone: int = 0,
     decode_at: DecodePlace | None = None,
+    cache_root: bytes = b"",
 ) -> ActiveSequence:
     return ActiveSequence(
         request_id=name,
@@ -38,6 +48,7 @@ def placed_request(
         params=SamplingParams(max_tokens=max_tokens, seed=1, min_tokens=min_tokens, stop_token_ids=tuple(stops)),
         alone_tokens=alone,
         decode_at=decode_at,
+        cache_root=cache_root,
     )
 
 
@@ -72,8 +83,8 @@ class Pipeline:
         self.batches: list[ScheduledBatch] = []
         self._touched: dict[int, list[Touched]] = {}
         """By what is in flight, by ``id``."""
-        self._cells: dict[tuple[int, int], tuple[str, int]] = {}
-        """What was written last, by block and place in it: whose token, and its position."""
+        self._cells: dict[tuple[int, int], object] = {}
+        """What was written last, by block and place in it: whose token, and what it stands behind."""
 
     def schedule(self) -> ScheduledBatch | None:
         table = self.scheduler.table
@@ -148,30 +159,36 @@ class Pipeline:
         table, reservations = self.scheduler.table, self.scheduler.reservations
         assert [b for b in table.flight if isinstance(b, ScheduledBatch)] == self.batches
         assert len(table.flight) == len(self._touched)
-        owner: dict[int, ActiveSequence | None] = {}
+        owners: dict[int, list[ActiveSequence | None]] = {}
         holders = {id(s): s for s in [*table.running, *reservations.for_prefill, *reservations.for_decode]}
         for sequence in holders.values():
             for block in sequence.block_table:
-                assert block not in owner, "it has two owners"
-                owner[block] = sequence
+                owners.setdefault(block, []).append(sequence)
         for block in (b for blocks in table.landing for b in blocks):
-            assert block not in owner, "it has two owners"
-            owner[block] = None
-        assert len(owner) == self.scheduler.pool.num_used
+            owners.setdefault(block, []).append(None)
+        assert table.cache is not None or all(len(found) == 1 for found in owners.values()), "it has two owners"
+        assert len(owners) == self.scheduler.pool.num_used
         for touched in (t for every in self._touched.values() for t in every):
             is_its = touched.sequence.block_table is touched.table
             for place, block in enumerate(touched.blocks):
-                assert block in owner, "it is free while it is touched"
-                assert owner[block] is (touched.sequence if is_its else None), "it is another's while it is touched"
+                assert block in owners, "it is free while it is touched"
+                owner = touched.sequence if is_its else None
+                assert owner in owners[block], "it is another's while it is touched"
                 assert not is_its or touched.table[place] == block
 
     def _fly(self, batch: ScheduledBatch | PartialBatch, sequences: Iterable[ActiveSequence]) -> None:
         self._touched[id(batch)] = [Touched(s, s.block_table, tuple(s.block_table)) for s in sequences]
 
     def _compute(self, touched: Touched, start: int, count: int) -> None:
-        name, size = touched.sequence.request_id, self.scheduler.pool.block_size
+        sequence, size = touched.sequence, self.scheduler.pool.block_size
         places = [(touched.blocks[i // size], i % size) for i in range(start + count)]
         for position, place in enumerate(places[:start]):
-            assert self._cells.get(place) == (name, position), "what it attends to is not there"
+            assert self._cells.get(place) == _cell(sequence, position), "what it attends to is not there"
         for position, place in enumerate(places[start:], start):
-            self._cells[place] = (name, position)
+            self._cells[place] = _cell(sequence, position)
+
+
+def _cell(sequence: ActiveSequence, position: int) -> object:
+    """What is computed there depends on no more than this, and is seen by no other scope."""
+    whose = sequence.request_id.rpartition("@")[2] if sequence.cache_root else sequence.request_id
+    return whose, tuple(sequence.tokens[: position + 1])

@@ -30,6 +30,8 @@ def first_token(sequence: ActiveSequence) -> Sampled:
 class TwoInFlight(RuleBasedStateMachine):
     """A scheduler with little room, what it was given, what it said, and what is in flight."""
 
+    prefix_cache = False
+
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = Scheduler(
@@ -40,6 +42,7 @@ class TwoInFlight(RuleBasedStateMachine):
                 max_batch_tokens=7,
                 prefill_chunk_tokens=3,
                 max_queued_requests=5,
+                prefix_cache=self.prefix_cache,
             )
         )
         self.pipeline = Pipeline(self.scheduler)
