@@ -122,6 +122,7 @@ class AdminClient:
         served_as: Serving | None = None,
         weight: float | None = None,
         advise: bool | None = None,
+        prefix_cache: bool | None = None,
         no_room_timeout_s: float | None = None,
     ) -> ModelStatus:
         """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``.
@@ -141,6 +142,7 @@ class AdminClient:
             served_as=served_as,
             weight=weight,
             advise=advise,
+            prefix_cache=prefix_cache,
             no_room_timeout_s=no_room_timeout_s,
         )
         return await self._call("POST", "/admin/models", ModelStatus, body=body, timeout_s=ADD_TIMEOUT_S)

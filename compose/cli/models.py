@@ -23,6 +23,7 @@ from compose.cli.options import (
     NewSloTbt,
     NewSloTtft,
     NoRoomTimeout,
+    PrefixCached,
     Served,
     SloTbt,
     SloTtft,
@@ -50,10 +51,11 @@ _OPTIONS = {
     "served_as": "--serving",
     "weight": "--weight",
     "advise": "--advise",
+    "prefix_cache": "--prefix-cache",
 }
 
 
-_SETTINGS = ("as", "max", "TTFT ms", "TBT ms", "keep s", "no room s", "weight", "advise")
+_SETTINGS = ("as", "max", "TTFT ms", "TBT ms", "keep s", "no room s", "weight", "advise", "prefix")
 _COLUMNS = ("name", "serving", "min", *_SETTINGS, "MiB", "what", "copies", "path")
 _USUAL = ("-", "1")
 """Of a setting. A column of nothing else is left out."""
@@ -90,6 +92,7 @@ def add(
     served_as: Served = None,
     weight: Weight = None,
     advise: Advise = None,
+    prefix_cache: PrefixCached = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
@@ -115,6 +118,7 @@ def add(
         "served_as": served_as,
         "weight": weight,
         "advise": advise,
+        "prefix_cache": prefix_cache,
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
     said = f"added {added.name}" if before is None else f"{added.name} is already registered"
@@ -170,6 +174,7 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
         shown_timeout(model.no_room_timeout_s),
         f"{model.weight:g}",
         "yes" if model.advise else "-",
+        "-" if model.prefix_cache else "no",
         shown_mib(model.weights_bytes),
         " ".join(text for text in (model.architecture, model.dtype) if text) or "-",
         model.copies or "-",
@@ -199,6 +204,7 @@ def set_(
     served_as: Served = None,
     weight: Weight = None,
     advise: Advise = None,
+    prefix_cache: PrefixCached = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
@@ -213,6 +219,7 @@ def set_(
         served_as=served_as,
         weight=weight,
         advise=advise,
+        prefix_cache=prefix_cache,
     )
     if changes == SetModelBody():
         raise NotChanged(f"nothing to change: give at least one of {', '.join(_OPTIONS.values())}")
@@ -222,6 +229,7 @@ def set_(
     settings = *limits, *times, shown_timeout(now.no_room_timeout_s), now.served_as or "-", f"{now.weight:g}"
     shown = [f"{option} {value}" for option, value in zip(_OPTIONS.values(), settings, strict=False)]
     shown.append("--advise" if now.advise else "--no-advise")
+    shown.append("--prefix-cache" if now.prefix_cache else "--no-prefix-cache")
     _print(f"changed {now.name}: {', '.join(shown)}", now, as_json)
 
 

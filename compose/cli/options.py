@@ -210,6 +210,14 @@ Advise = Annotated[
     bool | None,
     typer.Option("--advise/--no-advise", help="Only say what would be done to its instances.", show_default=False),
 ]
+PrefixCached = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Requests find KV of earlier ones that begin alike. By default they do.",
+        show_default=False,
+    ),
+]
 
 
 def seconds(slo_ms: float | None) -> float | None:

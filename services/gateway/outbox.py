@@ -51,6 +51,7 @@ class Outbox:
             alone_tokens=stream.alone_tokens,
             gateway_incarnation=self._incarnation,
             may_wait=stream.may_wait,
+            cache_scope=stream.cache_scope,
         )
         subject = subjects.worker_submit(worker)
         await self._bus.request(subject, message, Ack, timeout_s=self._config.submit_timeout_s)

@@ -68,6 +68,7 @@ class ModelAdmin:
                 serving=request.serving,
                 weight=request.weight,
                 advise=request.advise,
+                prefix_cache=request.prefix_cache,
                 no_room_timeout_s=request.no_room_timeout_s,
             )
             async with self.changing:

@@ -63,6 +63,8 @@ class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """What the model's missed objectives count for beside those of others; 1 by default."""
     advise: bool | None = None
     """What the load asks for is shown and recorded, and not carried out."""
+    prefix_cache: bool | None = None
+    """Whether requests find KV of earlier ones that begin alike; by default they do."""
     no_room_timeout_s: NoRoomTimeout | None = None
     """How long a request waits while the model has no instance and the planner can start none; then 503
     ``no_capacity``. 0: no longer than the planner takes to say so. Without one ``BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S``
@@ -87,6 +89,7 @@ class SetModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Empty: as above."""
     weight: Weight | None = None
     advise: bool | None = None
+    prefix_cache: bool | None = None
     no_room_timeout_s: NoRoomTimeout | Literal["default"] | None = None
     """``default``: that of the gateway again."""
 
@@ -136,6 +139,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """``colocated``, ``disaggregated`` or empty."""
     weight: float = 1.0
     advise: bool = False
+    prefix_cache: bool = True
     no_room_timeout_s: float | None = None
     """Null: the gateway's default."""
     added_at_s: float = 0.0

@@ -69,6 +69,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     alone_tokens: int = 0
     """Until this attempt has brought so many tokens, the request is computed in steps of its own, and the worker says
     before and after each that it is (``StreamPart.computing``): workers died that computed it with others."""
+    cache_scope: str = ""
+    """Opaque: requests of the same scope may use each other's KV. Empty: nobody's, and nobody uses this one's."""
 
     @property
     def gateway(self) -> Process:
@@ -90,7 +92,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
+class StreamPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one stream. ``finish_reason`` makes it terminal: exactly one per attempt."""
 
     request_id: str
@@ -102,6 +104,8 @@ class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     queued_s: float | None = None
     """With the first token of an attempt: seconds between acceptance and first scheduling."""
+    cached_tokens: int = 0
+    """With that: tokens of the prompt whose KV was there."""
     computing: bool | None = None
     """Of a request that is computed alone: its step is about to begin (True), or has ended (False)."""
 

@@ -66,6 +66,8 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     weight: float = 1.0
     """What a missed objective of this model counts for, beside those of other models."""
     advise: bool = False
+    prefix_cache: bool = True
+    """Whether its requests find KV of earlier ones that begin alike."""
     no_room_timeout_s: float | None = None
     """How long its requests wait where no instance can be started. None: the gateway's default; 0: not at all."""
 
@@ -209,6 +211,7 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     serving: Serving = ""
     weight: float = 1.0
     advise: bool = False
+    prefix_cache: bool = True
     no_room_timeout_s: float | None = None
 
 
@@ -224,6 +227,7 @@ class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
     serving: Serving | None = None
     weight: float | None = None
     advise: bool | None = None
+    prefix_cache: bool | None = None
     no_room_timeout_s: float | Literal["default"] | None = None
     """``default``: none of its own any more, for 0 is one."""
 

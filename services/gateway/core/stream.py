@@ -105,6 +105,10 @@ class StreamState:
     """The weights that the stream began with: it never continues on others of the same name."""
     key: str = ""
     """Name of the API key that the request came with; it waits for its turn among that key's requests."""
+    cache_scope: str = ""
+    """As in ``Submit``."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that nobody had to compute, as the instance says that had it first."""
     default_max_tokens: bool = False
     """The caller left ``max_tokens`` open: it may still be cut to what an instance holds."""
     end_token_ids: frozenset[int] = frozenset()
@@ -265,5 +269,7 @@ class StreamState:
             output.extend(token_ids[skip:])
         elif part.finish_reason is None or skip > len(token_ids):
             return PartVerdict.DUPLICATE, skip
+        if part.cached_tokens and not part.offset:
+            self.cached_tokens = min(part.cached_tokens, len(self.prompt_token_ids))
         self.phase = Phase.RUNNING
         return PartVerdict.NEW, skip

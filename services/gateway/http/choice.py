@@ -58,6 +58,11 @@ class Choice(ABC):
         return len(self._stream.prompt_token_ids)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Of its prompt, those that nobody had to compute."""
+        return self._stream.cached_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Output tokens so far."""
         return self._output.num_tokens
@@ -174,7 +179,9 @@ class StreamedChoice(Choice):
         return self._logprobs.join([entry]) if self._logprobs is not None and entry is not None else None
 
     def _usage(self) -> TokenUsage | None:
-        return TokenUsage(self.num_prompt_tokens, self.num_tokens) if self._continuous_usage else None
+        if not self._continuous_usage:
+            return None
+        return TokenUsage(self.num_prompt_tokens, self.num_tokens, self.num_cached_tokens)
 
 
 class WholeChoice(Choice):

@@ -20,12 +20,15 @@ class TokenUsage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
+    """Of the prompts', those that nobody had to compute."""
 
-    def as_json(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

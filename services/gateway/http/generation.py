@@ -209,7 +209,11 @@ async def _watch(receive: Receive, buffer: ResponseBuffer) -> None:
 
 
 def _usage(choices: list[Choice]) -> TokenUsage:
-    return TokenUsage(sum(c.num_prompt_tokens for c in choices), sum(c.num_tokens for c in choices))
+    return TokenUsage(
+        sum(choice.num_prompt_tokens for choice in choices),
+        sum(choice.num_tokens for choice in choices),
+        sum(choice.num_cached_tokens for choice in choices),
+    )
 
 
 async def _send_stream(

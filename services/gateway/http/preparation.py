@@ -6,6 +6,7 @@ that are short or release the interpreter.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import secrets
 from collections.abc import Callable
@@ -32,6 +33,8 @@ BYTES_PER_TOKEN = 40
 """A place in a tuple, and an integer."""
 BYTES_PER_STREAM = 8192
 """What a stream occupies beside its tokens: its state, its text, its tasks."""
+SCOPE_DIGITS = 32
+"""128 bits: no two keys have one scope."""
 
 T = TypeVar("T")
 
@@ -94,6 +97,11 @@ def memory_bytes(prepared: PreparedRequest) -> int:
     return sum(BYTES_PER_STREAM + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
 
 
+def cache_scope_of(key: str, salt: str) -> str:
+    """Which requests may use each other's KV: those of one key, and of them those of one salt."""
+    return hashlib.sha256(f"{key}\0{salt}".encode(errors="surrogatepass")).hexdigest()[:SCOPE_DIGITS]
+
+
 def streams_of(
     prepared: PreparedRequest, options: Options, *, key: str, arrived_at_s: float, seeds: random.Random
 ) -> list[StreamState]:
@@ -114,6 +122,7 @@ def streams_of(
             sampling=_sampling_of(prepared, options, len(prompt.token_ids), seeds),
             arrived_at_s=arrived_at_s,
             key=key,
+            cache_scope=cache_scope_of(key, options.cache_salt) if record.prefix_cache else "",
             default_max_tokens=options.max_tokens is None,
             end_token_ids=end_token_ids,
         )

@@ -19,6 +19,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_SALT_CHARACTERS = 256
 
 _REFUSED_IF_SET = {
     "tools": "tools are",
@@ -120,6 +121,7 @@ class SharedBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,8 @@ class Options:
     continuous_usage: bool
     include_stop_string: bool
     skip_special_tokens: bool
+    cache_salt: str
+    """Requests with another one use other KV. Empty: none was given."""
 
 
 def refuse_unsupported(raw: bytes, body: SharedBody) -> None:
@@ -203,6 +207,7 @@ def read_options(
         continuous_usage=include_usage and continuous_usage,
         include_stop_string=_or(body.include_stop_str_in_output, False),
         skip_special_tokens=_or(body.skip_special_tokens, True),
+        cache_salt=body.cache_salt or "",
     )
 
 

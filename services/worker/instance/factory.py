@@ -126,6 +126,7 @@ class InstanceFactory:
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
             prepared_blocks=engine.prepared_blocks,
+            prefix_cache=True,
         )
         loop = EngineLoop(engine, limits, time.monotonic)
         if isinstance(engine, LateEngine):

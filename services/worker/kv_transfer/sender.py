@@ -68,7 +68,8 @@ class KvSender:
     def _on_layers(
         self, sequence: ActiveSequence, num_tokens: int, block_table: Sequence[int], chunk: Chunk, num_layers: int
     ) -> None:
-        transfer = self._transfer(sequence, num_tokens, chunk.end)
+        # What the cache had of it was computed by nobody: the rest is less than the context.
+        transfer = self._transfer(sequence, num_tokens, chunk.end - chunk.start)
         if transfer is not None:
             transfer.ran_layers(block_table, chunk, num_layers)
 

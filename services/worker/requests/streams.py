@@ -36,6 +36,7 @@ class _Stream:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     queued_s: float | None = None
+    cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     ended_at_s: float = 0.0
@@ -91,7 +92,7 @@ class Streams:
             if output.logprobs:
                 stream.logprobs.extend(output.logprobs)
             if output.queued_s is not None:
-                stream.queued_s = output.queued_s
+                stream.queued_s, stream.cached_tokens = output.queued_s, output.cached_tokens
             if output.finish_reason is not None:
                 stream.finish_reason, stream.error, stream.ended_at_s = output.finish_reason, output.error, now_s
             parts.setdefault(stream.gateway, []).append(output)
@@ -112,6 +113,7 @@ class Streams:
             finish_reason=stream.finish_reason,
             error=stream.error,
             queued_s=stream.queued_s,
+            cached_tokens=stream.cached_tokens,
         )
         return stream.gateway, part
 

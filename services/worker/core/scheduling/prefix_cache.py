@@ -105,9 +105,7 @@ class PrefixCache(BlockPool):
             super().free((block,))
 
     def check(self, held: Iterable[Iterable[int]]) -> None:
-        tables = [list(table) for table in held]
-        owned = [block for table in tables for block in table]
-        assert all(len(table) == len(set(table)) for table in tables), "a request has a KV block twice"
+        owned = [block for table in held for block in table]
         expected = [0] * self.num_blocks
         for block in owned:
             expected[block] += 1

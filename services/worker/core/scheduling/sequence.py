@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.worker.core.scheduling.prefix_cache import chained
+from services.worker.core.scheduling.prefix_cache import cache_root, chained
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart, Submit, TokenLogprobs
 
@@ -37,6 +37,8 @@ class ActiveSequence:
     """Who decodes it once its context is computed; None: the instance that computes it."""
     alone_tokens: int = 0
     """It is computed alone until so many tokens were emitted."""
+    cache_scope: str = ""
+    """As in ``Submit``."""
     cache_root: bytes = b""
     """What the keys of its blocks begin with (``prefix_cache``). Empty: its KV is found by nobody."""
 
@@ -163,6 +165,7 @@ class ActiveSequence:
             logprobs=None if logprobs is None else (logprobs,),
             finish_reason=finish_reason,
             queued_s=self._queued_s() if first else None,
+            cached_tokens=self.num_cached if first else 0,
         )
 
     def computing(self, begins: bool) -> StreamPart:
@@ -201,6 +204,8 @@ def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float 
         decode_at=request.decode_at,
         alone_tokens=request.alone_tokens,
         gateway_incarnation=request.gateway_incarnation,
+        cache_scope=request.cache_scope,
+        cache_root=cache_root(request.model_hash, request.cache_scope) if request.cache_scope else b"",
     )
 
 
@@ -218,4 +223,5 @@ def submit_of(sequence: ActiveSequence, instance_id: str, model: str, model_hash
         output_token_ids=tuple(sequence.output),
         decode_at=sequence.decode_at,
         gateway_incarnation=sequence.gateway_incarnation,
+        cache_scope=sequence.cache_scope,
     )

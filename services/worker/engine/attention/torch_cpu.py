@@ -1,6 +1,7 @@
 """Paged attention with PyTorch's fused CPU kernel.
 
-The pages of a sequence are mostly one run of consecutive blocks; such a run is read where it lies.
+The pages of a sequence are mostly one run of consecutive blocks, or a few where it shares a prefix; a decode reads runs
+where they lie, each by itself, and puts together what it read.
 Query heads that share a key-value head are the rows of one query matrix when decoding, and a
 stride-0 dimension of the keys in prefill, so that keys are never repeated in memory.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,18 +22,23 @@ from services.worker.engine.kernels import CAST_DTYPES
 from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.layout import ArenaLayout
 
+_ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""The fused kernel as ``scaled_dot_product_attention`` calls it here, with the logarithms of its sums."""
 QUERY_TILE_TOKENS = 256
 """Prefill queries behind a prefix are taken in tiles: a mask is [tile, keys], not [queries, keys]."""
 IN_PLACE_BYTES = 1024 * 1024
 """A decode slice with more K and V than this per layer is read in place, on its own. Below, the
 copy into a padded batch costs less than a call per sequence: each call is a meeting of all threads."""
+MAX_RUNS = 8
+"""Keys in more runs than this are copied: each run costs a call, and a copy as much again as reading (measured)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
     """Keys ``first_token .. first_token + num_tokens`` of a list of blocks."""
 
-    blocks: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+    """First block, and the one behind the last, of each run."""
     index: torch.Tensor | None
     """The blocks as indices for a gather; None where they are one run."""
     first_token: int
@@ -178,8 +185,11 @@ class TorchAttention:
         """Keys ``first .. last`` of a sequence."""
         size = self._block_size
         used = blocks[first // size : -(-last // size)]
-        is_run = used == tuple(range(used[0], used[0] + len(used)))
-        return _Pages(used, None if is_run else torch.tensor(used), first % size, last - first)
+        if used == tuple(range(used[0], used[0] + len(used))):
+            return _Pages(((used[0], used[0] + len(used)),), None, first % size, last - first)
+        starts = [0, *(i for i in range(1, len(used)) if used[i] != used[i - 1] + 1)]
+        runs = tuple((used[i], used[i] + j - i) for i, j in pairwise((*starts, len(used))))
+        return _Pages(runs, torch.tensor(used), first % size, last - first)
 
     def _prefill(self, begin: int, end: int, blocks: tuple[int, ...], num_keys: int) -> _Single:
         num_queries = end - begin
@@ -226,6 +236,9 @@ class TorchAttention:
         out = torch.empty(q.shape[0], self._num_kv_heads, self._group, self._head_dim, dtype=q.dtype)
         heads = q.view(q.shape[0], self._num_kv_heads, self._group, self._head_dim)
         for single in plan.singles:
+            if single.end - single.begin == 1 and 1 < len(single.pages.runs) <= MAX_RUNS:
+                out[single.begin] = self._attend_runs(single.pages, heads[single.begin : single.end], k_cache, v_cache)
+                continue
             k, v = self._keys(single.pages, k_cache), self._keys(single.pages, v_cache)
             if single.end - single.begin == 1:
                 out[single.begin] = scaled_dot_product_attention(heads[single.begin : single.end], k, v)[0]
@@ -269,9 +282,27 @@ class TorchAttention:
         scores = torch.baddbmm(padded.bias, queries.view(-1, self._group, dim), k.transpose(1, 2), alpha=self._scale)
         return torch.bmm(torch.softmax(scores, -1), v).view(queries.shape)
 
+    def _attend_runs(
+        self, pages: _Pages, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """``[num_kv_heads, group, head_dim]`` of one query. What each run gives counts by the sum of its exponentials
+        (as FlashAttention puts blocks together)."""
+        attended, log_sums = [], []
+        first, left = pages.first_token, pages.num_tokens
+        for begin, end in pages.runs:
+            count = min(left, (end - begin) * self._block_size - first)
+            run = _Pages(((begin, end),), None, first, count)
+            found, log_sum = _ATTEND(query, self._keys(run, k_cache), self._keys(run, v_cache))
+            attended.append(found)
+            log_sums.append(log_sum)
+            first, left = 0, left - count
+        weights = torch.softmax(torch.cat(log_sums), 0)[..., None]
+        return (torch.cat(attended) * weights).sum(0)
+
     def _keys(self, pages: _Pages, cache: torch.Tensor) -> torch.Tensor:
         """[1, num_kv_heads, num_tokens, head_dim], without a copy where the blocks are one run."""
-        run = cache[pages.blocks[0] : pages.blocks[-1] + 1]
+        begin, end = pages.runs[0]
+        run = cache[begin:end]
         if pages.index is not None:
             run = cache.index_select(0, pages.index)
         tokens = run.view(-1, self._num_kv_heads, self._head_dim)[

@@ -63,13 +63,13 @@ def _written_out(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, wind
 @pytest.mark.parametrize("window", [None, 13, 300])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (3, 1)])
 @pytest.mark.parametrize("in_place_bytes", [0, 1 << 30], ids=["in place", "padded"])
-@pytest.mark.parametrize("is_run", [True, False], ids=["runs", "scattered"])
+@pytest.mark.parametrize("run_blocks", [1000, 9, 1], ids=["a run", "runs", "scattered"])
 def test_a_mixed_batch_attends_as_written_out(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, heads: tuple[int, int], in_place_bytes: int, is_run: bool
+    monkeypatch: pytest.MonkeyPatch, window: int | None, heads: tuple[int, int], in_place_bytes: int, run_blocks: int
 ) -> None:
     monkeypatch.setattr(torch_cpu, "IN_PLACE_BYTES", in_place_bytes)
     monkeypatch.setattr(torch_cpu, "QUERY_TILE_TOKENS", 16)
-    _check(_spec(window, *heads, "float32"), is_run, atol=1e-5)
+    _check(_spec(window, *heads, "float32"), run_blocks, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 13, 300])
@@ -79,16 +79,17 @@ def test_plain_operations_attend_as_written_out(
     monkeypatch: pytest.MonkeyPatch, window: int | None, heads: tuple[int, int], tile_tokens: int
 ) -> None:
     monkeypatch.setattr(torch_plain, "QUERY_TILE_TOKENS", tile_tokens)
-    _check(_spec(window, *heads, "float32"), is_run=False, atol=1e-5, make=PlainAttention)
+    _check(_spec(window, *heads, "float32"), run_blocks=1, atol=1e-5, make=PlainAttention)
 
 
 def test_plain_operations_round_what_they_computed_in_float32() -> None:
-    _check(_spec(20, 4, 2, "bfloat16"), is_run=False, atol=1e-2, make=PlainAttention)
+    _check(_spec(20, 4, 2, "bfloat16"), run_blocks=1, atol=1e-2, make=PlainAttention)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_lower_precision_attends_alike(dtype: str) -> None:
-    _check(_spec(20, 4, 2, dtype), is_run=True, atol=3e-2)
+@pytest.mark.parametrize("run_blocks", [1000, 9])
+def test_lower_precision_attends_alike(dtype: str, run_blocks: int) -> None:
+    _check(_spec(20, 4, 2, dtype), run_blocks, atol=3e-2)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -142,16 +143,16 @@ def test_a_chunk_of_several_tiles_gathers_its_prefix_once_and_makes_its_mask_onc
     assert [id(mask) for mask in masks[:3]] == [id(mask) for mask in masks[3:]]
 
 
-def _check(spec: ModelSpec, is_run: bool, atol: float, make: Callable[..., AttentionBackend] = TorchAttention) -> None:
+def _check(spec: ModelSpec, run_blocks: int, atol: float, make: Callable[..., AttentionBackend] = TorchAttention) -> None:
     draw = random.Random(1)
     torch.manual_seed(1)
     dtype = getattr(torch, spec.dtype)
     # What no sequence owns is NaN: whoever reads it shows.
     shape = (NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
     k_cache, v_cache = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
-    free = list(range(NUM_BLOCKS))
-    if not is_run:
-        draw.shuffle(free)
+    runs = [list(range(NUM_BLOCKS))[first : first + run_blocks] for first in range(0, NUM_BLOCKS, run_blocks)]
+    draw.shuffle(runs)
+    free = [block for run in runs for block in run]
     # (queries, keys): decode slices of many lengths between prefills with and without a prefix
     sizes = [(1, 1), (1, 40), (30, 30), (1, 8), (50, 120), (1, 200), (1, 9), (1, 399), (2, 3), (1, 41)]
     qo_indptr, kv_indptr, kv_indices, last_page_len, expected = [0], [0], [], [], []
