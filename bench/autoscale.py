@@ -28,7 +28,7 @@ from compose.stack import Stack
 from shared.messages.operations import ScaleRecord
 
 READY_S = 120.0
-ENV = {"BLITZ_MONITOR_DOWN_WINDOW_S": "0"}
+ENV = {"BLITZ_MONITOR_DOWN_WINDOW_S": "0", "BLITZ_GATEWAY_PREFIX_CACHE": "0"}
 """Instances go as soon as that pays."""
 SETTLE_S = 60.0
 """How long the stack may take to return to one instance after the last request."""

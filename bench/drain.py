@@ -40,6 +40,8 @@ SETTLE_S = 2.0
 LOOK_S = 0.02
 _TOKEN_IDS = range(10, 250)
 ENV = {
+    # What is measured is what is computed.
+    "BLITZ_GATEWAY_PREFIX_CACHE": "0",
     "BLITZ_WORKER_ARENA_MIB": "64",
     "BLITZ_WORKER_MAX_RUNNING": "64",
     # Nothing is drained or loaded for another reason.

@@ -110,7 +110,8 @@ class LabStack(RunningStack):
             workers=len(self._hosts),
             engine=engine,
             stop_grace_s=5.0,
-            env=env or {},
+            # What is measured is what is computed.
+            env={"BLITZ_GATEWAY_PREFIX_CACHE": "0", **(env or {})},
             service_env=service_env or {},
         )
         state_dir = StateDir(folder)

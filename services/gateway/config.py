@@ -30,6 +30,8 @@ class GatewayConfig(ServiceConfig):
     cors_origins: tuple[str, ...] = ()
     max_queued_requests: int = 1024
     queue_timeout_s: float = 120.0
+    prefix_cache: bool = True
+    """Whether requests may find KV of earlier ones, of models that are not set otherwise."""
     no_room_timeout_s: float = 10.0
     submit_timeout_s: float = 5.0
     stall_s: float = 10.0
@@ -87,6 +89,12 @@ class GatewayConfig(ServiceConfig):
             ),
             queue_timeout_s=seconds(
                 "BLITZ_GATEWAY_QUEUE_TIMEOUT_S", "Longest wait for an instance; then 503.", default.queue_timeout_s
+            ),
+            prefix_cache=env.boolean(
+                "BLITZ_GATEWAY_PREFIX_CACHE",
+                "Whether requests find KV of earlier ones of their key that begin alike; models may have it off by "
+                "themselves.",
+                default=default.prefix_cache,
             ),
             no_room_timeout_s=seconds(
                 "BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S",

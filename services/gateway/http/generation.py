@@ -81,7 +81,14 @@ class Generation:
                 del preparation, body
                 claim.resize(memory_bytes(prepared))
                 options = bill.limited(prepared.options, [prompt.token_ids for prompt in prepared.prompts])
-                streams = streams_of(prepared, options, key=bill.key, arrived_at_s=arrived_at_s, seeds=gateway.seeds)
+                streams = streams_of(
+                    prepared,
+                    options,
+                    key=bill.key,
+                    arrived_at_s=arrived_at_s,
+                    seeds=gateway.seeds,
+                    prefix_cache=gateway.config.prefix_cache,
+                )
                 bill.charge(streams)
                 reply = Reply(prepared.response_id, model.record.name, int(arrived_at_s), options.include_usage)
                 format_ = endpoint.format(reply)

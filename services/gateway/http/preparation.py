@@ -103,10 +103,17 @@ def cache_scope_of(key: str, salt: str) -> str:
 
 
 def streams_of(
-    prepared: PreparedRequest, options: Options, *, key: str, arrived_at_s: float, seeds: random.Random
+    prepared: PreparedRequest,
+    options: Options,
+    *,
+    key: str,
+    arrived_at_s: float,
+    seeds: random.Random,
+    prefix_cache: bool,
 ) -> list[StreamState]:
     """A stream in its queued state for each of its prompts, which is to be generated with ``options``.
 
+    ``prefix_cache``: whether any model's requests find earlier KV.
     ``key``: the name of the caller's key; ``arrived_at_s``: Unix time; ``seeds`` draws for callers that gave none.
     Raises ``BadRequest`` for an empty prompt, ``ContextLengthExceeded`` when prompt and output do not fit.
     """
@@ -122,7 +129,7 @@ def streams_of(
             sampling=_sampling_of(prepared, options, len(prompt.token_ids), seeds),
             arrived_at_s=arrived_at_s,
             key=key,
-            cache_scope=cache_scope_of(key, options.cache_salt) if record.prefix_cache else "",
+            cache_scope=cache_scope_of(key, options.cache_salt) if prefix_cache and record.prefix_cache else "",
             default_max_tokens=options.max_tokens is None,
             end_token_ids=end_token_ids,
         )

@@ -143,7 +143,9 @@ def test_a_chunk_of_several_tiles_gathers_its_prefix_once_and_makes_its_mask_onc
     assert [id(mask) for mask in masks[:3]] == [id(mask) for mask in masks[3:]]
 
 
-def _check(spec: ModelSpec, run_blocks: int, atol: float, make: Callable[..., AttentionBackend] = TorchAttention) -> None:
+def _check(
+    spec: ModelSpec, run_blocks: int, atol: float, make: Callable[..., AttentionBackend] = TorchAttention
+) -> None:
     draw = random.Random(1)
     torch.manual_seed(1)
     dtype = getattr(torch, spec.dtype)

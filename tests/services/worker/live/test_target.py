@@ -156,7 +156,7 @@ def _kv(batch_id: str = "a", first_layer: int = 0, last_layer: int = 2) -> PullK
 
 async def _receives_kv(ends: Ends, first_layer: int, num_layers: int, *, within_s: float = WAIT_S) -> bool:
     num_bytes = num_layers * 9 * ends.source.loop.engine.kv_bytes_per_token_layer
-    receiving = ends.transports[0].recv(HOST.staging(num_bytes), ends.source_tensors.kv_tag(0, first_layer))
+    receiving = ends.transports[0].recv(HOST.staging(num_bytes, "into"), ends.source_tensors.kv_tag(0, first_layer))
     done, _ = await asyncio.wait({asyncio.ensure_future(receiving.wait())}, timeout=within_s)
     receiving.abort()
     return bool(done)
