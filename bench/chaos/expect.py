@@ -51,7 +51,7 @@ async def expect(gateway: Gateway, model: str, questions: Sequence[Question]) ->
 
 
 async def _answer(gateway: Gateway, model: str, question: Question, *, stream: bool) -> tuple[Reader, Answer]:
-    reader, got = await ask(gateway, model, question, stream=stream)
+    reader, got = await ask(gateway, model, question, stream=stream, alone=True)
     if isinstance(got, Failure):
         raise ChaosFailed(f"the idle stack does not answer question {question.index}: {got.kind}: {got.detail}")
     return reader, got

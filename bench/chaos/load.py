@@ -39,11 +39,17 @@ class Record:
 
 
 async def ask(
-    gateway: Gateway, model: str, question: Question, *, stream: bool, silence_s: float = SILENCE_S
+    gateway: Gateway,
+    model: str,
+    question: Question,
+    *,
+    stream: bool,
+    silence_s: float = SILENCE_S,
+    alone: bool = False,
 ) -> tuple[Reader, Answer | Failure]:
-    """One request, once."""
+    """One request, once. ``alone``: all of it is computed."""
     reader = Reader()
-    body = question.body(model, stream=stream)
+    body = question.body(model, stream=stream, alone=alone)
     try:
         reply = await gateway.client.request(
             "POST", "/v1/completions", body, on_event=reader.on_event if stream else None, timeout_s=silence_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ _TOKEN_IDS = range(10, 200)
 """Every model that this is run with has them."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _PROMPT_TOKENS = ((0.65, (4, 40)), (0.25, (60, 200)), (0.1, (400, 900)))
+_SHARED_TOKENS = 300
 _OUTPUT_TOKENS = ((0.45, (4, 16)), (0.35, (20, 50)), (0.2, (90, 180)))
 """Shares, and ranges of tokens. Long answers are there to be hit by a kill."""
 
@@ -30,22 +32,27 @@ class Question:
         """Its tokens are drawn, not the likeliest ones."""
         return bool(dict(self.options)["temperature"] > 0)
 
-    def body(self, model: str, *, stream: bool) -> bytes:
-        """The request's JSON."""
-        fields = {"model": model, "prompt": self.prompt, "max_tokens": self.max_tokens, **dict(self.options)}
+    def body(self, model: str, *, stream: bool, alone: bool = False) -> bytes:
+        """The request's JSON. ``alone``: nothing that was computed before is found of it."""
+        fields: dict[str, Any] = {"model": model, "prompt": self.prompt, "max_tokens": self.max_tokens, **dict(self.options)}
         if stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        if alone:
+            fields["cache_salt"] = secrets.token_hex(8)
         return msgspec.json.encode(fields)
 
 
 def make_questions(seed: int, count: int) -> tuple[Question, ...]:
     """Greedy and drawn ones (with a seed), of several lengths, some with stop strings, some with logprobs."""
     rng = random.Random(f"questions-{seed}")
-    return tuple(_question(rng, index) for index in range(count))
+    beginning = rng.choices(_TOKEN_IDS, k=_SHARED_TOKENS)
+    return tuple(_question(rng, index, beginning) for index in range(count))
 
 
-def _question(rng: random.Random, index: int) -> Question:
-    prompt = tuple(rng.choices(_TOKEN_IDS, k=_length(rng, _PROMPT_TOKENS)))
+def _question(rng: random.Random, index: int, beginning: list[int]) -> Question:
+    """Every second one begins as others do."""
+    shared = beginning[: rng.randrange(_SHARED_TOKENS)] if index // 2 % 2 else []
+    prompt = tuple(shared + rng.choices(_TOKEN_IDS, k=_length(rng, _PROMPT_TOKENS)))
     max_tokens = _length(rng, _OUTPUT_TOKENS)
     options: dict[str, Any] = {"temperature": 0.0}
     if index % 2:

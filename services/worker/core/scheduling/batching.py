@@ -131,8 +131,11 @@ class ContinuousBatching:
                 break
             _prefill(sequence, start, budget, slices)
         while budget.room() and not preempted and (admitted := self._admit(now_s)) is not None:
-            if not admitted.alone:
-                _prefill(admitted, admitted.num_computed, budget, slices)
+            if admitted.alone:
+                continue
+            if not budget.room(admitted.num_computed):
+                break  # behind a long prefix a token costs more: it has its turn, and nobody later before it
+            _prefill(admitted, admitted.num_computed, budget, slices)
         if not slices:
             return None  # what is computed outside of steps leaves no capacity
         return ScheduledBatch(tuple(slices), budget.num_tokens, num_decode_tokens, tuple(preempted), budget.num_pairs)

@@ -12,7 +12,7 @@ from services.worker.core.scheduling.sequence import ActiveSequence
 from tests.services.worker.core.scheduling.pipeline import placed_request
 from tests.services.worker.core.scheduling.test_two_in_flight_machine import TwoInFlight
 
-TEXTS = ("a", "ab", "ac", "d")
+TEXTS = ("a", "ac", "ad", "d")
 SCOPES = ("", "", "one")
 
 
