@@ -34,7 +34,8 @@ class Question:
 
     def body(self, model: str, *, stream: bool, alone: bool = False) -> bytes:
         """The request's JSON. ``alone``: nothing that was computed before is found of it."""
-        fields: dict[str, Any] = {"model": model, "prompt": self.prompt, "max_tokens": self.max_tokens, **dict(self.options)}
+        fields: dict[str, Any] = {"model": model, "prompt": self.prompt, "max_tokens": self.max_tokens}
+        fields |= dict(self.options)
         if stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if alone:
