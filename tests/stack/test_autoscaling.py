@@ -17,6 +17,9 @@ from tests.stack.client import bus, complete, openai_client, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
 from tests.wait_until import eventually
 
+SAME_PROMPTS = {"BLITZ_GATEWAY_PREFIX_CACHE": "0"}
+"""Each is computed, though they are equal."""
+
 pytestmark = [pytest.mark.stack, pytest.mark.ucx]
 
 
@@ -49,7 +52,7 @@ async def test_load_adds_instances_and_silence_removes_them(tmp_path: Path) -> N
 
 async def test_one_long_prompt_asks_for_one_instance_and_many_for_more(tmp_path: Path) -> None:
     # A long prompt takes 1.4 s, however busy the machine is: 8 layers of 0.05 ms per token.
-    slow = mock_config(tmp_path, BLITZ_MOCK_LAYER_PER_TOKEN_US="50", BLITZ_MOCK_LAYER_BASE_MS="0.1")
+    slow = mock_config(tmp_path, BLITZ_MOCK_LAYER_PER_TOKEN_US="50", BLITZ_MOCK_LAYER_BASE_MS="0.1", **SAME_PROMPTS)
     async with Stack(replace(slow, models=(ensure_demo_model(tmp_path),))) as stack:
         await stack.wait_ready(READY_S)
         async with openai_client(stack) as client, bus(stack) as listening:
