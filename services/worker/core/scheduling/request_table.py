@@ -10,6 +10,7 @@ from services.worker.core.scheduling.blocks import BlockPool
 from services.worker.core.scheduling.prefix_cache import PrefixCache
 from services.worker.core.scheduling.schedule import PartialBatch, Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
+from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart
 
 
@@ -85,14 +86,20 @@ class RequestTable:
     def take_token(self, sequence: ActiveSequence, token: Sampled) -> StreamPart:
         """The output of a token just sampled; an end forgets the sequence."""
         if token.error is not None:
-            output = sequence.end("error", token.error)
-            self.forget(sequence)
-            return output
+            return self.failed(sequence, token.error)
         sequence.append(token.token_id)
         reason = sequence.finish_reason(self.config.limit_tokens)
         output = sequence.emit(token.token_id, token.logprobs, reason)
         if reason is not None:
             self.ended_by_itself(sequence)
+        return output
+
+    def failed(self, sequence: ActiveSequence, error: ErrorInfo) -> StreamPart:
+        """It cannot be computed. Its KV may be why: who tries it again is not to find that."""
+        if self.cache is not None:
+            self.cache.doubt(sequence.block_table)
+        output = sequence.end("error", error)
+        self.forget(sequence)
         return output
 
     def ended_by_itself(self, sequence: ActiveSequence) -> None:

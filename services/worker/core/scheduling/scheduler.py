@@ -194,8 +194,7 @@ class Scheduler:
             if sequence.finished:
                 continue
             if failure is not None:
-                outputs.append(sequence.end("error", failure))
-                table.forget(sequence)
+                outputs.append(table.failed(sequence, failure))
                 leave = True
                 continue
             if torn and id(sequence) in torn:

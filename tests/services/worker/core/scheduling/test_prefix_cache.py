@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from services.worker.core.scheduling.prefix_cache import cache_root
-from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import ActiveSequence
+from shared.errors import Internal
+from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart
 from tests.services.worker.core.scheduling.pipeline import SHARED_TOKENS, Pipeline, placed_request
 
@@ -111,3 +113,33 @@ def test_requests_without_a_scope_find_nothing_and_are_found_by_nobody() -> None
         pipeline.scheduler.add(placed_request(name, 40, 1))
         assert run(pipeline)[0].cached_tokens == 0
     assert pipeline.scheduler.pool.num_taken == 0
+
+
+def test_kv_of_which_no_token_came_is_found_by_nobody() -> None:
+    pipeline = pipeline_of()
+    scheduler = pipeline.scheduler
+    error = ErrorInfo.of(Internal("not finite"))
+    add(pipeline, "a:0", 20, max_tokens=9)
+    pipeline.schedule()
+    pipeline.land()
+    add(pipeline, "a:1", 40)  # shares five blocks with one that goes on
+    batch = scheduler.schedule()
+    assert batch is not None
+    tokens = [Sampled(1), Sampled(-1, error=error)]
+    assert [piece.start for piece in batch.slices] == [20, 20]
+    scheduler.complete(batch, tokens)
+    scheduler.check()
+    add(pipeline, "a:2", 40)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [piece.start for piece in batch.slices] == [21, 0]
+    scheduler.complete(batch, [Sampled(1)], {1: error})
+    scheduler.check()
+    add(pipeline, "a:3", 40)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [piece.start for piece in batch.slices] == [22, 0]
+    scheduler.complete(batch, [Sampled(1), Sampled(1)])
+    scheduler.cancel("a:0@scope", 0)
+    scheduler.check()
+    assert scheduler.pool.num_used == 0
