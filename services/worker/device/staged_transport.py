@@ -54,7 +54,10 @@ class StagedTransport:
             return self._inner.recv(buffer, tag, source=source)
         if not isinstance(buffer, torch.Tensor):
             return self._inner.recv(buffer, tag, source=source.inner)
-        staged = self._device.staging(len(buffer), "into")
+        try:
+            staged = self._device.staging(len(buffer), "into")
+        except Exception as error:  # noqa: BLE001 - no memory can be pinned
+            return _unstaged(buffer, tag, error)
         return _Received(self._device, buffer, staged, self._inner.recv(staged, tag, source=source.inner), tag)
 
     def forget(self, address: bytes) -> None:
@@ -79,10 +82,14 @@ class StagedChannel:
     def send(self, buffer: Buffer, tag: int) -> Transfer:
         if not isinstance(buffer, torch.Tensor):
             return self.inner.send(buffer, tag)
+        try:
+            staged = self._device.staging(len(buffer), "out")
+        except Exception as error:  # noqa: BLE001 - no memory can be pinned
+            return _unstaged(buffer, tag, error)
         sending = _Sent(self.inner, self._device, buffer, tag)
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
-        sending.start()
+        sending.start(staged)
         return sending
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -127,8 +134,8 @@ class _Sent(_Staged):
         super().__init__(buffer, tag, None)
         self._channel, self._device = channel, device
 
-    def start(self) -> None:
-        source, staged = self.buffer, self._device.staging(len(self.buffer), "out")
+    def start(self, staged: Buffer) -> None:
+        source = self.buffer
 
         def copy() -> None:
             self._device.tensors.of(staged).copy_(source, non_blocking=True)
@@ -163,6 +170,13 @@ class _Received(_Staged):
 
         copied = self._device.streams.into.run(copy)
         copied.then(lambda: self.finish(_failed(copied)))
+
+
+def _unstaged(buffer: Buffer, tag: int, error: Exception) -> Transfer:
+    """Failures end transfers: who posts the pieces of a flow catches nothing."""
+    transfer = _Staged(buffer, tag, None)
+    transfer.finish(TransportError(f"there is no memory to stage {len(buffer)} bytes in: {error}"))
+    return transfer
 
 
 def _failed(copied: Completion[None]) -> Exception | None:

@@ -241,3 +241,23 @@ async def test_weights_flow_from_device_to_device(pair: Pair) -> None:
     assert not errors
     assert torch.equal(ours, theirs)
     await eventually(lambda: pair.a.all_is_free and pair.b.all_is_free)
+
+
+async def test_where_no_memory_can_be_pinned_transfers_fail_and_nothing_is_kept(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_b, to_a = await pair.connect()
+
+    def refuse(num_bytes: int, way: str) -> None:
+        raise RuntimeError(f"CUDA does not pin {num_bytes} bytes for {way}")
+
+    for end in (pair.a, pair.b):
+        monkeypatch.setattr(end.device, "staging", refuse)
+    for transfer in (
+        to_b.send(pair.a.memory(1), tag_of(1, 0)),
+        pair.b.transport.recv(pair.b.memory(0), tag_of(1, 0), source=to_a),
+    ):
+        with pytest.raises(TransportError, match="does not pin"):
+            await transfer.wait(WAIT_S)
+    async with asyncio.timeout(1.0):
+        await to_b.close()
