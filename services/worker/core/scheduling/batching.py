@@ -38,6 +38,8 @@ class ContinuousBatching:
         self._some_alone = False
         self._alone_next = False
         self._last_alone = -1
+        self._held_by_others = (-1, -1, 0)
+        """Of the head of ``waiting`` by its number, as of so many changes of the cache: blocks that cost nothing."""
 
     @property
     def some_alone(self) -> bool:
@@ -186,7 +188,10 @@ class ContinuousBatching:
         need = table.pool.blocks_for(head.num_tokens) + table.spare_blocks
         if cache is None or table.pool.can_allocate(need):
             return need
-        return need - cache.num_held(table.found(head))
+        # Asked for at each step: the chain of a long prompt has thousands of blocks.
+        if self._held_by_others[:2] != (head.id, cache.num_changes):
+            self._held_by_others = head.id, cache.num_changes, cache.num_held(table.found(head))
+        return need - self._held_by_others[2]
 
     def _admit(self, now_s: float) -> ActiveSequence | None:
         """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""

@@ -37,6 +37,8 @@ class PrefixCache(BlockPool):
         self._block_of: dict[Key, int] = {}
         self._idle: dict[int, None] = {}
         """Blocks that only the cache holds, the next one to give up first."""
+        self.num_changes = 0
+        """Of what is found, or of who holds it."""
 
     @property
     def num_used(self) -> int:
@@ -60,6 +62,7 @@ class PrefixCache(BlockPool):
 
     def free(self, blocks: Iterable[int]) -> None:
         holders, key_of = self._num_holders, self._key_of
+        self.num_changes += 1
         for block in reversed(list(blocks)):
             if not 0 <= block < self.num_blocks or not holders[block]:
                 raise ValueError(f"KV block {block} is not in use")
@@ -75,12 +78,14 @@ class PrefixCache(BlockPool):
         """This block, which a request holds, is full and whole. Of two that hold the same the first is remembered."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key], self._key_of[block] = block, key
+            self.num_changes += 1
 
     def doubt(self, blocks: Iterable[int]) -> None:
         """These are found no more, whoever holds them: what was computed with them was not what it should be."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:
+                self.num_changes += 1
                 del self._block_of[key]
                 if block in self._idle:
                     del self._idle[block]
@@ -98,6 +103,7 @@ class PrefixCache(BlockPool):
 
     def hold(self, blocks: Iterable[int]) -> None:
         """A request holds these, which were just found, until they are freed."""
+        self.num_changes += 1
         for block in blocks:
             if not self._num_holders[block]:
                 del self._idle[block]
@@ -109,6 +115,7 @@ class PrefixCache(BlockPool):
 
     def _make_free(self, num_blocks: int) -> None:
         while self._idle and self.num_blocks - self.num_taken < num_blocks:
+            self.num_changes += 1
             block = next(iter(self._idle))
             del self._idle[block]
             del self._block_of[self._key_of.pop(block)]

@@ -44,7 +44,7 @@ class Share:
     def lease(self, num_bytes: int) -> Buffer | None:
         """``[num_bytes]`` uint8, which is leased for as long as anybody has it or a part of it; None: there is no
         such range now."""
-        needed = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        needed = max(1, -(-num_bytes // ALIGN_BYTES)) * ALIGN_BYTES
         with self._lock:
             self._take_back()
             for index, (begin, end) in enumerate(self._free):
