@@ -397,7 +397,7 @@ class EngineLoop:
         outputs += scheduler.complete(batch, computed.sampled, computed.failures, without=without)
         busy_s = self._busy_since(step.started_s)
         self._turns.stepped(self._landed_s)
-        if computed.at_once:
+        if computed.at_once and not batch.is_rest:
             scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, busy_s)
         alone = batch.slices[0].sequence if batch.alone else None
         return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, error, alone)

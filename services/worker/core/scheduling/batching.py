@@ -26,6 +26,9 @@ from services.worker.core.scheduling.schedule import ScheduledBatch, ScheduledSl
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.step_budget import StepBudget, StepBudgets
 
+TELLING_TOKENS = 64
+"""Of prompts behind prefixes that were there: in a step of fewer, what each step costs outweighs what they do."""
+
 
 class ContinuousBatching:
     """Of one scheduler, whose requests it admits, and preempts where decodes need blocks."""
@@ -127,6 +130,7 @@ class ContinuousBatching:
             slices.append(ScheduledSlice(sequence, start, 1, True))
         num_decode_tokens = len(slices)
         budget = self._budgets.next(num_decode_tokens)
+        some_cached = False
         # A victim arrived later than the decode it yields to, so it is not among these.
         for sequence, start in prefills:
             if not budget.room(start):
@@ -137,10 +141,14 @@ class ContinuousBatching:
                 continue
             if not budget.room(admitted.num_computed):
                 break  # behind a long prefix a token costs more: it has its turn, and nobody later before it
+            some_cached = some_cached or admitted.num_computed > 0
             _prefill(admitted, admitted.num_computed, budget, slices)
         if not slices:
             return None  # what is computed outside of steps leaves no capacity
-        return ScheduledBatch(tuple(slices), budget.num_tokens, num_decode_tokens, tuple(preempted), budget.num_pairs)
+        is_rest = some_cached and budget.num_tokens < TELLING_TOKENS
+        return ScheduledBatch(
+            tuple(slices), budget.num_tokens, num_decode_tokens, tuple(preempted), budget.num_pairs, is_rest
+        )
 
     def _ahead(self) -> dict[int, ScheduledSlice]:
         """What is in flight of whom, by ``id``."""

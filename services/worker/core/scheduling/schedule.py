@@ -63,6 +63,9 @@ class ScheduledBatch:
     preempted: tuple[ActiveSequence, ...] = ()
     num_pairs: int = 0
     """Of a prompt token and a token that it attends to."""
+    is_rest: bool = False
+    """Its prompt tokens are few, and some are behind a prefix whose KV was there: its time says what a step costs, and
+    little of what prompts do."""
     alone: bool = False
     """Its only slice is of a request that is computed alone."""
 

@@ -143,3 +143,19 @@ def test_kv_of_which_no_token_came_is_found_by_nobody() -> None:
     scheduler.cancel("a:0@scope", 0)
     scheduler.check()
     assert scheduler.pool.num_used == 0
+
+
+def test_few_tokens_behind_a_prefix_that_was_there_are_said_to_be_that() -> None:
+    pipeline = pipeline_of(num_blocks=200, max_batch_tokens=512, prefill_chunk_tokens=512)
+    add(pipeline, "a:0", 200)
+    batches = []
+    for name, tokens in (("a:1", 200), ("a:2", 300), ("d:3", 20)):
+        batch = pipeline.schedule()
+        assert batch is not None
+        batches.append(batch)
+        pipeline.land()
+        add(pipeline, name, tokens)
+    batches.append(pipeline.schedule())  # type: ignore[arg-type]
+    assert [(batch.num_prefill_tokens, batch.is_rest) for batch in batches] == [
+        (200, False), (4, True), (100, False), (20, False)
+    ]  # fmt: skip
