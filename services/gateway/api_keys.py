@@ -36,6 +36,8 @@ MAX_PAIRS = 2000
 LEAST_OPEN_TOKENS = 256
 """Of output, if the caller leaves the length open: with less left, a key waits rather than get a stump."""
 OTHER = "other"
+SHARED = "*"
+"""No key has this name."""
 
 
 class ApiKeys:
@@ -83,6 +85,11 @@ class ApiKeys:
         """Whether the key of that name may use a model."""
         key = self._by_name.get(name)
         return key is None or key.models is None or model in key.models
+
+    def owner_of_prefixes(self, name: str) -> str:
+        """With whose requests the key of that name shares KV: the same for two keys that do."""
+        key = self._by_name.get(name)
+        return SHARED if key is not None and key.shares_prefixes else name
 
     def check_model(self, name: str, model: str) -> None:
         """Raises ``Forbidden`` when the key of that name may not use the model."""

@@ -35,6 +35,8 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_concurrent_requests: Rate | None = None
     models: Annotated[tuple[ModelName, ...], Meta(max_length=1000)] | None = None
     """Models that the key may use; None means all."""
+    shares_prefixes: bool = False
+    """Whether its requests and those of all other such keys may use each other's KV."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +50,7 @@ class ApiKey:
     name: str
     limits: Limits = UNLIMITED
     models: frozenset[str] | None = None
+    shares_prefixes: bool = False
 
 
 def digest(key: bytes) -> bytes:
@@ -82,7 +85,8 @@ def read_keys(path: str) -> dict[bytes, ApiKey]:
             raise _wrong(path, f"{keys[found].name!r} and {entry.name!r} are the same key")
         names.add(entry.name)
         limits = Limits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent_requests)
-        keys[found] = ApiKey(entry.name, limits, frozenset(entry.models) if entry.models is not None else None)
+        models = frozenset(entry.models) if entry.models is not None else None
+        keys[found] = ApiKey(entry.name, limits, models, entry.shares_prefixes)
     return keys
 
 

@@ -87,7 +87,7 @@ class Generation:
                     key=bill.key,
                     arrived_at_s=arrived_at_s,
                     seeds=gateway.seeds,
-                    prefix_cache=gateway.config.prefix_cache,
+                    prefixes_of=gateway.api_keys.owner_of_prefixes(bill.key) if gateway.config.prefix_cache else None,
                 )
                 bill.charge(streams)
                 reply = Reply(prepared.response_id, model.record.name, int(arrived_at_s), options.include_usage)

@@ -97,9 +97,10 @@ def memory_bytes(prepared: PreparedRequest) -> int:
     return sum(BYTES_PER_STREAM + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
 
 
-def cache_scope_of(key: str, salt: str) -> str:
-    """Which requests may use each other's KV: those of one key, and of them those of one salt."""
-    return hashlib.sha256(f"{key}\0{salt}".encode(errors="surrogatepass")).hexdigest()[:SCOPE_DIGITS]
+def cache_scope_of(owner: str, salt: str) -> str:
+    """Which requests may use each other's KV: those of one owner (``ApiKeys.owner_of_prefixes``), and of them those of
+    one salt."""
+    return hashlib.sha256(f"{owner}\0{salt}".encode(errors="surrogatepass")).hexdigest()[:SCOPE_DIGITS]
 
 
 def streams_of(
@@ -109,15 +110,18 @@ def streams_of(
     key: str,
     arrived_at_s: float,
     seeds: random.Random,
-    prefix_cache: bool,
+    prefixes_of: str | None,
 ) -> list[StreamState]:
     """A stream in its queued state for each of its prompts, which is to be generated with ``options``.
 
-    ``prefix_cache``: whether any model's requests find earlier KV.
+    ``prefixes_of``: whose earlier KV they may find, of models that have a prefix cache; None: nobody's.
     ``key``: the name of the caller's key; ``arrived_at_s``: Unix time; ``seeds`` draws for callers that gave none.
     Raises ``BadRequest`` for an empty prompt, ``ContextLengthExceeded`` when prompt and output do not fit.
     """
     record = prepared.model.record
+    scope = ""
+    if prefixes_of is not None and record.prefix_cache:
+        scope = cache_scope_of(prefixes_of, options.cache_salt)
     eos = () if options.sampling.ignore_eos else record.spec.eos_token_ids
     end_token_ids = frozenset((*eos, *options.sampling.stop_token_ids))
     return [
@@ -129,7 +133,7 @@ def streams_of(
             sampling=_sampling_of(prepared, options, len(prompt.token_ids), seeds),
             arrived_at_s=arrived_at_s,
             key=key,
-            cache_scope=cache_scope_of(key, options.cache_salt) if prefix_cache and record.prefix_cache else "",
+            cache_scope=scope,
             default_max_tokens=options.max_tokens is None,
             end_token_ids=end_token_ids,
         )
