@@ -10,6 +10,7 @@ import typer
 from bench.command_line import JsonFile, check_folder, red_line, show
 from bench.gpu.figures import FAILED
 from bench.gpu.run import ROWS, run_rows
+from compose.gpus import gpus_here
 from shared.errors import BadRequest
 
 
@@ -25,6 +26,8 @@ def command(
         unknown = [name for name in names if name not in ROWS]
         if unknown:
             raise BadRequest(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}", param="rows")
+        if not gpus_here():
+            raise BadRequest("no NVIDIA driver and GPU answer on this machine; nvidia-smi must list one")
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
         found = run_rows(names, json_file=json_file, folder=keep, show=show)

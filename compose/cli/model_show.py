@@ -135,7 +135,8 @@ def _settings(found: ModelShown) -> Iterator[tuple[str, str]]:
         yield "added", shown_time(model.added_at_s)
     most = "any number of" if model.max_instances >= MAX_INSTANCES else model.max_instances
     limits = f"{model.min_instances} to {most} instances"
-    yield "limits", f"{limits}; served as {model.served_as or 'colocated'}; weight {model.weight:g}"
+    without = "" if model.prefix_cache else "; no prefix cache"
+    yield "limits", f"{limits}; served as {model.served_as or 'colocated'}; weight {model.weight:g}{without}"
     objectives = f"first token {shown_ms(model.slo_ttft_s)} ms, between tokens {shown_ms(model.slo_tbt_s)} ms"
     yield "objectives", objectives
     times = f"keep-alive {shown_s(model.keep_alive_s)} s, without room {shown_timeout(model.no_room_timeout_s)} s"

@@ -166,14 +166,19 @@ class StreamedChoice(Choice):
             chunk = self._format.chunk(text)
         else:
             chunk = self._format.full_chunk(text, self._joined(entry), None, self._usage())
-        if self._opening:
-            chunk, self._opening = self._opening + chunk, b""
-        self._buffer.write(chunk)
+        self._buffer.write(self._opened(chunk))
 
     def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:
         chunk = self._format.full_chunk(text, self._joined(entry), finish_reason, self._usage())
-        self._buffer.write(self._opening + chunk)
-        self._opening = b""
+        self._buffer.write(self._opened(chunk))
+
+    def _opened(self, chunk: bytes) -> bytes:
+        """Behind the event that opens the choice, where it is the first."""
+        if self._opening:
+            if self._continuous_usage:
+                self._opening = self._format.opening_with(TokenUsage(self.num_prompt_tokens, 0, self.num_cached_tokens))
+            chunk, self._opening = self._opening + chunk, b""
+        return chunk
 
     def _joined(self, entry: Any) -> dict[str, Any] | None:
         return self._logprobs.join([entry]) if self._logprobs is not None and entry is not None else None

@@ -32,6 +32,11 @@ class TokenUsage:
         }
 
 
+def _usage_tail(usage: TokenUsage) -> bytes:
+    """What ends an event that has the usage."""
+    return b',"usage":' + _encode(usage.as_json()) + b"}\n\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """What all chunks of one response share."""
@@ -87,6 +92,10 @@ class ChunkFormat:
         self.opening = head + format_.opening + end if format_.opening else b""
         """The event that opens the choice; empty: there is none."""
 
+    def opening_with(self, usage: TokenUsage) -> bytes:
+        """The same with the usage before the first token."""
+        return self.opening.removesuffix(self._tail) + _usage_tail(usage) if self.opening else b""
+
     def chunk(self, text: str) -> bytes:
         """An event with nothing but text: the hot path."""
         return self._prefix + _encode(text) + self._plain_end
@@ -96,5 +105,5 @@ class ChunkFormat:
     ) -> bytes:
         """An event with anything."""
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + _encode(finish_reason) + b"}]"
-        tail = b',"usage":' + _encode(usage.as_json()) + b"}\n\n" if usage is not None else self._tail
+        tail = _usage_tail(usage) if usage is not None else self._tail
         return self._prefix + _encode(text) + self._closing + rest + tail

@@ -23,6 +23,8 @@ MADE_BYTES = 512 * MIB
 """Of that there is before a worker asks what is free."""
 DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """The oldest of Linux that runs any CUDA of that major version."""
+EXTRAS = (12, 13)
+"""CUDA's major versions that there is an extra ``gpu-cuN`` for."""
 _DEVICE = "BLITZ_WORKER_DEVICE"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ARENA = "BLITZ_WORKER_ARENA_MIB"
@@ -103,7 +105,7 @@ def check_packages(packages: Iterable[CudaPackage], driver: NvidiaDriver) -> Non
         if not package.wheel:
             raise SettingsError(
                 f"{_DEVICE}=cuda: the package {package.name} is not installed: pip install "
-                f"'blitzscale[gpu-cu{driver.cuda[0]}]'",
+                f"'blitzscale[gpu-cu{_packages_cuda(driver)}]'",
                 param=_DEVICE,
             )
         if package.cuda_major is None:
@@ -111,7 +113,7 @@ def check_packages(packages: Iterable[CudaPackage], driver: NvidiaDriver) -> Non
         if not package.cuda_major:
             raise SettingsError(
                 f"{_DEVICE}=cuda: {package.wheel} is built without CUDA: install a build of {package.name} for CUDA "
-                f"{driver.cuda[0]}, or set {_DEVICE}=cpu",
+                f"{_packages_cuda(driver)}, or set {_DEVICE}=cpu",
                 param=_DEVICE,
             )
         of_majors.setdefault(package.cuda_major, []).append(package.wheel)
@@ -127,9 +129,16 @@ def check_packages(packages: Iterable[CudaPackage], driver: NvidiaDriver) -> Non
             least = f"{DRIVERS[major]} or later" if major in DRIVERS else f"one for CUDA {major}"
             raise SettingsError(
                 f"{_DEVICE}=cuda: driver {driver.version} runs CUDA {_dotted(driver.cuda)} at most, and {wheels[0]} is "
-                f"for CUDA {major}: install driver {least}, or packages for CUDA {driver.cuda[0]}",
+                f"for CUDA {major}: install driver {least}"
+                + (f", or packages for CUDA {driver.cuda[0]}" if driver.cuda[0] in EXTRAS else ""),
                 param=_DEVICE,
             )
+
+
+def _packages_cuda(driver: NvidiaDriver) -> int:
+    """The major version to install for this driver: a newer driver runs the packages of an older CUDA, and an older one
+    has to be replaced anyway."""
+    return min(max(driver.cuda[0], min(EXTRAS)), max(EXTRAS))
 
 
 def check_visible(config: WorkerConfig, facts: GpuMachine, driver: NvidiaDriver) -> GpuFacts:

@@ -112,3 +112,14 @@ def test_an_unknown_row_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> No
     assert "no such row: none" in capsys.readouterr().err
     with pytest.raises(typer.Exit):
         command(rows="none")
+
+
+def test_without_a_gpu_the_command_says_so_in_a_line_and_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.gpu.cli.gpus_here", tuple)
+    with pytest.raises(typer.Exit):
+        command()
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "error: no NVIDIA driver and GPU answer on this machine; nvidia-smi must list one\n"

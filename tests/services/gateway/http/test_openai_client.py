@@ -210,6 +210,16 @@ async def test_continuous_usage_counts_every_token(stack: Stack) -> None:
     assert counts == [1, 2, 3, 4, 5, 5]
 
 
+async def test_continuous_usage_begins_with_the_event_that_has_the_role(stack: Stack) -> None:
+    stream = await stack.openai.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a"}], stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )  # fmt: skip
+    usages = [chunk.usage async for chunk in stream]
+    assert [usage and usage.completion_tokens for usage in usages] == [0, 1, 2, 3, 4, 5, 5]
+    assert len({usage.prompt_tokens for usage in usages if usage}) == 1
+
+
 async def test_continuous_usage_is_part_of_include_usage(stack: Stack) -> None:
     stream = await stack.openai.completions.create(
         model="tiny", prompt="a", stream=True, stream_options={"continuous_usage_stats": True}

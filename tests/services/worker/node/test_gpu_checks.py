@@ -143,6 +143,20 @@ def test_a_gpu_that_is_not_there(changes: dict[str, object], said: str) -> None:
     assert (caught.value.message, caught.value.param) == (said, "CUDA_VISIBLE_DEVICES")
 
 
+@pytest.mark.parametrize(("cuda", "extra"), [((11, 4), 12), ((12, 4), 12), ((13, 0), 13), ((14, 0), 13)])
+def test_packages_are_named_that_there_are(cuda: tuple[int, int], extra: int) -> None:
+    driver = replace(DRIVER, cuda=cuda)
+    with pytest.raises(SettingsError, match=rf"pip install 'blitzscale\[gpu-cu{extra}\]'"):
+        check_gpu(CONFIG, replace(MACHINE, driver=driver, packages=(CudaPackage(name="cupy"), UCXX)))
+    with pytest.raises(SettingsError, match=f"a build of torch for CUDA {extra},"):
+        check_gpu(CONFIG, replace(MACHINE, driver=driver, packages=(replace(TORCH, cuda_major=0),)))
+
+
+def test_a_driver_that_no_packages_are_for_has_to_be_replaced() -> None:
+    with pytest.raises(SettingsError, match=r"install driver 580\.65\.06 or later$"):
+        check_gpu(CONFIG, replace(MACHINE, driver=replace(DRIVER, version="470.57.02", cuda=(11, 4))))
+
+
 def test_kernels_that_can_be_compiled_need_not_be_there() -> None:
     kernels = Kernels(missing=("batch_decode",), may_compile=True, compiler="/usr/local/cuda/bin/nvcc")
     check_gpu(CONFIG, replace(MACHINE, kernels=kernels))
