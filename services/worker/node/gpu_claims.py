@@ -92,7 +92,8 @@ def claim_of(
             raise
     except OSError as error:
         raise Unavailable(
-            f"{_SETTING}={config.gpu_claims}: claims on the GPU's memory cannot be noted there: {error.strerror}"
+            f"{_SETTING}={config.gpu_claims}: claims on the GPU's memory cannot be noted there: "
+            f"{_printable(_where(error, config.gpu_claims))}{error.strerror}"
         ) from error
     return GpuClaim(lock, own, file)
 
@@ -115,10 +116,18 @@ def _noted(config: WorkerConfig, folder: Path, gpu: GpuFacts) -> tuple[int, Path
     check_room(config, gpu, tuple(_living(folder)))
     # Of processes with one id in two containers, the worker's id says which is meant.
     file = folder / f"{config.worker_id}.{os.getpid()}{_CLAIM}"
-    own = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    # Not emptied before it is locked: if it is another worker's, what that claims must stay.
+    own = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(own, 0)
         os.write(own, str(needed_bytes(config)).encode())
+    except BlockingIOError as error:
+        os.close(own)
+        raise Unavailable(
+            f"a worker {config.worker_id} with this process id lives already, and holds {file}: each worker needs an "
+            "id of its own (BLITZ_WORKER_ID)"
+        ) from error
     except BaseException:
         os.close(own)
         raise
@@ -140,6 +149,16 @@ def check_room(config: WorkerConfig, gpu: GpuFacts, others: tuple[Claimed, ...])
         by = ", ".join(f"{other.worker_id} {other.num_bytes // MIB}" for other in others)
         has += f", {unclaimed_bytes // MIB} of them beside what other workers claim ({by} MiB)"
     raise too_little(config, gpu, has)
+
+
+def _where(error: OSError, folder: Path) -> str:
+    """What is in the way, if it is below the directory."""
+    return "" if error.filename is None or Path(error.filename) == folder else f"{error.filename}: "
+
+
+def _printable(text: str) -> str:
+    """Of a name that somebody else gave to a file: no line of its own, and nothing that a terminal would obey."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _own_folder(folder: Path) -> Path:
@@ -183,4 +202,4 @@ def _living(folder: Path) -> Iterator[Claimed]:
         finally:
             os.close(descriptor)
         worker_id = file.name.removesuffix(_CLAIM).rpartition(".")[0]
-        yield Claimed(worker_id, int(text) if text.isdigit() else 0)
+        yield Claimed(_printable(worker_id), int(text) if text.isdigit() else 0)

@@ -182,6 +182,37 @@ def test_where_nothing_can_be_noted_it_is_said(tmp_path: Path, memory: Memory) -
         claim_of(_config(tmp_path, "w0", 0.5), memory.read)
 
 
+@pytest.mark.parametrize("name", ["lock", "w1.7.claim"])
+def test_what_is_no_file_is_named(tmp_path: Path, memory: Memory, name: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    at = tmp_path / "claims/GPU-11aa" / name
+    at.parent.mkdir(parents=True)
+    at.symlink_to(precious)
+    with pytest.raises(Unavailable, match=rf"cannot be noted there: {at}: Too many levels of symbolic links"):
+        claim_of(_config(tmp_path, "w0", 0.5), memory.read)
+    assert precious.read_text() == "kept"
+
+
+def test_a_claim_of_the_same_name_stays_its_owners(tmp_path: Path, memory: Memory, claims: list[GpuClaim]) -> None:
+    _start(_config(tmp_path, "w0", 0.3), memory, claims)
+    [file] = (tmp_path / "claims/GPU-11aa").glob("*.claim")
+    noted = file.read_text()
+    with pytest.raises(Unavailable, match=rf"a worker w0 with this process id lives already, and holds {file}"):
+        claim_of(_config(tmp_path, "w0", 0.3), memory.read)
+    assert file.read_text() == noted != ""
+
+
+def test_a_hostile_name_is_shown_in_the_one_line(tmp_path: Path, memory: Memory, claims: list[GpuClaim]) -> None:
+    _start(_config(tmp_path, "w0", 0.6), memory, claims)
+    folder = tmp_path / "claims/GPU-11aa"
+    [file] = folder.glob("*.claim")
+    file.rename(folder / "a\nb\x1b[31m.7.claim")
+    with pytest.raises(SettingsError) as caught:
+        claim_of(_config(tmp_path, "w1", 0.6), memory.read)
+    assert r"other workers claim (a\nb\x1b[31m 48000 MiB)" in caught.value.message
+
+
 def test_another_users_directory_is_not_believed(
     tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
