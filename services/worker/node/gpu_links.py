@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import re
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -124,7 +125,8 @@ def handle_of(nvml: Nvml, gpu: str) -> Any | None:
         except nvml.NVMLError:
             return None
     if not gpu.startswith("GPU-"):
-        index = int(gpu) if gpu.isdigit() else 0 if not gpu else count
+        # Longer ones are no index, and ``int`` refuses some of them, as it does digits like "²".
+        index = int(gpu) if re.fullmatch("[0-9]{1,9}", gpu) else 0 if not gpu else count
         return nvml.nvmlDeviceGetHandleByIndex(index) if index < count else None
     for handle in map(nvml.nvmlDeviceGetHandleByIndex, range(count)):
         if nvml.nvmlDeviceGetUUID(handle).startswith(gpu):

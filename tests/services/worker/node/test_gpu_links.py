@@ -87,7 +87,7 @@ def test_the_gpu_is_found_by_index_or_by_the_start_of_its_uuid() -> None:
     assert read_gpu(nvml, "1").bus_id == read_gpu(nvml, "GPU-bbbb").bus_id == B.lower()
 
 
-@pytest.mark.parametrize("gpu", ["2", "-1", "GPU-cccc", "MIG-aaaa", "none"])
+@pytest.mark.parametrize("gpu", ["2", "-1", "²", "9" * 5000, "GPU-cccc", "MIG-aaaa", "none"])
 def test_a_gpu_that_nvml_does_not_know_has_unknown_links(gpu: str) -> None:
     nvml = FakeNvml(FakeGpu(A, uuid="GPU-aaaa"), FakeGpu(B, uuid="GPU-bbbb"))
     assert read_gpu(nvml, gpu) == GpuLinks()
