@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from compose.kernels.build import build, wanted
-from services.worker.engine.prebuilt_kernels import DTYPES, SHARED_KERNELS, installed_flashinfer
+from services.worker.engine.prebuilt_kernels import DTYPES, SHARED_KERNELS, installed_flashinfer, is_capability
 from shared.errors import BadRequest
 
 CAPABILITIES = ("8.0", "9.0a")
@@ -24,7 +24,7 @@ WINDOWS = {"both": (False, True), "no": (False,), "yes": (True,)}
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compose.kernels", description=__doc__)
     parser.add_argument("out", nargs="?", type=Path)
-    parser.add_argument("--arch", type=_names, default=CAPABILITIES, help=f"default: {','.join(CAPABILITIES)}")
+    parser.add_argument("--arch", type=_capabilities, default=CAPABILITIES, help=f"default: {','.join(CAPABILITIES)}")
     parser.add_argument("--dtype", type=_names, default=tuple(DTYPES), help=f"default: {','.join(DTYPES)}")
     parser.add_argument("--head-dims", type=_numbers, default=HEAD_DIMS, help="default: 64,128")
     parser.add_argument("--windows", choices=WINDOWS, default="both", help="attention with a sliding window?")
@@ -47,6 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _capabilities(text: str) -> tuple[str, ...]:
+    names = _names(text)
+    if wrong := [name for name in names if not is_capability(name)]:
+        raise argparse.ArgumentTypeError(f"no compute capability: {', '.join(map(repr, wrong))}; such as 8.0,9.0a")
+    return names
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -51,8 +51,11 @@ def _laid_out(wheels: Path, folder: Path) -> Path:
 
 
 def cuda_release(home: Path) -> str:
-    """``13.0``. Raises ``BadRequest`` if its compiler does not say."""
-    said = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=False)
+    """``13.0``. Raises ``BadRequest`` if its compiler is not there, or does not say."""
+    try:
+        said = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BadRequest(f"no compiler of CUDA at {home}/bin/nvcc: {error.strerror}; look at CUDA_HOME") from error
     found = re.search(r"release (\d+\.\d+),", said.stdout)
     if found is None:
         raise BadRequest(f"{home}/bin/nvcc does not say its release: {(said.stdout + said.stderr).strip()[:200]}")

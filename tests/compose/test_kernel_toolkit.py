@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from compose.kernels.__main__ import main
 from compose.kernels.toolkit import cuda_home, cuda_release
 from shared.errors import BadRequest
 
@@ -72,3 +73,16 @@ def test_a_compiler_that_does_not_say_its_release_is_refused(tmp_path: Path) -> 
     program(tmp_path / "bin" / "nvcc", "echo nonsense")
     with pytest.raises(BadRequest, match="does not say its release: nonsense"):
         cuda_release(tmp_path)
+
+
+def test_a_toolkit_without_a_compiler_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"no compiler of CUDA at .*/bin/nvcc: No such file or directory"):
+        cuda_release(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", ["abc", "", "9", "9.0a,", "sm_90"])
+def test_what_is_no_compute_capability_is_wrong_usage(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--arch", wrong])
+    assert ended.value.code == 2
+    assert "argument --arch: no compute capability: " in capsys.readouterr().err

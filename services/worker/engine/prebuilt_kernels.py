@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,6 +68,11 @@ class BuiltFor:
         return any(_runs_on(one, capability) for one in self.capabilities)
 
 
+def is_capability(text: str) -> bool:
+    """Whether it is one as compilers name them."""
+    return re.fullmatch(r"[0-9]{1,3}\.[0-9][af]?", text) is not None
+
+
 def _runs_on(built_for: str, capability: tuple[int, int]) -> bool:
     """Code for 8.0 runs on 8.6 and 8.9 too, as does a family's (``f``) on its later members; ``a`` is for one alone."""
     major, minor = (int(part) for part in built_for.rstrip("af").split("."))
@@ -81,9 +87,10 @@ def built_for(folder: Path, name: str) -> BuiltFor | None:
         return None
     try:
         found = json.loads((folder / name / "built.json").read_text(encoding="utf-8"))
-        return BuiltFor(tuple(found["capabilities"]), str(found["flashinfer"]), str(found["cuda"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        built = BuiltFor(tuple(found["capabilities"]), str(found["flashinfer"]), str(found["cuda"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    return built if all(isinstance(one, str) and is_capability(one) for one in built.capabilities) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,15 @@ def test_a_module_of_which_nothing_is_known_counts_as_missing(tmp_path: Path) ->
     assert built_for(tmp_path, "rope") is None
 
 
+@pytest.mark.parametrize("capabilities", ['"9.0a"', '["9"]', "[9.0]", "[null]", '["9.0.1"]', '["²."]', '["9.0", "x"]'])
+def test_so_does_one_that_is_for_what_is_no_gpu(tmp_path: Path, capabilities: str) -> None:
+    put(tmp_path, "rope", None)
+    (tmp_path / "rope" / "built.json").write_text(
+        f'{{"capabilities": {capabilities}, "flashinfer": "0.7.2", "cuda": "13.0"}}', encoding="utf-8"
+    )
+    assert "rope" in missing_kernels(InstalledFlashInfer("0.7.2", tmp_path), (9, 0), [])
+
+
 def test_so_does_one_that_was_not_put_there_whole(tmp_path: Path) -> None:
     (tmp_path / "norm").mkdir()
     BuiltFor(("9.0a",), "0.7.2", "13.0").write(tmp_path / "norm")
