@@ -99,6 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if (asked.pack == "flashinfer") != (asked.kernels is not None):
         parser.error("--kernels goes with flashinfer, which is no use without")
+    if asked.kernels is not None and not any(asked.kernels.glob("*/built.json")):
+        parser.error(f"--kernels {asked.kernels}: no kernels are there; python -m compose.kernels builds them")
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
         unpack(PACKS[asked.pack], Path(folder) / "wheels", site)

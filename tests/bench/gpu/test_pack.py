@@ -62,3 +62,11 @@ def test_flashinfer_without_kernels_is_refused(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         main(["flashinfer", str(tmp_path / "pack.tar.xz")])
     assert "--kernels goes with flashinfer" in capsys.readouterr().err
+
+
+def test_a_folder_without_kernels_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SystemExit):
+            main(["flashinfer", "--kernels", str(folder), str(tmp_path / "pack.tar.xz")])
+        assert f"--kernels {folder}: no kernels are there" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
