@@ -269,7 +269,7 @@ class StreamState:
             output.extend(token_ids[skip:])
         elif part.finish_reason is None or skip > len(token_ids):
             return PartVerdict.DUPLICATE, skip
-        if part.cached_tokens and not part.offset:
+        if part.cached_tokens > 0 and not part.offset:
             self.cached_tokens = min(part.cached_tokens, len(self.prompt_token_ids))
         self.phase = Phase.RUNNING
         return PartVerdict.NEW, skip

@@ -30,7 +30,7 @@ IN_PLACE_BYTES = 1024 * 1024
 """A decode slice with more K and V than this per layer is read in place, on its own. Below, the
 copy into a padded batch costs less than a call per sequence: each call is a meeting of all threads."""
 MAX_RUNS = 8
-"""Keys in more runs than this are copied: each run costs a call, and a copy as much again as reading (measured)."""
+"""Keys in more runs than this are copied: each run costs a call, which is a meeting of all threads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,17 @@ def test_overlap_is_skipped_and_repetition_dropped() -> None:
     assert state.output_token_ids == [7, 8, 9]
 
 
+@pytest.mark.parametrize(("told", "known"), [(0, 0), (1, 1), (2, 2), (3, 2), (10**15, 2), (-5, 0)])
+def test_the_first_token_says_what_was_cached_and_no_more_than_the_prompt(told: int, known: int) -> None:
+    state = stream()
+    first = StreamPart(request_id="r", attempt=1, offset=0, token_ids=(7,), cached_tokens=told)
+    assert state.accept(first) == (PartVerdict.NEW, 0)
+    # Computed again elsewhere, the context may be there too: the client is told of its prompt.
+    later = StreamPart(request_id="r", attempt=1, offset=1, token_ids=(8,), cached_tokens=1)
+    assert state.accept(later) == (PartVerdict.NEW, 0)
+    assert state.cached_tokens == known
+
+
 def test_a_terminal_part_without_news_still_ends_the_stream() -> None:
     state = stream()
     state.accept(part(0, 7))
