@@ -3,7 +3,10 @@ tells who waits for their completion."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import threading
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -83,6 +86,18 @@ class CudaStream:
             del launched, came_to  # what they keep is free before the next one ends
 
 
+_GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _let_go(error: Exception) -> None:
+    """Of what the functions had that raised it, and ``_run``, which has the error: whoever has that would keep it all,
+    while they compute the same again in parts, and lack the memory."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if not frame.f_code.co_flags & _GOES_ON:  # who has caught it may be in the midst of something
+            with contextlib.suppress(RuntimeError):  # it runs
+                frame.clear()
+
+
 def _came_to(launched: _Launched) -> Landed[Any]:
     try:
         launched.ended.synchronize()
@@ -90,5 +105,6 @@ def _came_to(launched: _Launched) -> Landed[Any]:
     except Exception as error:  # noqa: BLE001 - the device failed: what was launched has no other end
         return Landed(error=error)
     if launched.value.error is not None:
+        _let_go(launched.value.error)
         return Landed(error=launched.value.error, device_s=device_s)
     return Landed(launched.value.result(), device_s=device_s)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
+import traceback
 import weakref
 
 import pytest
 
-from services.worker.device.completion import waited
+from services.worker.device.completion import landed, waited
 from services.worker.device.cuda.streams import CudaStream
 from shared.errors import BadRequest
 from tests.services.worker.device.cuda.drivers import PlayedDriver
@@ -89,6 +91,74 @@ def test_what_an_operation_has_is_kept_until_it_is_done_and_no_longer() -> None:
     driver.play()
     waited(completion)
     eventually_sync(lambda: gc.collect() >= 0 and kept() is None)
+
+
+def test_what_a_failed_operation_had_is_kept_until_it_is_done_and_not_by_its_error() -> None:
+    """What failed for lack of memory is computed again in parts, with the error in hand."""
+    driver = PlayedDriver(by_hand=True)
+    stream = CudaStream(driver, "compute")
+    kept: list[weakref.ref[Thing]] = []
+
+    def fail() -> None:
+        thing = Thing()
+        kept.append(weakref.ref(thing))
+        raise RuntimeError("no memory")
+
+    completion = stream.run(fail)
+    assert kept[0]() is not None, "what was launched before may still read or write it"
+    driver.play()
+    with pytest.raises(RuntimeError, match="no memory") as caught:
+        waited(completion)
+    assert kept[0]() is None
+    assert "in fail" in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_is_in_no_circle() -> None:
+    driver = PlayedDriver(by_hand=True)
+    stream = CudaStream(driver, "compute")
+    thing = Thing()
+    kept = weakref.ref(thing)
+
+    def fail(thing: Thing = thing) -> None:
+        raise RuntimeError(f"of {thing}")
+
+    gc.collect()
+    gc.disable()
+    try:
+        completion = stream.run(fail)
+        driver.play()
+        done = threading.Event()
+        completion.then(done.set)
+        assert done.wait(10)
+        del completion, thing, fail
+        eventually_sync(lambda: kept() is None, 5.0)
+    finally:
+        gc.enable()
+
+
+async def test_who_has_caught_an_error_goes_on() -> None:
+    """Its frame is in the traceback of the error, which a second operation ends with."""
+    stream = CudaStream(PlayedDriver(), "compute")
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    first, go_on = stream.run(fail), asyncio.Event()
+
+    async def catch() -> str:
+        try:
+            await landed(first)
+        except RuntimeError as error:
+            await go_on.wait()
+            return str(error)
+        return ""
+
+    catching = asyncio.create_task(catch())
+    await asyncio.sleep(0.05)
+    with pytest.raises(RuntimeError):
+        await landed(stream.run(first.ahead))
+    go_on.set()
+    assert await asyncio.wait_for(catching, 10.0) == "no memory"
 
 
 def test_a_device_that_fails_fails_what_was_launched() -> None:
