@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -85,7 +86,9 @@ class PostedTransfer:
                     self.abort()
                     raise DeadlineExceeded(f"transfer with tag {self.tag:#x} did not end in {timeout_s} s") from None
         if self._error is not None:
-            raise self._error
+            # A copy. This one would have the frames of who waits in its traceback, and they have this transfer: what
+            # else they have, memory for what did not come, would not be free before the collector runs.
+            raise copy.copy(self._error)
 
     def abort(self) -> None:
         """Ask for the end; the buffer stays quarantined until ``done``."""
@@ -97,6 +100,13 @@ class PostedTransfer:
             callback(self)
         except Exception:  # noqa: BLE001 - a faulty callback is logged; it must not stop all other transfers
             _log.exception("the done-callback of a transfer raised")
+
+
+def not_posted(tag: int, error: Exception) -> PostedTransfer:
+    """One that has ended: it could not be posted."""
+    transfer = PostedTransfer(None, tag, lambda _: None)
+    transfer.finish(error)
+    return transfer
 
 
 async def ended_within(transfers: Iterable[PostedTransfer], timeout_s: float) -> bool:
