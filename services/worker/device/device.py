@@ -43,4 +43,5 @@ class Device(Protocol):
 
     def staging(self, num_bytes: int, way: Way) -> Buffer:
         """Host memory for one transfer, ``[num_bytes]`` uint8: what the network sends or has sent, and the stream of
-        that name copies. Whatever is in it at first. It is the caller's for as long as anything has it."""
+        that name copies. Whatever is in it at first. It is the caller's for as long as anything has it. Raises
+        ``TransportError`` where there is not so much."""

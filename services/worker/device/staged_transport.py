@@ -16,7 +16,7 @@ from services.worker.device.device import Device
 from shared.errors import TransportError
 from shared.transport.base import CLOSE_TIMEOUT_S, Buffer, Channel, TensorTransport, Transfer
 from shared.transport.traffic import TrafficCounters
-from shared.transport.transfer import PostedTransfer, ended_within
+from shared.transport.transfer import PostedTransfer, ended_within, not_posted
 
 
 class StagedTransport:
@@ -56,8 +56,8 @@ class StagedTransport:
             return self._inner.recv(buffer, tag, source=source.inner)
         try:
             staged = self._device.staging(len(buffer), "into")
-        except Exception as error:  # noqa: BLE001 - no memory can be pinned
-            return _unstaged(buffer, tag, error)
+        except TransportError as error:  # who posts the pieces of a flow catches nothing
+            return not_posted(tag, error)
         return _Received(self._device, buffer, staged, self._inner.recv(staged, tag, source=source.inner), tag)
 
     def forget(self, address: bytes) -> None:
@@ -84,8 +84,8 @@ class StagedChannel:
             return self.inner.send(buffer, tag)
         try:
             staged = self._device.staging(len(buffer), "out")
-        except Exception as error:  # noqa: BLE001 - no memory can be pinned
-            return _unstaged(buffer, tag, error)
+        except TransportError as error:  # who posts the pieces of a flow catches nothing
+            return not_posted(tag, error)
         sending = _Sent(self.inner, self._device, buffer, tag)
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
@@ -170,13 +170,6 @@ class _Received(_Staged):
 
         copied = self._device.streams.into.run(copy)
         copied.then(lambda: self.finish(_failed(copied)))
-
-
-def _unstaged(buffer: Buffer, tag: int, error: Exception) -> Transfer:
-    """Failures end transfers: who posts the pieces of a flow catches nothing."""
-    transfer = _Staged(buffer, tag, None)
-    transfer.finish(TransportError(f"there is no memory to stage {len(buffer)} bytes in: {error}"))
-    return transfer
 
 
 def _failed(copied: Completion[None]) -> Exception | None:

@@ -34,8 +34,9 @@ from services.worker.device.completion import LANDED, Completion, Landed, landed
 from services.worker.device.device import Device
 from services.worker.engine.base import Engine
 from shared.aio import Wakeup, outlast
-from shared.errors import TransferAborted
+from shared.errors import TransferAborted, TransportError
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
+from shared.transport.transfer import not_posted
 
 T = TypeVar("T")
 
@@ -272,11 +273,17 @@ class KvInflow:
     def _post(self) -> None:
         while self._expected and self._num_posted - self.num_here < self._window.num_pieces and not self.is_over:
             kv, tag = self._expected.popleft()
-            buffer = self._connector.device.staging(kv.num_bytes(self._engine), "into")
-            receiving = self._connector.transport.recv(buffer, tag, source=self._channel)
-            asking = None if self._ask is None else asyncio.ensure_future(self._ask(kv))
-            self._posted.append(_Posted(kv, buffer, receiving, asking))
+            self._posted.append(self._receiving(kv, tag))
             self._num_posted += 1
+
+    def _receiving(self, kv: KvRange, tag: int) -> _Posted:
+        try:
+            buffer = self._connector.device.staging(kv.num_bytes(self._engine), "into")
+        except TransportError as error:  # ``run`` raises it: who only says what is next can do nothing about it
+            return _Posted(kv, b"", not_posted(tag, error), None)
+        receiving = self._connector.transport.recv(buffer, tag, source=self._channel)
+        asking = None if self._ask is None else asyncio.ensure_future(self._ask(kv))
+        return _Posted(kv, buffer, receiving, asking)
 
     async def run(self, is_whole: Callable[[], bool]) -> None:
         """Write what comes into its blocks, until that is all of it; the window is closed then. Raises why it does not

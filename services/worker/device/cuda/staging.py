@@ -16,6 +16,7 @@ import numpy as np
 
 from services.worker.device.cuda.driver import Driver, Pinned
 from services.worker.device.device import Way
+from shared.errors import TransportError
 from shared.transport.base import Buffer
 
 SHARE_BYTES = 512 << 20
@@ -100,4 +101,9 @@ class StagingMemory:
         """See ``Device.staging``. What finds no room has memory of its own, which takes the time to pin it: nobody
         waits for what another holds."""
         leased = self.shares[way].lease(num_bytes)
-        return self._driver.pinned(num_bytes).array if leased is None else leased
+        if leased is not None:
+            return leased
+        try:
+            return self._driver.pinned(num_bytes).array
+        except RuntimeError as error:  # PyTorch's, of whatever CUDA says
+            raise TransportError(f"CUDA pins no {num_bytes} bytes: {error}") from error

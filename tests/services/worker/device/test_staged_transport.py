@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.worker.device.cuda.device import CudaDevice
+from services.worker.device.device import Way
 from services.worker.device.staged_transport import StagedChannel, StagedTransport
 from services.worker.memory.arena import Arena
 from services.worker.memory.pieces import cut
@@ -29,6 +30,7 @@ from tests.wait_until import WAIT_S, eventually
 
 SHARE_BYTES = 1 << 20
 NUM_BYTES = 300_000
+WAYS: tuple[Way, ...] = ("out", "into")
 Tensor = torch.Tensor
 
 
@@ -248,16 +250,18 @@ async def test_where_no_memory_can_be_pinned_transfers_fail_and_nothing_is_kept(
 ) -> None:
     to_b, to_a = await pair.connect()
 
-    def refuse(num_bytes: int, way: str) -> None:
-        raise RuntimeError(f"CUDA does not pin {num_bytes} bytes for {way}")
+    def refuse(num_bytes: int) -> None:
+        raise RuntimeError(f"out of memory, {num_bytes} bytes")
 
     for end in (pair.a, pair.b):
-        monkeypatch.setattr(end.device, "staging", refuse)
+        monkeypatch.setattr(end.driver, "pinned", refuse)
+    held = [end.device.staging_memory.shares[way].lease(SHARE_BYTES) for end in (pair.a, pair.b) for way in WAYS]
     for transfer in (
         to_b.send(pair.a.memory(1), tag_of(1, 0)),
         pair.b.transport.recv(pair.b.memory(0), tag_of(1, 0), source=to_a),
     ):
-        with pytest.raises(TransportError, match="does not pin"):
+        with pytest.raises(TransportError, match="out of memory"):
             await transfer.wait(WAIT_S)
     async with asyncio.timeout(1.0):
         await to_b.close()
+    assert all(memory is not None for memory in held)

@@ -13,7 +13,8 @@ import pytest
 
 from services.worker.core.kv_admission import staging
 from services.worker.device.completion import Completion, Landed, Pending
-from services.worker.device.host import HOST
+from services.worker.device.device import Way
+from services.worker.device.host import HOST, HostDevice
 from services.worker.engine.base import Engine
 from services.worker.engine.handoff import slots_of
 from services.worker.kv_transfer.connector import KvConnector, KvInflow, KvOutflow, KvRange
@@ -403,3 +404,29 @@ async def test_what_was_not_sent_is_dropped(wire: Wire) -> None:
     with pytest.raises(TransferAborted):
         await sent.wait(5)
     outflow.release()
+
+
+class Full(HostDevice):
+    """A device that has memory for so many messages."""
+
+    def __init__(self, num_left: int) -> None:
+        self.num_left = num_left
+
+    def staging(self, num_bytes: int, way: Way) -> Buffer:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise TransportError(f"CUDA pins no {num_bytes} bytes")
+        return super().staging(num_bytes, way)
+
+
+async def test_where_there_is_no_memory_for_a_message_its_run_fails(wire: Wire) -> None:
+    """Not who says that it comes: he would have to undo what he has said before."""
+    wire.connector = KvConnector(wire.connector.transport, Full(2))
+    inflow = wire.inflow()
+    outflow = wire.outflow()
+    await wire.send(outflow, 0, 2)
+    with pytest.raises(TransportError, match="pins no"):
+        await inflow.run(lambda: inflow.num_here == LAYERS)
+    assert inflow.num_here == 2
+    assert wire.same() == [True, True, False, False, False, False]
+    assert wire.connector.used_bytes == 0
