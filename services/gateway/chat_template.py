@@ -18,6 +18,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from services.gateway.core.tools.families import family_of
 from services.gateway.template_sandbox import MeteredSandbox, RenderBudget, RenderingTooLarge, budget_of_rendering
 from shared.errors import BadRequest
 
@@ -77,6 +78,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise BadRequest(f"the model's chat template is not valid: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.tool_parser = family_of(source)
+        """For the calls of a model that is asked so; None: for tools it is of no use."""
 
     def render(
         self,
@@ -84,10 +87,11 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         max_operations: int = MAX_OPERATIONS,
         max_time_s: float = MAX_RENDER_S,
     ) -> str:
-        """The prompt text.
+        """The prompt text. ``tools`` are as ``apply_chat_template`` takes them.
 
         Raises ``RenderingTooLarge`` when it takes more operations, time or text than it may.
         Raises ``BadRequest`` with the template's own words when it refuses the messages, fails
@@ -95,6 +99,8 @@ class ChatTemplate:
         """
         context: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **(arguments or {})}
         context["messages"] = messages
+        if tools:
+            context["tools"] = tools
         context["add_generation_prompt"] = add_generation_prompt
         # In a copy of the context variables of this thread or task, so that nothing is left behind.
         budget = RenderBudget(operations=max_operations, time_s=max_time_s)

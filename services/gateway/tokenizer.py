@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,14 +78,19 @@ def _byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
 class ModelTokenizer:
     """Encoding, decoding and the chat template of one model. Thread-safe, immutable."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
+    ) -> None:
+        """``tool_template``: for requests with tools, where it is another one."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.template = template
+        self.tool_template = tool_template or template
         self._byte_table = _byte_table(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special_tokens = {i: str(token.content) for i, token in added.items() if token.special}
+        self._special_ids = frozenset(self._special_tokens)
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
         """The ids of each text."""
@@ -105,6 +110,10 @@ class ModelTokenizer:
             return ByteDetokenizer(self._byte_table, hidden)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), hidden)
 
+    def special_tokens(self, texts: Collection[str]) -> dict[int, str]:
+        """Those of the texts that are special tokens, by id."""
+        return {i: text for i, text in self._special_tokens.items() if text in texts}
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token alone stands for."""
         if self._byte_table is not None:
@@ -117,12 +126,14 @@ class ModelTokenizer:
         return str(token).replace("\u2581", " ").encode()
 
 
-def _template_in(config: Mapping[str, Any]) -> str | None:
+def _templates_in(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The template, and the one for requests with tools if that is another one."""
     value = config.get("chat_template")
-    if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+    if not isinstance(value, list):
+        return (value if isinstance(value, str) else None), None
+    named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+    plain, with_tools = (found if isinstance(found := named.get(n), str) else None for n in ("default", "tool_use"))
+    return plain, with_tools
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -156,14 +167,15 @@ def load_tokenizer(folder: Path, registered: Sequence[FileDigest]) -> ModelToken
         raise BadCheckpoint(f"{paths[0]}: not a tokenizer: {error}") from error
     config = parse_json(paths[1], config_content) if config_content is not None else {}
     try:
-        source = own_template.decode() if own_template is not None else _template_in(config)
+        sources = (own_template.decode(), None) if own_template is not None else _templates_in(config)
     except UnicodeDecodeError as error:
         raise BadCheckpoint(f"{paths[2]}: {error}") from error
     try:
-        template = ChatTemplate(source, _special_tokens(config)) if source is not None else None
+        special = _special_tokens(config)
+        templates = [ChatTemplate(source, special) if source is not None else None for source in sources]
     except BadRequest as error:
         raise BadCheckpoint(f"{folder}: {error.message}") from error
-    return ModelTokenizer(tokenizer, template)
+    return ModelTokenizer(tokenizer, *templates)
 
 
 def tokenizer_bytes(folder: Path) -> int:

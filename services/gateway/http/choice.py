@@ -7,7 +7,7 @@ from typing import Any
 
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import TextOutput
-from services.gateway.http.formats import ChunkFormat, TokenUsage
+from services.gateway.http.formats import AnswerFormat, ChunkFormat, TokenUsage
 from services.gateway.http.logprobs import LogprobShape, entry_bytes
 from services.gateway.memory import ResponseBuffer
 from services.gateway.metrics import ModelMetrics
@@ -132,15 +132,19 @@ class Choice(ABC):
             text, self._opening_text = self._opening_text + text, ""
         return text
 
+    def _reason(self, finish_reason: str) -> str:
+        """As the client sees it."""
+        return finish_reason
+
     def _end(self, text: str, entry: Any, finish_reason: str, now_s: float) -> None:
-        self.finish_reason = finish_reason
+        self.finish_reason = self._reason(finish_reason)
         self._metrics.finished[finish_reason] += 1
         self._metrics.e2e_s.observe(now_s - self.arrived_s)
         self._metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
         self._metrics.request_generation_tokens.observe(self.num_tokens)
         if self.first_s:
             self._metrics.decode_s.observe(now_s - self.first_s)
-        self._emit_last(self._open(text), entry, finish_reason)
+        self._emit_last(self._open(text), entry, self.finish_reason)
         self._buffer.open_choices -= 1
         self._buffer.wake()
 
@@ -204,6 +208,11 @@ class WholeChoice(Choice):
     @property
     def logprobs_json(self) -> dict[str, Any] | None:
         return self._logprobs.join(self._entries) if self._logprobs is not None else None
+
+    def choice_json(self, format_: AnswerFormat, index: int) -> dict[str, Any]:
+        """Choice number ``index`` of the answer. Once it has ended."""
+        assert self.finish_reason is not None
+        return format_.choice_json(index, self.text, self.finish_reason, self.logprobs_json)
 
     def _emit(self, text: str, entry: Any) -> None:
         self._texts.append(text)

@@ -103,7 +103,24 @@ class ChunkFormat:
     def full_chunk(
         self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, usage: TokenUsage | None
     ) -> bytes:
-        """An event with anything."""
+        """An event with anything but calls."""
+        return self._event(_encode(text), logprobs, finish_reason, usage)
+
+    def call_chunk(
+        self,
+        calls: list[dict[str, Any]],
+        text: str,
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        usage: TokenUsage | None,
+    ) -> bytes:
+        """An event with parts of calls, and maybe text, of a chat."""
+        content = (_encode(text) if text else b"null") + b',"tool_calls":' + _encode(calls)
+        return self._event(content, logprobs, finish_reason, usage)
+
+    def _event(
+        self, content: bytes, logprobs: dict[str, Any] | None, finish_reason: str | None, usage: TokenUsage | None
+    ) -> bytes:
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + _encode(finish_reason) + b"}]"
         tail = _usage_tail(usage) if usage is not None else self._tail
-        return self._prefix + _encode(text) + self._closing + rest + tail
+        return self._prefix + content + self._closing + rest + tail

@@ -23,6 +23,7 @@ from services.gateway.http.asgi import (
     read_body,
     send_body,
 )
+from services.gateway.http.call_choice import StreamedCallingChoice, WholeCallingChoice
 from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice
 from services.gateway.http.endpoints.endpoint import Endpoint
 from services.gateway.http.formats import AnswerFormat, ChunkFormat, Reply, TokenUsage
@@ -152,7 +153,11 @@ class Generation:
     ) -> Choice:
         options = prepared.options
         wants_logprobs = options.sampling.logprobs is not None
-        kind = StreamedChoice if options.stream else WholeChoice
+        kind: type[Choice]
+        if options.tools is None:
+            kind = StreamedChoice if options.stream else WholeChoice
+        else:
+            kind = StreamedCallingChoice if options.stream else WholeCallingChoice
         return kind(
             buffer,
             ChunkFormat(format_, index),
@@ -264,7 +269,7 @@ async def _send_whole(send: Send, buffer: ResponseBuffer, format_: AnswerFormat,
     for index, choice in enumerate(choices):
         if not isinstance(choice, WholeChoice) or choice.finish_reason is None:
             raise Internal(f"choice {index} has no end")
-        parts.append(format_.choice_json(index, choice.text, choice.finish_reason, choice.logprobs_json))
+        parts.append(choice.choice_json(format_, index))
     await send_body(in_pieces(send), 200, format_.whole(parts, _usage(choices)))
 
 

@@ -11,26 +11,31 @@ import random
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from msgspec import structs
 
+from services.gateway.core.call_output import CallOutput
 from services.gateway.core.routes import ModelRoutes
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import StopScanner, TextOutput
+from services.gateway.core.tools.parser import ToolParser
 from services.gateway.http.endpoints.endpoint import Endpoint
 from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
 from services.gateway.request_bodies.body import read_body, required
 from services.gateway.request_bodies.options import Options, SharedBody
 from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer
-from shared.errors import BadRequest, ContextLengthExceeded
+from shared.errors import BadRequest, ContextLengthExceeded, Internal
 from shared.messages.generation import SamplingParams
 
 INLINE_BODY_BYTES = 32_768
 """Larger bodies are decoded in a thread."""
 BYTES_PER_TOKEN = 40
 """A place in a tuple, and an integer."""
+BYTES_PER_TOOLS = 32_768
+"""What a stream in which functions may be called occupies beside: their names, and text that may become a call."""
 BYTES_PER_STREAM = 8192
 """What a stream occupies beside its tokens: its state, its text, its tasks."""
 SCOPE_DIGITS = 32
@@ -94,7 +99,8 @@ class Preparation:
 
 def memory_bytes(prepared: PreparedRequest) -> int:
     """What a request occupies from its admission to its end, apart from its output."""
-    return sum(BYTES_PER_STREAM + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
+    beside = BYTES_PER_STREAM if prepared.options.tools is None else BYTES_PER_STREAM + BYTES_PER_TOOLS
+    return sum(beside + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
 
 
 def cache_scope_of(owner: str, salt: str) -> str:
@@ -168,10 +174,22 @@ def _sampling_of(prepared: PreparedRequest, options: Options, num_prompt: int, s
 
 
 def text_output(options: Options, stream: StreamState, tokenizer: ModelTokenizer) -> TextOutput:
-    """The text side of a stream."""
-    return TextOutput(
-        tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens),
-        scanner=StopScanner(options.stop, include=options.include_stop_string) if options.stop else None,
-        hidden_ids=frozenset() if options.include_stop_string else stream.end_token_ids,
-        min_tokens=options.sampling.min_tokens,
-    )
+    """The text side of a stream: a ``CallOutput`` where functions may be called."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
+    scanner = StopScanner(options.stop, include=options.include_stop_string) if options.stop else None
+    hidden_ids = frozenset[int]() if options.include_stop_string else stream.end_token_ids
+    min_tokens = options.sampling.min_tokens
+    if options.tools is None:
+        return TextOutput(detokenizer, scanner=scanner, hidden_ids=hidden_ids, min_tokens=min_tokens)
+    template = tokenizer.tool_template
+    if template is None or template.tool_parser is None:
+        raise Internal("a request with tools passed without a parser of calls")
+    kind = template.tool_parser
+    parser = kind(options.tools.names, partial(_call_id, kind), parallel=options.tools.parallel)
+    # Special tokens that are shown come as text, and so do the parser's.
+    marks = tokenizer.special_tokens(kind.marks) if options.skip_special_tokens else {}
+    return CallOutput(detokenizer, parser, marks, scanner=scanner, hidden_ids=hidden_ids, min_tokens=min_tokens)
+
+
+def _call_id(kind: type[ToolParser]) -> str:
+    return kind.id_prefix + "".join(secrets.choice(kind.id_alphabet) for _ in range(kind.id_length))

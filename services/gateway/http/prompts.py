@@ -14,7 +14,7 @@ from services.gateway.request_bodies.body import refuse_large_text
 from services.gateway.request_bodies.chat_request import ChatRequest
 from services.gateway.template_sandbox import RenderingTooLarge
 from services.gateway.tokenizer import ModelTokenizer
-from shared.errors import BadRequest
+from shared.errors import BadRequest, UnsupportedParameter
 from shared.messages.registry import ModelRecord
 
 INLINE_CHARACTERS = 4096
@@ -71,9 +71,16 @@ class PromptMaker:
     async def render(self, chat: ChatRequest) -> str:
         """A conversation as its model's prompt. Raises ``BadRequest``, also when that takes too much, and
         ``PayloadTooLarge``."""
-        template = self._tokenizer.template
+        tools = chat.options.tools
+        template = self._tokenizer.template if tools is None else self._tokenizer.tool_template
         if template is None:
             raise BadRequest(f"model {self._record.name!r} has no chat template; use /v1/completions", param="messages")
+        if tools is not None and template.tool_parser is None:
+            raise UnsupportedParameter(
+                f"tools: the chat template of model {self._record.name!r} has no tools, or calls of a format that is "
+                "not supported",
+                param="tools",
+            )
         text = await self._rendered(template, chat)
         refuse_large_text(text, max_bytes=self._limits.max_bytes, param="messages")
         return text
@@ -84,6 +91,7 @@ class PromptMaker:
             chat.messages,
             add_generation_prompt=chat.add_generation_prompt,
             arguments=chat.template_arguments,
+            tools=chat.options.tools.for_template if chat.options.tools is not None else (),
         )
         if chat.num_characters <= INLINE_TEMPLATE_CHARACTERS:
             with contextlib.suppress(RenderingTooLarge):

@@ -17,6 +17,7 @@ from services.gateway.request_bodies.options import (
     read_options,
     refuse_unsupported,
 )
+from services.gateway.request_bodies.tools import MessageCall, called, read_tools, refuse_many_arguments
 from shared.errors import BadRequest, PayloadTooLarge, UnsupportedParameter
 
 Role = Literal["assistant", "developer", "function", "system", "tool", "user"]
@@ -45,7 +46,8 @@ class ChatMessage(msgspec.Struct):
     role: Annotated[Role, Meta(description="one of assistant, developer, function, system, tool, user")] | None = None
     content: str | list[str | ContentPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatBody(SharedBody, kw_only=True):
@@ -57,6 +59,9 @@ class ChatBody(SharedBody, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Raw = Raw(b"null")
+    tools: Raw = Raw(b"null")
+    tool_choice: Raw = Raw(b"null")
+    parallel_tool_calls: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +73,25 @@ class ChatRequest:
     add_special_tokens: bool
     template_arguments: dict[str, Any]
     options: Options
+    called_characters: int
+    """Of the calls in its messages."""
 
     @property
     def num_characters(self) -> int:
         """About how much there is to render."""
-        return sum(MESSAGE_CHARACTERS + len(message["content"]) for message in self.messages)
+        tools = self.options.tools
+        listed = tools.num_characters if tools is not None else 0
+        return listed + self.called_characters + sum(MESSAGE_CHARACTERS + len(m["content"]) for m in self.messages)
 
 
 def read_chat_request(raw: bytes, body: ChatBody, *, vocab_size: int, max_prompt_bytes: int) -> ChatRequest:
     """Raises ``BadRequest``, ``UnsupportedParameter`` and ``PayloadTooLarge``, naming the parameter."""
-    refuse_unsupported(raw, body)
+    refuse_unsupported(raw, body, supported=("tools", "tool_choice"))
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    messages, called_characters = _messages(body.messages, max_prompt_bytes)
     return ChatRequest(
-        messages=_messages(body.messages, max_prompt_bytes),
+        messages=messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         add_special_tokens=body.add_special_tokens is True,
         template_arguments=_template_arguments(body.chat_template_kwargs),
@@ -90,7 +100,9 @@ def read_chat_request(raw: bytes, body: ChatBody, *, vocab_size: int, max_prompt
             vocab_size=vocab_size,
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            tools=read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False),
         ),
+        called_characters=called_characters,
     )
 
 
@@ -105,7 +117,8 @@ def _template_arguments(raw: Raw) -> dict[str, Any]:
     return arguments or {}
 
 
-def _messages(raw: Raw, max_prompt_bytes: int) -> tuple[dict[str, Any], ...]:
+def _messages(raw: Raw, max_prompt_bytes: int) -> tuple[tuple[dict[str, Any], ...], int]:
+    """The messages, and about how many characters their calls have."""
     json = bytes(raw)
     if len(json) > MAX_JSON_PER_BYTE * max_prompt_bytes:
         raise PayloadTooLarge(
@@ -119,16 +132,26 @@ def _messages(raw: Raw, max_prompt_bytes: int) -> tuple[dict[str, Any], ...]:
     assert messages is not None
     if len(messages) > MAX_MESSAGES:
         raise BadRequest(f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are allowed", param="messages")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    refuse_many_arguments(calls, MAX_ELEMENTS)
+    read = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+    return read, len(json) if calls else 0
 
 
 def _message(message: ChatMessage, name: str) -> dict[str, Any]:
     role = required(message.role, f"{name}.role")
-    if message.tool_calls:
-        raise UnsupportedParameter(f"{name}.tool_calls: tools are not supported", param=f"{name}.tool_calls")
-    result = {"role": role, "content": _content(message.content, f"{name}.content", role)}
+    result: dict[str, Any] = {"role": role, "content": _content(message.content, f"{name}.content", role)}
     if message.name is not None:
         result["name"] = message.name
+    if message.tool_calls:
+        if role != "assistant":
+            raise BadRequest(
+                f"{name}.tool_calls: only messages of the assistant have calls, not of {role}",
+                param=f"{name}.tool_calls",
+            )
+        result["tool_calls"] = called(message.tool_calls, f"{name}.tool_calls")
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
     return result
 
 

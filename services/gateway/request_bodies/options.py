@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.request_bodies.body import read_fields, shown
+from services.gateway.request_bodies.tools import ChatTools
 from shared.errors import BadRequest, UnsupportedParameter
 from shared.messages.generation import SamplingParams
 
@@ -142,13 +143,15 @@ class Options:
     skip_special_tokens: bool
     cache_salt: str
     """Requests with another one use other KV. Empty: none was given."""
+    tools: ChatTools | None = None
+    """What the model may call; None: nothing, and what it writes is text."""
 
 
-def refuse_unsupported(raw: bytes, body: SharedBody) -> None:
-    """Raise ``UnsupportedParameter`` for what this system knows but does not support."""
+def refuse_unsupported(raw: bytes, body: SharedBody, *, supported: tuple[str, ...] = ()) -> None:
+    """Raise ``UnsupportedParameter`` for what this system knows but does not support; ``supported`` is, here."""
     values = dict(zip(_NAMES, read_fields(raw, _NAMES), strict=True))
     for name, value in values.items():
-        if not value or values.get(_CHOICE_OF.get(name, "")) == b'"none"':
+        if not value or name in supported or values.get(_CHOICE_OF.get(name, "")) == b'"none"':
             continue
         harmless = msgspec.json.decode(value) if len(value) <= _LONGEST_HARMLESS_BYTES else value
         if name in _REFUSED_IF_SET:
@@ -170,6 +173,7 @@ def read_options(
     max_tokens: int | None,
     default_max_tokens: int | None = None,
     logprobs: int | None,
+    tools: ChatTools | None = None,
 ) -> Options:
     """The options in a request body; ``max_tokens`` and ``logprobs`` are read by the caller, whose names differ."""
     stream = _or(body.stream, False)
@@ -208,6 +212,7 @@ def read_options(
         include_stop_string=_or(body.include_stop_str_in_output, False),
         skip_special_tokens=_or(body.skip_special_tokens, True),
         cache_salt=body.cache_salt or "",
+        tools=tools,
     )
 
 

@@ -76,7 +76,8 @@ StackFactory = Callable[..., Awaitable[Stack]]
 @asynccontextmanager
 async def _stack(record: ModelRecord, num_workers: int, broker: MemoryBroker, **settings: Any) -> AsyncIterator[Stack]:
     config = replace(CONFIG, **settings)
-    workers = [FakeWorker(broker, f"w{index}") for index in range(num_workers)]
+    context_tokens = record.spec.max_position
+    workers = [FakeWorker(broker, f"w{index}", context_tokens=context_tokens) for index in range(num_workers)]
     for worker in workers:
         await worker.start()
     pool = FakePool(broker, [record], workers)

@@ -20,7 +20,11 @@ class ChatEndpoint:
     id_prefix = "chatcmpl-"
     prompt_param = "messages"
     body_type = ChatBody
-    examples = (b'{"messages": [{"role": "user", "content": "a"}]}',)
+    examples = (
+        b'{"messages": [{"role": "user", "content": "a"}]}',
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],'
+        b' "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"}',
+    )
 
     def read(self, raw: bytes, body: ChatBody, limits: PromptLimits) -> ChatRequest:
         return read_chat_request(raw, body, vocab_size=limits.vocab_size, max_prompt_bytes=limits.max_bytes)

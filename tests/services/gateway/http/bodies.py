@@ -39,6 +39,41 @@ messages = st.lists(
 )
 
 
+_names = st.sampled_from(["f", "now", "a.b", "g"]) | st.sampled_from(["", "a b", "x" * 65]) | values
+_json = st.sampled_from(["{}", '{"a": [1, {"b": null}]}', "{", "[]", "null", '"x"', '{"a": "\\ud800"}', "[" * 5000, ""])
+_tool = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["function", "custom"]) | values,
+        "function": values
+        | st.fixed_dictionaries(
+            {}, optional={"name": _names, "description": values, "parameters": values, "strict": values, "more": values}
+        ),
+    },
+)
+_call = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": st.just("call_1") | values,
+        "type": st.sampled_from(["function", "custom"]) | values,
+        "function": values | st.fixed_dictionaries({}, optional={"name": _names, "arguments": _json | values}),
+    },
+)
+_called = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["assistant", "assistant", "tool", "user"]),
+            "content": st.text(max_size=9) | st.none(),
+        },
+        optional={
+            "tool_calls": st.lists(_call | values, max_size=3) | values,
+            "tool_call_id": st.just("call_1") | values,
+        },
+    ),
+    max_size=3,
+)
+
+
 def _objects(base: dict[str, Any], fields: list[str]) -> st.SearchStrategy[bytes]:
     extra = st.dictionaries(st.sampled_from(fields) | st.text(max_size=10), odd, max_size=4)
     return extra.map(lambda drawn: json.dumps({**base, **drawn}).encode())
@@ -81,6 +116,19 @@ chat = st.one_of(
     _objects({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}, CHAT_FIELDS),
     messages.map(lambda drawn: json.dumps({"model": "tiny", "messages": drawn}).encode()),
 )
+tools = st.builds(
+    lambda messages, extra: json.dumps({"model": "tiny", "messages": messages, **extra}).encode(),
+    st.just([{"role": "user", "content": "hi"}]) | _called,
+    st.fixed_dictionaries(
+        {"tools": st.lists(_tool, max_size=3) | st.lists(odd, max_size=2) | odd},
+        optional={
+            "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function"}]) | odd,
+            "parallel_tool_calls": st.booleans() | odd,
+            "stream": st.booleans(),
+        },
+    ),
+)
+"""Chats with functions, calls and results."""
 text = st.one_of(
     _objects({"model": "tiny", "prompt": "a"}, TEXT_FIELDS),
     odd.map(lambda drawn: json.dumps({"model": "tiny", "prompt": drawn}).encode()),

@@ -21,7 +21,7 @@ SHARED = [
     "repetition_penalty", "logit_bias", "logprobs", "stream", "stream_options", "n", "best_of", "user", "suffix",
     "tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "prediction",
     "guided_json", "prompt_logprobs", "min_p", "truncate_prompt_tokens", "web_search_options", "chat_template",
-    "add_special_tokens", "reasoning_effort",
+    "add_special_tokens", "reasoning_effort", "parallel_tool_calls",
 ]  # fmt: skip
 CHAT_FIELDS = [
     *SHARED, "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "chat_template_kwargs",
@@ -41,9 +41,25 @@ def chat_bodies(value: Any) -> list[dict[str, Any]]:
         {"role": "user", "content": [{"type": "text", "text": value}]},
         {"role": "user", "content": "x", "name": value},
         {"role": "assistant", "content": "x", "tool_calls": value},
+        {"role": "assistant", "content": "x", "tool_calls": [value]},
+        {"role": "assistant", "content": "x", "tool_calls": [{"id": value, "type": value, "function": value}]},
+        {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": value, "arguments": "{}"}}]},
+        {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": value}}]},
+        {"role": "tool", "content": "x", "tool_call_id": value},
+    ]
+    tools: list[Any] = [
+        value,
+        {"type": value, "function": {"name": "f"}},
+        {"type": "function", "function": value},
+        {"type": "function", "function": {"name": value}},
+        {"type": "function", "function": {"name": "f", "description": value}},
+        {"type": "function", "function": {"name": "f", "parameters": value}},
+        {"type": "function", "function": {"name": "f", "parameters": {"type": value}, "strict": value}},
     ]
     return [
         *({"messages": [message]} for message in messages),
+        *({"messages": MESSAGES, "tools": [tool]} for tool in tools),
+        {"messages": MESSAGES, "tools": tools[1:2], "tool_choice": value},
         {"messages": MESSAGES, "logprobs": True, "top_logprobs": value},
         {"messages": MESSAGES, "chat_template_kwargs": {"tools": value, "bos_token": value, "messages": value}},
         {"messages": MESSAGES, "response_format": {"type": value}},

@@ -12,6 +12,7 @@ import os
 import random
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,7 +24,8 @@ from shared import subjects
 from shared.errors import ModelNotFound, PlanNotFound
 from shared.messages.operations import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from shared.messages.registry import GetGpuTime, GpuTimeReport
-from tests.services.gateway.conftest import Stack
+from tests.services.gateway.checkpoint import CHAT_TEMPLATE, model_record, write_checkpoint
+from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http import bodies
 from tests.services.gateway.http.test_field_types import fault
 from tests.services.gateway.http.test_refusals import CHAT, TEXT
@@ -63,6 +65,7 @@ def below(path: str, method: str = "GET", behind: str = "") -> st.SearchStrategy
 
 ROUTES: dict[str, st.SearchStrategy[Case]] = {
     "chat": posts(CHAT, bodies.chat),
+    "tools": posts(CHAT, bodies.tools),
     "completions": posts(TEXT, bodies.text),
     "models": gets("/v1/models"),
     "model": below("/v1/models"),
@@ -154,6 +157,15 @@ async def wrong_with(stack: Stack, case: Case) -> str:
     if case.path == "/" and response.headers.get("location") == "/ui":
         return ""
     return fault(response)
+
+
+@pytest.fixture
+async def stack(make_stack: StackFactory, tmp_path: Path) -> Stack:
+    """Its model's template takes functions, and what it writes is, where it may be, a call."""
+    folder = write_checkpoint(
+        tmp_path / "tiny", chat_template=CHAT_TEMPLATE + "{{ tools | tojson if tools }}<tool_call>"
+    )
+    return await make_stack(record=model_record(folder))
 
 
 @pytest.mark.timeout(3600 if CASES else 600)

@@ -48,7 +48,8 @@ def lines_of(work: Callable[[], object]) -> int:
 
 
 HARD = [
-    *("{", "}", "[", "{}", "<", "<tool_call>", "<tool_call>{", "[TOOL_CALLS]", "[now(", ";", " ", "a", "<|python_tag|>"),
+    "<|python_tag|>",
+    *("{", "}", "[", "{}", "<", "<tool_call>", "<tool_call>{", "[TOOL_CALLS]", "[now(", ";", " ", "a"),
     *('{"name": "now", "parameters": {}}; ', "[now()] ", "[TOOL_CALLS]now{}", '{"name":', "\\", '"'),
 ]  # fmt: skip
 
@@ -65,7 +66,7 @@ def test_twice_the_text_costs_twice_the_work(kind: type[ToolParser], unit: str, 
     assert cost(1600) < 2.3 * cost(800) + 20 * MAX_HELD_CHARACTERS
 
 
-@pytest.mark.parametrize("unit", ["{", "[", '{"a":', "<tool_call>{"])
+@pytest.mark.parametrize("unit", ["{", '{"a":'])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_megabyte_of_braces_comes_through(kind: type[ToolParser], unit: str) -> None:
     written = unit * (2**20 // len(unit))
