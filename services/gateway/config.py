@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from services.gateway.core.rendezvous import CHOICES
 from shared.service import ServiceConfig, process_settings
 from shared.settings import Settings, SettingsError
 
@@ -32,6 +34,9 @@ class GatewayConfig(ServiceConfig):
     queue_timeout_s: float = 120.0
     prefix_cache: bool = True
     """Whether requests may find KV of earlier ones, of models that are not set otherwise."""
+    affinity_choices: int = CHOICES
+    """Instances among which a prompt goes to one that had prompts like it."""
+    affinity_imbalance: float = 1.5
     no_room_timeout_s: float = 10.0
     submit_timeout_s: float = 5.0
     stall_s: float = 10.0
@@ -47,6 +52,11 @@ class GatewayConfig(ServiceConfig):
     tokenizer_memory_bytes: int = 512 * 1024 * 1024
     tokenizer_idle_s: float = 900.0
     drain_timeout_s: float = 60.0
+
+    @property
+    def affinity_secret(self) -> bytes:
+        """The same at all gateways of a cluster: where NATS asks for no password, nothing keeps clients from it."""
+        return hashlib.blake2b(f"affinity {self.nats.password}".encode(), digest_size=32).digest()
 
     @classmethod
     def read(cls, env: Settings) -> Self:
@@ -95,6 +105,21 @@ class GatewayConfig(ServiceConfig):
                 "Whether requests find KV of earlier ones of their key that begin alike; models may have it off by "
                 "themselves.",
                 default=default.prefix_cache,
+            ),
+            affinity_choices=count(
+                "BLITZ_GATEWAY_AFFINITY_CHOICES",
+                "A prompt goes to where prompts that begin alike went: to the less loaded one of so many instances, "
+                "found by a hash. 0: to the least loaded of all.",
+                default.affinity_choices,
+                least=0,
+                most=CHOICES,
+            ),
+            affinity_imbalance=env.number(
+                "BLITZ_GATEWAY_AFFINITY_IMBALANCE",
+                "How many times the mean of outstanding tokens, the request's included, an instance may have that is "
+                "chosen so.",
+                default=default.affinity_imbalance,
+                minimum=1.0,
             ),
             no_room_timeout_s=seconds(
                 "BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S",

@@ -20,7 +20,7 @@ from services.gateway.core.failover import WorkerLost
 from services.gateway.core.failure_detector import FailureDetector, OwnTime
 from services.gateway.core.lateness import no_room_timeout_s
 from services.gateway.core.moves import MoveCounts
-from services.gateway.core.router import Assignment, Router, gone
+from services.gateway.core.router import AffinityPolicy, Assignment, Router, gone
 from services.gateway.core.routes import ModelRoutes, RouteDiff, RouteView
 from services.gateway.core.stream import PartVerdict, Phase, StreamState
 from services.gateway.late_requests import LOOK_EVERY_S, LateRequests
@@ -66,7 +66,13 @@ class Dispatcher:
         self._config = config
         self._clock = clock
         self.requests = ActiveRequests()
-        self.router = Router(max_queued_requests=config.max_queued_requests, gateway_id=config.gateway_id)
+        self.router = Router(
+            max_queued_requests=config.max_queued_requests,
+            gateway_id=config.gateway_id,
+            affinity=AffinityPolicy(
+                choices=config.affinity_choices, imbalance=config.affinity_imbalance, secret=config.affinity_secret
+            ),
+        )
         self.outbox = Outbox(bus, clock, config, incarnation)
         self.tasks = OwnedTasks()
         """What is under way for requests."""

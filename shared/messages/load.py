@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from shared.messages.codec import Message
 from shared.messages.common import Count, Figure, InstanceState, Role, SignedCount, SignedFigure
+from shared.prefixes import MAX_STEPS, NAME_BYTES
 from shared.subjects import Process
+
+MAX_HOT_PREFIXES = 8
+PrefixName = Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+
+
+class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """What many prompts of an instance begin with (``shared.prefixes``)."""
+
+    name: PrefixName
+    first: PrefixName
+    """Of its first step."""
+    steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)]
+    tokens: Count
+    """Of the prompts that begin so, lately."""
 
 
 class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
@@ -56,6 +74,12 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     head_blocks: Count = 0
     """KV blocks that have to be free for the first waiting request to begin, while there are fewer; 0 when none waits
     for KV."""
+    cached_tokens_total: Count = 0
+    """Prompt tokens whose KV was there, beside the ``prefill_tokens_total`` that were computed."""
+    counted_tokens: Count = 0
+    """Tokens of the prompts that ``hot_prefixes`` are of; 0: this report says nothing about them."""
+    hot_prefixes: Annotated[tuple[HotPrefix, ...], Meta(max_length=MAX_HOT_PREFIXES)] = ()
+    """In one of several reports."""
 
     @property
     def worker(self) -> Process:

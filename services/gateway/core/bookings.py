@@ -27,6 +27,12 @@ FRESH_S = 3.0
 """An older report says nothing about the present."""
 
 
+def outstanding_tokens(stream: StreamState) -> int:
+    """What a request counts where it is booked."""
+    remaining = stream.sampling.max_tokens - len(stream.output_token_ids)
+    return stream.num_known_tokens + min(remaining, EXPECTED_OUTPUT_TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class ForeignLoad:
     """What other gateways have at one instance."""
@@ -119,10 +125,13 @@ class Bookings:
 
     def book(self, stream: StreamState, instance_id: str, *, decode_instance_id: str = "") -> None:
         """The request goes to that instance, and is promised to the decode instance if one is named."""
-        known = stream.num_known_tokens
-        remaining = stream.sampling.max_tokens - len(stream.output_token_ids)
-        outstanding = known + min(remaining, EXPECTED_OUTPUT_TOKENS)
-        booking = _Booking(instance_id, known, outstanding, unstarted=True, decode_instance_id=decode_instance_id)
+        booking = _Booking(
+            instance_id,
+            stream.num_known_tokens,
+            outstanding_tokens(stream),
+            unstarted=True,
+            decode_instance_id=decode_instance_id,
+        )
         self._bookings[stream.request_id] = booking
         self._count(booking, 1)
 

@@ -55,6 +55,16 @@ class InstanceIndex:
         """The instance takes nothing now."""
         self._set(self._leaves[instance_id], _NEVER, -1.0, -1.0)
 
+    def rank_of(self, instance_id: str, prompt_tokens: int, context_tokens: int) -> tuple[float, ...] | None:
+        """What the instance offers to such a request; None: nothing."""
+        leaf = self._leaves.get(instance_id)
+        if leaf is None:
+            return None
+        node = self._size + leaf
+        if self._capacity[node] < prompt_tokens or self._context[node] < context_tokens:
+            return None
+        return self._rank[node][0]
+
     def best(self, prompt_tokens: int, context_tokens: int, avoid: Set[str]) -> str | None:
         """The instance with the lowest rank, then id, that has capacity; one of ``avoid`` only if there is no other."""
         found = self._search(prompt_tokens, context_tokens, avoid)

@@ -9,7 +9,11 @@ Rules
   appears.
 - An instance takes a request while it serves, is not suspended, holds fewer requests than it can run, and has
   capacity in its queue beside the prompts that it has not begun. An idle instance always takes one. Among those that
-  qualify, the one with the fewest outstanding tokens gets it, then the one with the lowest id.
+  qualify, the one with the fewest outstanding tokens gets it, then the one with the lowest id; but see the next rule.
+- A prompt that belongs somewhere (``affinity``) goes to the first of its place's two instances, or to the second if
+  that has less to do by more than this request. It goes to neither while it would have to wait there for a slot and not
+  elsewhere, nor beyond an imbalance: an instance may have so many times what its model's instances have on average,
+  this request included.
 - An instance with a free slot, as far as this gateway knows, comes before those without; other gateways may have
   taken the slot since the last report. Then the instance refuses, and counts as having no free slot until it reports
   again: so no request waits behind those of another gateway while another instance has capacity.
@@ -39,9 +43,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from services.gateway.core.bookings import ALONE, NOTHING, Bookings, Contention, InstanceLoad, OtherGateways
+from services.gateway.core.affinity import SharedBeginnings
+from services.gateway.core.bookings import (
+    ALONE,
+    NOTHING,
+    Bookings,
+    Contention,
+    InstanceLoad,
+    OtherGateways,
+    outstanding_tokens,
+)
 from services.gateway.core.fair_queue import FairQueue, QueuedRequest
 from services.gateway.core.instance_index import InstanceIndex
+from services.gateway.core.rendezvous import CHOICES, Rendezvous
 from services.gateway.core.routes import TAKES_REQUESTS, takes_new
 from services.gateway.core.stream import StreamState
 from shared.errors import ContextLengthExceeded, ModelNotFound, Overloaded
@@ -92,13 +106,35 @@ class _Queue:
     may_hold_tokens: float = 0.0
     """The same, including draining instances: one may come back."""
     contention: Contention = ALONE
+    beginnings: SharedBeginnings = field(default_factory=SharedBeginnings)
+    places: Rendezvous = field(default_factory=Rendezvous)
+    """Of those that take requests."""
+    outstanding: dict[str, int] = field(default_factory=dict)
+    """Tokens, by instance that takes requests."""
+    total_outstanding: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AffinityPolicy:
+    """How far a prompt is sent to where prompts like it went."""
+
+    choices: int = CHOICES
+    """Instances of a place: 0, 1 or 2."""
+    imbalance: float = 1.5
+    """Times the mean of outstanding tokens that one of them may have."""
+    secret: bytes = b""
+    """The same at all gateways, and known to no client."""
+
+
+NO_POLICY = AffinityPolicy()
 
 
 class Router:
     """Queues and bookings of one gateway."""
 
-    def __init__(self, *, max_queued_requests: int, gateway_id: str = "") -> None:
+    def __init__(self, *, max_queued_requests: int, gateway_id: str = "", affinity: AffinityPolicy = NO_POLICY) -> None:
         self._max_queued_requests = max_queued_requests
+        self._affinity = affinity
         self._queues: dict[str, _Queue] = {}
         """By name, of the weights that are registered under it."""
         self._waiting: set[str] = set()
@@ -147,12 +183,19 @@ class Router:
         left: list[StreamState] = []
         if queue is None or queue.model_hash != model_hash:
             left = self.remove_model(model)
-            queue = self._queues[model] = _Queue(model_hash, contention=self.others.about(model))
+            queue = self._queues[model] = _Queue(
+                model_hash, contention=self.others.about(model), places=Rendezvous(self._affinity.secret)
+            )
         before = queue.routes
         self._forget_routes(model, queue)
         queue.routes = {route.instance_id: route for route in routes}
         self._model_of.update(dict.fromkeys(queue.routes, model))
-        queue.takers.keep([route.instance_id for route in queue.routes.values() if takes_new(route)])
+        takers = [route.instance_id for route in queue.routes.values() if takes_new(route)]
+        queue.takers.keep(takers)
+        queue.places.keep(takers)
+        queue.beginnings.keep(queue.routes)
+        queue.outstanding = {name: queue.outstanding.get(name, 0) for name in takers}
+        queue.total_outstanding = sum(queue.outstanding.values())
         queue.decoders.keep([route.instance_id for route in queue.routes.values() if _decodes(route)])
         # What is known of the others holds: instances come and go one by one, and there may be thousands.
         changed = [name for name, route in queue.routes.items() if before.get(name) != route]
@@ -197,6 +240,8 @@ class Router:
                 "are left for all; try again later",
                 retry_after_s=retry_after_s,
             )
+        if self._affinity.choices:
+            stream.place = queue.beginnings.place_of(stream, self._affinity.secret)
         self._sequences[stream.request_id] = self._next_sequence
         queue.waiting.push(QueuedRequest(self._next_sequence, stream, deadline_s))
         self._waiting.add(stream.model)
@@ -243,6 +288,8 @@ class Router:
             instance_id = queue.takers.best(stream.num_known_tokens, stream.num_context_tokens, stream.avoid)
             if instance_id is None:
                 break
+            if stream.place is not None:
+                instance_id = self._at_place(queue, stream, stream.place, instance_id)
             route = queue.routes[instance_id]
             decode = self._choose_decode(queue, stream) if route.role in NEEDS_DECODER else None
             queue.waiting.take(item)
@@ -287,6 +334,8 @@ class Router:
         if model is None:
             return
         self.bookings.reported(report, now_s)
+        queue = self._queues[model]
+        queue.beginnings.reported(report, len(queue.outstanding), now_s)
         load = self.bookings.load_of(report.instance_id)
         if load.refusals and report.queued_requests == 0 and load.suspended_until_s > now_s:
             self.suspend(report.instance_id, until_s=now_s)
@@ -341,11 +390,13 @@ class Router:
             foreign = load.foreign if queue.contention.num_gateways > 1 else NOTHING
             awake = load.suspended_until_s <= now_s
             if instance_id in queue.takers:
+                outstanding = load.outstanding_tokens + foreign.outstanding_tokens
+                queue.total_outstanding += outstanding - queue.outstanding[instance_id]
+                queue.outstanding[instance_id] = outstanding
                 capacity = _capacity_tokens(route, load, queue.contention) if awake else -1.0
                 if capacity < 0:
                     queue.takers.withdraw(instance_id)
                 else:
-                    outstanding = load.outstanding_tokens + foreign.outstanding_tokens
                     rank = (_is_full(route, load, queue.contention), outstanding, load.inflight_requests)
                     queue.takers.offer(instance_id, rank, free_tokens=capacity, context_tokens=_context(route))
             elif instance_id in queue.decoders:
@@ -370,6 +421,22 @@ class Router:
         else:
             queue.waiting.set_aside(item)
         return False
+
+    def _at_place(self, queue: _Queue, stream: StreamState, place: int, best: str) -> str:
+        """Which instance gets a request that belongs at ``place``. ``best``: what it gets otherwise."""
+        known, context, own = stream.num_known_tokens, stream.num_context_tokens, outstanding_tokens(stream)
+        most = self._affinity.imbalance * (queue.total_outstanding / len(queue.outstanding) + own)
+        best_rank = queue.takers.rank_of(best, known, context)
+        chosen, least = best, math.inf
+        for order, instance_id in enumerate(queue.places.at(place)[: self._affinity.choices]):
+            rank = queue.takers.rank_of(instance_id, known, context)
+            if rank is None or instance_id in stream.avoid:
+                continue
+            must_wait = best_rank is not None and rank[0] > best_rank[0]
+            outstanding = queue.outstanding[instance_id]
+            if not must_wait and outstanding <= most and outstanding + order * own < least:
+                chosen, least = instance_id, outstanding + order * own
+        return chosen
 
     @staticmethod
     def _choose_decode(queue: _Queue, stream: StreamState) -> Route | None:

@@ -107,6 +107,10 @@ class StreamState:
     """Name of the API key that the request came with; it waits for its turn among that key's requests."""
     cache_scope: str = ""
     """As in ``Submit``."""
+    prompt_cache_key: str = ""
+    """The caller's word for prompts that belong together."""
+    place: int | None = None
+    """Where it belongs (``affinity``)."""
     cached_tokens: int = 0
     """Tokens of its prompt that nobody had to compute, as the instance says that had it first."""
     default_max_tokens: bool = False

@@ -140,6 +140,7 @@ def streams_of(
             arrived_at_s=arrived_at_s,
             key=key,
             cache_scope=scope,
+            prompt_cache_key=options.prompt_cache_key,
             default_max_tokens=options.max_tokens is None,
             end_token_ids=end_token_ids,
         )

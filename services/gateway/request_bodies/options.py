@@ -123,6 +123,7 @@ class SharedBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ class Options:
     skip_special_tokens: bool
     cache_salt: str
     """Requests with another one use other KV. Empty: none was given."""
+    prompt_cache_key: str
+    """Requests with the same one belong together. Empty: none was given."""
     tools: ChatTools | None = None
     """What the model may call; None: nothing, and what it writes is text."""
 
@@ -212,6 +215,7 @@ def read_options(
         include_stop_string=_or(body.include_stop_str_in_output, False),
         skip_special_tokens=_or(body.skip_special_tokens, True),
         cache_salt=body.cache_salt or "",
+        prompt_cache_key=body.prompt_cache_key or "",
         tools=tools,
     )
 

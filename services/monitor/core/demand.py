@@ -245,14 +245,17 @@ class ModelDemand:
         at_instances = sum(r.queued_requests + r.running_requests for r in reports)
         # What drains finishes what it has, wherever the other instances are.
         reports = [r for r in reports if r.state != "draining"]
-        waiting = sum(r.queued_tokens for r in reports) + share * reported.queued_tokens
+        # Whole prompts are what is said; that is more than what there will be to compute.
+        to_compute = reported.computed_share
+        waiting = to_compute * (sum(r.queued_tokens for r in reports) + share * reported.queued_tokens)
         waits = sum(waiting_requests(r) for r in reports) + share * reported.queued_requests
-        burst = share * reported.arrived_tokens(now_s, slack_s)
+        burst = to_compute * share * reported.arrived_tokens(now_s, slack_s)
+        arrived = to_compute * share * reported.arrived_tokens(now_s, policy.rate_window_s)
         running = sum(r.running_requests for r in reports)
         blocks = max((r.kv_blocks_total for r in reports if r.state == "serving"), default=0)
         used = sum(r.kv_blocks_used for r in reports)
         return ModelLoad(
-            arrived_tokens_per_s=share * reported.arrived_tokens(now_s, policy.rate_window_s) / policy.rate_window_s,
+            arrived_tokens_per_s=arrived / policy.rate_window_s,
             burst_tokens=burst,
             waiting_tokens=waiting,
             overdue_tokens=max(0.0, waiting - burst),

@@ -17,6 +17,10 @@ ARRIVALS_S = 60.0
 """Arrivals are remembered for this long, or for two windows of the rate."""
 MANY_ENDED = 512
 """Requests after which what ended before counts half: lengths change with the traffic."""
+LEAST_COMPUTED = 0.05
+"""Of prompts: what was there is not there for ever."""
+MANY_TOKENS = 500_000
+"""Prompt tokens after which it counts half how many of those before were computed, and how many were there."""
 
 
 class Reported:
@@ -28,6 +32,8 @@ class Reported:
         self._gateways: dict[str, _Gateway] = {}
         self._ended = [0.0, 0.0]
         """Requests, and their output tokens."""
+        self._begun = [0.0, 0.0]
+        """Prompt tokens that were computed, and those whose KV was there."""
         self.load_s = 0.0
         """How long an instance takes to load: as the last one that loaded says; 0: none has."""
 
@@ -40,6 +46,10 @@ class Reported:
             self._count_ended(
                 report.ended_requests_total - known.ended_requests_total,
                 report.ended_tokens_total - known.ended_tokens_total,
+            )
+            self._count_begun(
+                report.prefill_tokens_total - known.prefill_tokens_total,
+                report.cached_tokens_total - known.cached_tokens_total,
             )
         self._instances[report.instance_id] = now_s, report
 
@@ -84,6 +94,12 @@ class Reported:
         return True
 
     @property
+    def computed_share(self) -> float:
+        """Of the tokens of prompts, those that had to be computed, lately: the others' KV was there. In (0, 1]."""
+        computed, cached = self._begun
+        return max(LEAST_COMPUTED, computed / (computed + cached)) if cached else 1.0
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that gateways hold."""
         return sum(g.queue.queued_tokens for g in self._gateways.values())
@@ -121,6 +137,15 @@ class Reported:
         """Of a request, on average of those that ended."""
         requests, tokens = self._ended
         return max(1.0, tokens / requests) if requests else self._policy.assumed_output_tokens
+
+    def _count_begun(self, computed: int, cached: int) -> None:
+        if computed < 0 or cached < 0:
+            return  # the counters began anew
+        begun = self._begun
+        if sum(begun) >= MANY_TOKENS:
+            begun[:] = begun[0] / 2, begun[1] / 2
+        begun[0] += computed
+        begun[1] += cached
 
     def _count_ended(self, requests: int, tokens: int) -> None:
         if requests <= 0 or tokens < 0:

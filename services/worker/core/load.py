@@ -21,8 +21,9 @@ def load_report(
     busy_s_total: float,
     load_s: float,
     now_s: float,
+    with_prefixes: bool = False,
 ) -> LoadReport:
-    """``now_s``: in the scheduler's clock, in which arrivals are."""
+    """``now_s``: in the scheduler's clock, in which arrivals are. ``with_prefixes``: what prompts begin with, too."""
     oldest_arrived_s = now_s if load.oldest_arrived_s is None else load.oldest_arrived_s
     return LoadReport(
         worker_id=worker.id,
@@ -52,4 +53,7 @@ def load_report(
         ended_requests_total=load.ended_requests_total,
         ended_tokens_total=load.ended_tokens_total,
         head_blocks=load.head_blocks,
+        cached_tokens_total=load.cached_tokens_total,
+        counted_tokens=load.counted_tokens if with_prefixes else 0,
+        hot_prefixes=load.hot_prefixes if with_prefixes else (),
     )

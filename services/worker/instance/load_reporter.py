@@ -23,6 +23,9 @@ from shared.subjects import Process
 
 log = logging.getLogger(__name__)
 
+PREFIXES_EVERY = 10
+"""Reports: one says what prompts begin with, which takes about as much as the rest of it."""
+
 
 class LoadReporter:
     """Event loop only."""
@@ -45,6 +48,7 @@ class LoadReporter:
         self._at_intervals = tuple(at_intervals)
         self._group = group
         self._interval_s = interval_s
+        self._num_reports = 0
         self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests.", registry=metrics)
         self._queued_gauge = Gauge("blitz_worker_queued_requests", "Waiting requests.", registry=metrics)
         self._kv_gauge = Gauge("blitz_worker_kv_usage_ratio", "Used share of the KV blocks, 0 to 1.", registry=metrics)
@@ -109,6 +113,7 @@ class LoadReporter:
         if instance is None or instance.state not in ("live", "serving", "draining"):
             return None
         stats = instance.engine.stats()
+        self._num_reports += 1
         return load_report(
             stats.load,
             stats.speed,
@@ -120,4 +125,5 @@ class LoadReporter:
             busy_s_total=stats.busy_s_total,
             load_s=instance.load_s,
             now_s=time.monotonic(),
+            with_prefixes=self._num_reports % PREFIXES_EVERY == 0,
         )

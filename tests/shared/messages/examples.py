@@ -58,7 +58,7 @@ def _value(found: inspect.Type, name: str) -> Any:
         case inspect.StrType():
             return f"a {name}"
         case inspect.BytesType():
-            return name.encode()
+            return name.encode().ljust(found.min_length or 0, b".")
         case inspect.IntType():
             return 7
         case inspect.FloatType():

@@ -1,30 +1,19 @@
 """KV that outlives its request: full blocks whose keys and values lie there in every layer, found by what they hold.
 
 A block's key is a chained hash of all tokens up to its end, from a root of its own for each model and scope on
-(``cache_root``): only requests of the same scope find it, and a key that two texts share would be one's KV in the
-other's answer, hence SHA-256. Blocks that requests hold are counted; what only the cache holds is as good as free, to
-everybody who asks the pool, and given up by the time of its last use, ends of contexts before their beginnings.
+(``shared.prefixes``): only requests of the same scope find it. Blocks that requests hold are counted; what only the
+cache holds is as good as free, to everybody who asks the pool, and given up by the time of its last use, ends of
+contexts before their beginnings.
 """
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from services.worker.core.scheduling.blocks import BlockPool
 
 Key = bytes
-
-
-def cache_root(model_hash: str, scope: str) -> Key:
-    """What the chains of a model's contexts begin with, for requests that may see each other's KV."""
-    return hashlib.sha256(f"{model_hash}\0{scope}".encode()).digest()
-
-
-def chained(parent: Key, token_ids: Sequence[int]) -> Key:
-    """The key of a block behind ``parent``."""
-    return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
 
 
 class PrefixCache(BlockPool):

@@ -6,6 +6,7 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Collection
 
+from services.worker.core.scheduling.beginnings import Beginnings
 from services.worker.core.scheduling.blocks import BlockPool
 from services.worker.core.scheduling.prefix_cache import PrefixCache
 from services.worker.core.scheduling.schedule import PartialBatch, Sampled, ScheduledBatch, SchedulerConfig
@@ -34,6 +35,10 @@ class RequestTable:
         self.running: list[ActiveSequence] = []
         self.lending = False
         """Requests that have not begun wait for ``Scheduler.lend`` instead of being admitted."""
+        self.beginnings = Beginnings()
+        """Of the prompts that have begun here and whose KV others may find."""
+        self.cached_tokens_total = 0
+        """Of prompts."""
         self.prefill_tokens_total = 0
         self.preemptions_total = 0
         self.ended_requests_total = 0
@@ -146,6 +151,9 @@ class RequestTable:
         sequence.num_computed = len(found) * self.pool.block_size
         if not sequence.has_begun:
             sequence.num_cached = min(sequence.num_computed, len(sequence.prompt))
+            self.cached_tokens_total += sequence.num_cached
+            if sequence.cache_root:
+                self.beginnings.count(sequence.cache_root, sequence.prompt)
 
     def remember(self, sequence: ActiveSequence) -> None:
         """What is computed of it lies there in every layer: its full blocks may be found."""

@@ -14,6 +14,7 @@ import msgspec
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import TokenLogprobs
+from shared.messages.load import HotPrefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,11 @@ class SchedulerLoad:
     ended_tokens_total: int = 0
     head_blocks: int = 0
     """That have to be free for the first waiting request to begin, while there are fewer; 0: none waits for blocks."""
+    cached_tokens_total: int = 0
+    """Prompt tokens whose KV was there."""
+    counted_tokens: int = 0
+    """Of the prompts that ``hot_prefixes`` are of."""
+    hot_prefixes: tuple[HotPrefix, ...] = ()
 
     @property
     def lacking_blocks(self) -> int:

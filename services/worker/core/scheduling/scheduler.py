@@ -327,6 +327,9 @@ class Scheduler:
             self.table.ended_requests_total,
             self.table.ended_tokens_total,
             0 if self.pool.can_allocate(head_blocks + grown) else head_blocks,
+            self.table.cached_tokens_total,
+            round(self.table.beginnings.tokens),
+            self.table.beginnings.hottest,
         )
 
     def check(self) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.worker.core.scheduling.prefix_cache import cache_root, chained
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart, Submit, TokenLogprobs
+from shared.prefixes import chained, prefix_root
 
 
 def is_penalised(params: SamplingParams) -> bool:
@@ -205,7 +205,7 @@ def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float 
         alone_tokens=request.alone_tokens,
         gateway_incarnation=request.gateway_incarnation,
         cache_scope=request.cache_scope,
-        cache_root=cache_root(request.model_hash, request.cache_scope) if request.cache_scope else b"",
+        cache_root=prefix_root(request.model_hash, request.cache_scope) if request.cache_scope else b"",
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.monitor.core.demand import DemandSettings, ModelDemand, Verdict
 from services.monitor.core.policy import DemandPolicy
+from services.monitor.core.reported import Reported
 from shared.messages.common import InstanceState, Role
 from tests.services.monitor.core.reports import queue, report
 
@@ -552,3 +553,28 @@ def test_what_drains_asks_for_no_instance_for_the_requests_that_it_finishes() ->
     # Another request waits for one.
     demand.on_queue("g", queue(400, queued_tokens=100, inflight=3), 5.1)
     assert demand.colocated(5.1, 0, DemandSettings(slo_tbt_s=0.05)).desired == 1
+
+
+def test_what_is_cached_of_prompts_needs_nobody_to_compute_it() -> None:
+    def needed(cached: int) -> int:
+        demand = ModelDemand(MEASURED)
+        for now_s in range(20):
+            demand.on_load(
+                report(
+                    prefill_tokens_per_s=1000.0, prefill_tokens_total=500 * now_s, cached_tokens_total=cached * now_s
+                ),
+                float(now_s),
+            )
+            demand.on_queue("g", queue(3000 * now_s, inflight=30), float(now_s))
+        return demand.colocated(19.0, 1).desired
+
+    assert needed(0) > needed(500) > needed(4500) == 1
+
+
+def test_counters_that_begin_anew_say_nothing_of_what_is_cached() -> None:
+    reported = Reported(DemandPolicy())
+    for computed, cached in ((0, 0), (100, 300), (10, 20), (110, 20)):
+        reported.on_load(report(prefill_tokens_total=computed, cached_tokens_total=cached), 0.0)
+    assert reported.computed_share == pytest.approx(200 / 500)
+    reported.on_load(report(prefill_tokens_total=110, cached_tokens_total=10**9), 0.0)
+    assert reported.computed_share == 0.05

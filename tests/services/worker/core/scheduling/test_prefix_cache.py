@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from services.worker.core.scheduling.prefix_cache import cache_root
 from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart
+from shared.prefixes import prefix_root
 from tests.services.worker.core.scheduling.pipeline import SHARED_TOKENS, Pipeline, placed_request
 
 BLOCK = 4
-ROOT = cache_root("model", "scope")
+ROOT = prefix_root("model", "scope")
 
 
 def pipeline_of(num_blocks: int = 64, **limits: int) -> Pipeline:

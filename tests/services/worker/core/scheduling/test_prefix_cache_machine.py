@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from services.worker.core.scheduling.prefix_cache import cache_root
 from services.worker.core.scheduling.sequence import ActiveSequence
+from shared.prefixes import prefix_root
 from tests.services.worker.core.scheduling.pipeline import placed_request
 from tests.services.worker.core.scheduling.test_two_in_flight_machine import TwoInFlight
 
@@ -24,7 +24,7 @@ class PrefixCached(TwoInFlight):
         number = len(self.all)
         scope = SCOPES[self.chosen // len(TEXTS) % len(SCOPES)]
         name = f"{TEXTS[self.chosen % len(TEXTS)]}:{number}@{scope}"
-        root = cache_root("model", scope)
+        root = prefix_root("model", scope)
         sequence = placed_request(name, prompt_tokens, max_tokens, gateway=f"g{number % 2}", cache_root=root, **changes)  # type: ignore[arg-type]
         self.all[name], self.tokens[name] = sequence, []
         return sequence

@@ -1,0 +1,139 @@
+"""Which prompts belong together, so that they meet the KV of those before them.
+
+Rules
+- A prompt's place is that of its first step of tokens (``shared.prefixes``), within its scope: the turns of a
+  conversation begin alike, and so do questions about a document.
+- What so many prompts begin with that it is more work than one instance's share is told further apart, by one step
+  behind it: conversations behind a system prompt that all share spread over all instances, each of which will have
+  that prompt's KV. Instances say where their prompts part, so that all gateways know the same. What takes little of an
+  instance's time is left together, whatever its share is: an idle cluster has no need to compute it everywhere.
+- A prompt that ends where it would be told apart has no place; nor has one that is shorter than a step.
+- A caller's ``prompt_cache_key`` is part of the place, and gives short prompts one, too.
+
+The cost of a prompt grows with what it shares with many, at most ``MAX_STEPS`` steps, and with nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from services.gateway.core.rendezvous import NUM_PLACES
+from services.gateway.core.stream import StreamState
+from shared.messages.load import HotPrefix, LoadReport
+from shared.prefixes import prefix_root, prefix_steps
+
+COOL_SHARE = 0.5
+"""A beginning is told further apart until it is less than this part of one instance's share."""
+LEAST_BUSY = 0.25
+"""Of an instance's time, that a beginning takes in all."""
+
+
+@dataclass(slots=True)
+class _Said:
+    """By one instance."""
+
+    tokens: int
+    prefixes: tuple[HotPrefix, ...]
+    at_s: float
+    busy_s_total: float
+    busy: float
+    """The share of its time since it spoke before that."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one beginning, by all instances."""
+
+    prefix: HotPrefix
+    tokens: int = 0
+    hot: bool = False
+
+
+@dataclass(slots=True)
+class SharedBeginnings:
+    """What the prompts of one model begin with."""
+
+    _said: dict[str, _Said] = field(default_factory=dict)
+    """By instance."""
+    _tokens: int = 0
+    _busy: float = 0.0
+    """Instances, as if some were busy all the time and the others never."""
+    _known: dict[bytes, _Known] = field(default_factory=dict)
+    _hot: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
+    """By the first step: the hot ones and how many steps each is."""
+
+    def reported(self, report: LoadReport, num_instances: int, now_s: float) -> None:
+        """Take what an instance says, of so many."""
+        if not report.counted_tokens:
+            return
+        before = self._said.get(report.instance_id)
+        since_s = now_s - before.at_s if before is not None else 0.0
+        busy_s = report.busy_s_total - before.busy_s_total if before is not None else 0.0
+        busy = min(1.0, max(0.0, busy_s / since_s)) if since_s > 0 else 0.0
+        said = _Said(report.counted_tokens, report.hot_prefixes, now_s, report.busy_s_total, busy)
+        self._tokens += said.tokens
+        self._busy += said.busy
+        for prefix in said.prefixes:
+            self._known.setdefault(prefix.name, _Known(prefix)).tokens += prefix.tokens
+        if before is not None:
+            self._withdraw(before)
+        self._said[report.instance_id] = said
+        for prefix in (*said.prefixes, *(before.prefixes if before is not None else ())):
+            if prefix.name in self._known:
+                self._judge(self._known[prefix.name], num_instances)
+
+    def keep(self, instance_ids: Container[str]) -> None:
+        """Forget what others said."""
+        for instance_id in [name for name in self._said if name not in instance_ids]:
+            self._withdraw(self._said.pop(instance_id))
+
+    def place_of(self, stream: StreamState, secret: bytes) -> int | None:
+        """Where a prompt belongs: below ``NUM_PLACES``; None: nowhere in particular."""
+        if not stream.cache_scope:
+            return None
+        root = prefix_root(stream.model_hash, stream.cache_scope)
+        steps = prefix_steps(root, stream.prompt_token_ids)
+        name = next(steps, b"")
+        if name in self._hot:
+            hot = self._hot[name]
+            name = _behind(hot, [name, *islice(steps, max(hot.values()))])
+        if not name and not stream.prompt_cache_key:
+            return None
+        about = hashlib.blake2b(name or root, digest_size=8, key=secret)
+        about.update(stream.prompt_cache_key.encode(errors="surrogatepass"))
+        return int.from_bytes(about.digest()) % NUM_PLACES
+
+    def _withdraw(self, said: _Said) -> None:
+        self._tokens -= said.tokens
+        self._busy -= said.busy
+        for prefix in said.prefixes:
+            known = self._known[prefix.name]
+            known.tokens -= prefix.tokens
+            if known.tokens <= 0:
+                self._cool(known)
+                del self._known[prefix.name]
+
+    def _judge(self, known: _Known, num_instances: int) -> None:
+        share = known.tokens / self._tokens
+        if share * num_instances > 1.0 and share * self._busy > LEAST_BUSY:
+            known.hot = True
+            self._hot.setdefault(known.prefix.first, {})[known.prefix.name] = known.prefix.steps
+        elif share * num_instances < COOL_SHARE or share * self._busy < COOL_SHARE * LEAST_BUSY:
+            self._cool(known)
+
+    def _cool(self, known: _Known) -> None:
+        if known.hot:
+            known.hot = False
+            of_first = self._hot[known.prefix.first]
+            del of_first[known.prefix.name]
+            if not of_first:
+                del self._hot[known.prefix.first]
+
+
+def _behind(hot: Mapping[bytes, int], names: Sequence[bytes]) -> bytes:
+    """The first of a prompt's names that is behind all that is hot; empty: it does not go on behind that."""
+    deepest = max((steps for name, steps in hot.items() if names[steps - 1 : steps] == [name]), default=0)
+    return names[deepest] if deepest < len(names) else b""
