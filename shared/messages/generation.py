@@ -7,15 +7,26 @@ starts at offset *k*. The gateway accepts its current attempt and next offset on
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from shared.messages.codec import Message
 from shared.messages.common import AtWorker, ErrorInfo, LeaseSeconds
 from shared.subjects import Process
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+MAX_GRAMMAR_BYTES = 64 * 1024
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must be. The gateway has checked it, and ``shared.grammars`` says what it means."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
+    """At most ``MAX_GRAMMAR_BYTES`` in UTF-8. The schema (an object) or the array of strings as JSON, the expression,
+    or llguidance's Lark."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     """Number of alternatives per token; 0 gives the sampled token's alone, None gives none."""
+    grammar: Grammar | None = None
 
 
 class DecodePlace(AtWorker, frozen=True, kw_only=True):

@@ -24,13 +24,59 @@ from services.worker.engine.device_draw import (
     largest_of,
     log_sums_of,
 )
-from services.worker.engine.forward_batch import SamplingRow
+from services.worker.engine.forward_batch import Bits, SamplingRow
 from services.worker.engine.host_pack import HostPack
-from services.worker.engine.sampler import bias_error
+from services.worker.engine.sampler import bias_error, bits_of, masks_ends
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import TokenLogprobs
 
 _Draw = Callable[[torch.Tensor, torch.Tensor, DrawTable], torch.Tensor]
+
+
+class GuidedRows:
+    """Those that a grammar guides."""
+
+    def __init__(self, rows: Sequence[SamplingRow], vocab: int, pack: HostPack, *, wait_s: float) -> None:
+        """``wait_s``: for masks, at most, in all: the device has the step's layers to compute meanwhile."""
+        self.errors: dict[int, ErrorInfo] = {}
+        """Why there is no mask, by row."""
+        self._vocab = vocab
+        bits = bits_of(rows, self.errors, wait_s)
+        there = {index: mask for index, mask in bits.items() if mask is not None}
+        late = [index for index in bits if index not in there]
+        self._rows = pack.ints(list(there)) if there else None
+        self._words = pack.ints([_words(mask) for mask in there.values()]) if there else None
+        self._late = pack.ints(late) if late else None
+        self._refused = pack.ints(list(self.errors)) if self.errors else None
+
+    @property
+    def change(self) -> bool:
+        """Whether there is anything to ``adjust``."""
+        return self._rows is not None
+
+    def adjust(self, logits: torch.Tensor) -> None:
+        """In place."""
+        if self._rows is not None and self._words is not None:
+            places = torch.arange(_WORD_BITS, device=logits.device)
+            for row, words in zip(self._rows.tensor, self._words.tensor, strict=True):
+                fits = ((words[:, None] >> places) & 1).view(-1)[: self._vocab]
+                logits.index_put_((row,), logits[row].masked_fill(fits == 0, -torch.inf))
+
+    def mark(self, codes: torch.Tensor, nothing: int, late: int) -> None:
+        """Those without a mask have ``nothing`` in place of a token, or the less that they have, or ``late``."""
+        if self._refused is not None:
+            rows = self._refused.tensor
+            codes.index_copy_(0, rows, codes.index_select(0, rows).clamp_(max=nothing))
+        if self._late is not None:
+            codes.index_fill_(0, self._late.tensor, late)
+
+
+_WORD_BITS = 64
+
+
+def _words(bits: Bits) -> Array:
+    """The same, in whole words of 64 bits."""
+    return np.pad(bits, (0, len(bits) % 2)).view(np.int64)
 
 
 class BiasedRows:
@@ -44,7 +90,7 @@ class BiasedRows:
         values: list[float] = []
         for index, row in enumerate(rows):
             params = row.params
-            if row.masks_ends:
+            if masks_ends(row):
                 ends = {*params.stop_token_ids, *row.end_ids}
                 masked += [(index, token_id) for token_id in ends if 0 <= token_id < vocab]
             if params.logit_bias:

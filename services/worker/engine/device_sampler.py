@@ -20,7 +20,7 @@ from services.worker.device.tensors import Tensors
 from services.worker.engine.categorical import Ids
 from services.worker.engine.device_counts import CountTable, DeviceCounts, PenalisedRows
 from services.worker.engine.device_draw import best_of
-from services.worker.engine.device_rows import BiasedRows, DrawnRows, LogprobRows
+from services.worker.engine.device_rows import BiasedRows, DrawnRows, GuidedRows, LogprobRows
 from services.worker.engine.forward_batch import SAMPLED_STEPS, ForwardBatch
 from services.worker.engine.handoff import check_tokens
 from services.worker.engine.host_pack import HostPack
@@ -30,8 +30,10 @@ from shared.errors import BadRequest
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import TokenLogprobs
 
-_NO_TOKEN, _NOT_FINITE = -1, -2
+_NO_TOKEN, _NOT_FINITE, _LATE = -1, -2, -3
 """In place of a token id."""
+MASKS_WAIT_S = 0.002
+"""For masks of grammars, while the device computes layers."""
 
 
 class _Named(NamedTuple):
@@ -110,6 +112,7 @@ class DeviceSampler:
             return list
         pack = HostPack()
         penalised = PenalisedRows(self.counts, rows, pack)
+        guided = GuidedRows(rows, vocab, pack, wait_s=MASKS_WAIT_S)
         biased = BiasedRows(rows, vocab, pack)
         drawn = DrawnRows(rows, vocab, pack)
         logprobs = LogprobRows(rows, vocab, pack)
@@ -118,18 +121,21 @@ class DeviceSampler:
         best, codes = best_of(logits)
         is_number = torch.isfinite(best)
         logprobs.read(logits, best)
-        if biased.change or penalised.change:
+        if guided.change or biased.change or penalised.change:
+            guided.adjust(logits)
             biased.adjust(logits)
             penalised.penalise(logits)
             best, codes = best_of(logits)
         drawn.draw(logits, best, codes)
         codes.masked_fill_(~torch.isfinite(best), _NO_TOKEN).masked_fill_(~is_number, _NOT_FINITE)
         biased.refuse(codes, _NO_TOKEN)
+        guided.mark(codes, _NO_TOKEN, _LATE)
         token_ids = codes.clamp(min=0)
         self._keep(batch.number, token_ids)
         penalised.add(codes)
         there, *tables = self._tensors.download(codes, *logprobs.tables(token_ids))
-        return lambda: _sampled(there.tolist(), biased.errors, logprobs.by_row(tables))
+        errors = biased.errors | guided.errors
+        return lambda: _sampled(there.tolist(), errors, logprobs.by_row(tables))
 
     def _keep(self, number: int, token_ids: torch.Tensor) -> None:
         self._steps[number] = token_ids
@@ -138,7 +144,7 @@ class DeviceSampler:
 
 
 def _sampled(
-    codes: Sequence[int], bias_errors: Mapping[int, ErrorInfo], logprobs: Mapping[int, TokenLogprobs]
+    codes: Sequence[int], errors: Mapping[int, ErrorInfo], logprobs: Mapping[int, TokenLogprobs]
 ) -> list[Sampled]:
     result: list[Sampled] = []
     for row, code in enumerate(codes):
@@ -146,6 +152,8 @@ def _sampled(
             result.append(Sampled(code, logprobs.get(row)))
         elif code == _NOT_FINITE:
             result.append(Sampled(-1, error=not_finite(row)))
+        elif code == _LATE:
+            result.append(Sampled(-1, is_late=True))
         else:
-            result.append(Sampled(-1, error=bias_errors.get(row, NOTHING_LEFT)))
+            result.append(Sampled(-1, error=errors.get(row, NOTHING_LEFT)))
     return result

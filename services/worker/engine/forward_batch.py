@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -20,8 +20,10 @@ import numpy.typing as npt
 from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.errors import BadRequest
+from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams
 
+Bits = npt.NDArray[np.int32]
 CountsOf = Callable[[Sequence[int], Sequence[int]], Any]
 """``Engine.counts_of``."""
 
@@ -36,6 +38,18 @@ class RowOf(msgspec.Struct, frozen=True, gc=False):
     row: int
 
 
+class Masks(Protocol):
+    """What a request's next token may be (``engine.grammar``)."""
+
+    @property
+    def is_complete(self) -> bool:
+        """It can be none but the end."""
+
+    def mask(self, wait_s: float = 0.0) -> Bits | ErrorInfo | None:
+        """A bit per token, ``[ceil(vocabulary / 32)]``, the first one the lowest of each number; or why there is none.
+        None: it is not there, not after so many seconds either."""
+
+
 class SamplingRow(msgspec.Struct, frozen=True, gc=False):
     """How the token behind a slice is chosen."""
 
@@ -48,6 +62,8 @@ class SamplingRow(msgspec.Struct, frozen=True, gc=False):
     """Neither may be chosen: fewer than ``min_tokens`` are put out."""
     counts: Any = None
     """The engine's, of the tokens that penalties count (``Engine.counts_of``); None for a request without."""
+    masks: Masks | None = None
+    """Of the tokens that may be chosen, where that is not all of them."""
 
 
 class Slice(msgspec.Struct, frozen=True, gc=False):
@@ -149,7 +165,11 @@ class ForwardBatches:
         params = sequence.params
         if sequence.is_penalised and sequence.counts is None:
             sequence.counts = self._counts_of(sequence.prompt, sequence.output)
-        return SamplingRow(params, position, sequence.end_ids, position < params.min_tokens, sequence.counts)
+        masks_ends = position < params.min_tokens
+        if not sequence.is_guided:
+            return SamplingRow(params, position, sequence.end_ids, masks_ends, sequence.counts)
+        masks = cast("Masks", sequence.guidance)
+        return SamplingRow(params, position, sequence.end_ids, masks_ends, sequence.counts, masks)
 
 
 class SampledSteps:
@@ -161,7 +181,7 @@ class SampledSteps:
 
     def add(self, number: int, sampled: Sequence[Sampled]) -> None:
         """A row that failed has a token id all the same: what was begun behind it must be computable."""
-        self._token_ids[number] = [0 if token.error is not None else token.token_id for token in sampled]
+        self._token_ids[number] = [max(0, token.token_id) for token in sampled]
         while len(self._token_ids) > SAMPLED_STEPS:
             del self._token_ids[next(iter(self._token_ids))]
 

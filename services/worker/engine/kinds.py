@@ -67,6 +67,8 @@ class EngineKind:
     """Of this process."""
     warm_up: Callable[[Device], object] = _warms_nothing
     """What a process computes once, before the first request could wait for it."""
+    has_grammars: bool = False
+    """Whether it keeps outputs to a grammar."""
     uses_kv_memory: bool = True
     """Whether its KV is in the worker's pool. Else that is only counted."""
 
@@ -155,11 +157,13 @@ ENGINES = {
         modules=(
             "torch",
             "services.worker.engine.warm_up",
+            "services.worker.engine.grammar.guidance",
             *(f"services.worker.engine.attention.{name}" for name in ATTENTION),
             *(f"services.worker.engine.models.{family.name}" for family in FAMILIES),
         ),
         set_threads=_set_torch_threads,
         warm_up=_warm_up_torch,
+        has_grammars=True,
     ),
     "mock": EngineKind(
         make=_make_mock,

@@ -1,7 +1,7 @@
 """From logits to tokens, with OpenAI's and vLLM's meaning of every parameter.
 
-Order: log-probabilities are read off the raw logits; then ``min_tokens`` masks the tokens that
-would end the request, ``logit_bias`` is added, the repetition penalty (prompt and output) and
+Order: log-probabilities are read off the raw logits; then a grammar masks what does not fit, ``min_tokens`` the tokens
+that would end the request, ``logit_bias`` is added, the repetition penalty (prompt and output) and
 the frequency and presence penalties (output) apply; then temperature, top-k, top-p, draw.
 
 A draw depends on the logits and on (seed, index of the output token), never on the rest of the batch; see
@@ -10,11 +10,13 @@ Greedy takes the lowest id among equals.
 
 A row whose logits are not finite numbers (NaN, +inf, or all -inf) yields ``Sampled.error``: its
 request ends with an ``internal`` error, the other rows are unaffected. A ``logit_bias`` outside the vocabulary yields
-``bad_request`` likewise; other ids outside the vocabulary cannot occur in logits and are ignored.
+``bad_request`` likewise; other ids outside the vocabulary cannot occur in logits and are ignored. A row whose mask is
+not there yields ``Sampled.is_late``.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -24,7 +26,7 @@ import torch
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.device.tensors import Tensors
 from services.worker.engine.categorical import DrawRow, Floats, Ids, draw, uniform
-from services.worker.engine.forward_batch import ForwardBatch, SampledSteps, SamplingRow
+from services.worker.engine.forward_batch import Bits, ForwardBatch, SampledSteps, SamplingRow
 from services.worker.engine.handoff import check_tokens
 from services.worker.engine.sampling import Drawn
 from services.worker.engine.token_counts import TokenCounts
@@ -72,7 +74,7 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampl
         end = start + _ROWS_AT_ONCE
         sampled += _sample(logits[start:end].to(device="cpu", dtype=torch.float32), rows[start:end])
     for row, token in zip(rows, sampled, strict=True):
-        if row.counts is not None and token.error is None:
+        if row.counts is not None and token.token_id >= 0:
             row.counts.add(row.position, token.token_id)
     return sampled
 
@@ -80,15 +82,16 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampl
 def _sample(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """``raw`` [n, vocab] float32 on the CPU."""
     errors: dict[int, ErrorInfo] = {}
+    bits = bits_of(rows, errors)
     best, greedy = _best(raw)
     for i in np.flatnonzero(~np.isfinite(best)).tolist():
         errors[i] = not_finite(i)
     scores = raw
-    adjusted = [i for i, row in enumerate(rows) if i not in errors and _is_adjusted(row)]
+    adjusted = [i for i, row in enumerate(rows) if i not in errors and (_is_adjusted(row) or bits.get(i) is not None)]
     if adjusted:
         scores = raw.clone()
         for i in adjusted:
-            error = _adjust(scores[i].numpy(), rows[i])
+            error = _adjust(scores[i].numpy(), rows[i], bits.get(i))
             if error is not None:
                 errors[i] = error
         best, greedy = _best(scores)
@@ -101,10 +104,14 @@ def _sample(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         for i, token_id in zip(drawn, draw(ours, tops, [_draw_row(rows[i]) for i in drawn]), strict=True):
             token_ids[i] = token_id
     logprobs = _logprobs(raw, token_ids, rows)
-    return [
+    sampled = [
         Sampled(-1, error=errors[i]) if i in errors else Sampled(token_id, logprobs[i])
         for i, token_id in enumerate(token_ids)
     ]
+    for i, mask in bits.items():
+        if mask is None:
+            sampled[i] = Sampled(-1, is_late=True)
+    return sampled
 
 
 def _best(scores: torch.Tensor) -> tuple[Floats, Ids]:
@@ -119,7 +126,22 @@ def not_finite(row: int) -> ErrorInfo:
     return ErrorInfo.of(Internal(f"the model's logits for row {row} are not finite numbers"))
 
 
-NOTHING_LEFT = ErrorInfo.of(BadRequest("logit_bias and min_tokens leave no token to sample"))
+NOTHING_LEFT = ErrorInfo.of(BadRequest("grammar, logit_bias and min_tokens leave no token to sample"))
+
+
+def bits_of(rows: Sequence[SamplingRow], errors: dict[int, ErrorInfo], wait_s: float = 0.0) -> dict[int, Bits | None]:
+    """The masks of the rows that have one, by row; None where it is not there. ``errors`` gets why there is none.
+    ``wait_s``: at most, in all."""
+    bits: dict[int, Bits | None] = {}
+    until_s = time.monotonic() + wait_s if wait_s else 0.0
+    for i, row in enumerate(rows):
+        if row.masks is not None:
+            mask = row.masks.mask(max(0.0, until_s - time.monotonic()) if wait_s else 0.0)
+            if isinstance(mask, ErrorInfo):
+                errors[i] = mask
+            else:
+                bits[i] = mask
+    return bits
 
 
 def bias_error(params: SamplingParams, vocab: int) -> ErrorInfo | None:
@@ -139,10 +161,18 @@ def _is_adjusted(row: SamplingRow) -> bool:
     return bool(row.params.logit_bias) or row.masks_ends or row.counts is not None
 
 
-def _adjust(scores: Floats, row: SamplingRow) -> ErrorInfo | None:
-    """Apply mask, bias and penalties to one row [vocab] in place; the error of a bad bias."""
+def masks_ends(row: SamplingRow) -> bool:
+    """Whether none of its ends may be chosen. A complete grammar leaves nothing else."""
+    return row.masks_ends and (row.masks is None or not row.masks.is_complete)
+
+
+def _adjust(scores: Floats, row: SamplingRow, bits: Bits | None) -> ErrorInfo | None:
+    """Apply masks, bias and penalties to one row [vocab] in place; the error of a bad bias."""
     params, vocab = row.params, len(scores)
-    if row.masks_ends:
+    if bits is not None:
+        fits = np.unpackbits(bits.view(np.uint8), bitorder="little", count=vocab)
+        scores[fits == 0] = -np.inf
+    if masks_ends(row):
         ends = {*params.stop_token_ids, *row.end_ids}
         scores[_inside(np.fromiter(ends, np.int64), vocab)] = -np.inf
     if params.logit_bias:

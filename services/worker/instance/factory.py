@@ -6,10 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from services.worker.config import WorkerConfig
+from services.worker.core.scheduling.guidance import Guidance
 from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.device import Device
 from services.worker.device.late import LateDevice, LateStreams
 from services.worker.engine.base import Engine
@@ -22,9 +25,11 @@ from services.worker.instance.instance import Instance
 from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
 from shared.aio import in_thread
+from shared.checkpoint import TOKENIZER_FILE
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.plans import ChainMember, ScalePlan
+from shared.messages.registry import ModelRecord
 from shared.profile import Profile
 from shared.profile_directory import ProfileDirectory
 
@@ -133,9 +138,23 @@ class InstanceFactory:
             engine.watch(loop.scheduler.pool)
         if profile is not None:
             loop.scheduler.budgets.expect(profile)
+        if self._kind.has_grammars:
+            loop.scheduler.table.guide = await self._guide(record, loop)
         loop.prefill_listener, loop.step_listener = self._prefill_listener, self._step_listener
         thread = EngineThread(loop, self._on_output, self._on_failure)
         return Instance(plan, member, copy, thread, default_slo_tbt_s=config.slo_tbt_s)
+
+    async def _guide(self, record: ModelRecord, loop: EngineLoop) -> Callable[[ActiveSequence], Guidance]:
+        from services.worker.engine.grammar.guidance import GrammarGuides, compiler_of
+
+        file = Path(record.path) / TOKENIZER_FILE
+        if not await in_thread(file.is_file):
+            log.warning("%s is not here: no answer of model %s can be kept to a grammar", file, record.name)
+
+        def wake() -> None:
+            loop.wake()  # it is another one once a thread runs the loop
+
+        return GrammarGuides(lambda: compiler_of(record), wake).guide
 
     async def release(self) -> None:
         """The instance is gone: most of the KV pool's pages may go back to the system.

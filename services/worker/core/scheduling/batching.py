@@ -20,6 +20,7 @@ Rules, in order:
 
 from __future__ import annotations
 
+from services.worker.core.scheduling.guidance import Guidance
 from services.worker.core.scheduling.request_table import RequestTable
 from services.worker.core.scheduling.reservations import Reservations
 from services.worker.core.scheduling.schedule import ScheduledBatch, ScheduledSlice
@@ -91,7 +92,9 @@ class ContinuousBatching:
             start = sequence.num_computed
             budget = self._budgets.next()
             if len(sequence.tokens) - start > 1:
-                _prefill(sequence, start, budget, slices)
+                self._prefill(sequence, start, budget, slices)
+            elif sequence.is_guided and not self._may_decode(sequence):
+                continue
             else:
                 full = start >= len(sequence.block_table) * self._table.pool.block_size
                 if full and not self._grow(sequence, running.index(sequence) + 1, preempted):
@@ -120,10 +123,12 @@ class ContinuousBatching:
             start, known = sequence.num_computed, len(sequence.tokens)
             if ahead is not None and (piece := ahead.get(id(sequence))) is not None:
                 start, known = piece.start + piece.num_tokens, known + piece.sample
-                if piece.sample and self._ends_with_next(sequence):
+                if piece.sample and (sequence.is_guided or self._ends_with_next(sequence)):
                     continue
             if known - start > 1:
                 prefills.append((sequence, start))
+                continue
+            if sequence.is_guided and not self._may_decode(sequence):
                 continue
             if start >= len(sequence.block_table) * block_size and not self._grow(sequence, index, preempted):
                 break
@@ -135,14 +140,14 @@ class ContinuousBatching:
         for sequence, start in prefills:
             if not budget.room(start):
                 break
-            _prefill(sequence, start, budget, slices)
+            self._prefill(sequence, start, budget, slices)
         while budget.room() and not preempted and (admitted := self._admit(now_s)) is not None:
             if admitted.alone:
                 continue
             if not budget.room(admitted.num_computed):
                 break  # behind a long prefix a token costs more: it has its turn, and nobody later before it
             some_cached = some_cached or admitted.num_computed > 0
-            _prefill(admitted, admitted.num_computed, budget, slices)
+            self._prefill(admitted, admitted.num_computed, budget, slices)
         if not slices:
             return None  # what is computed outside of steps leaves no capacity
         is_rest = some_cached and budget.num_tokens < TELLING_TOKENS
@@ -214,9 +219,29 @@ class ContinuousBatching:
         table.run(sequence)
         return sequence
 
+    def _prefill(self, sequence: ActiveSequence, start: int, budget: StepBudget, slices: list[ScheduledSlice]) -> None:
+        """Give it its share of the step, of which something must be left. What is behind its last token waits for its
+        mask: others may have been told by then that the context is computed."""
+        remaining = len(sequence.tokens) - start
+        wanted = remaining
+        if sequence.is_guided and not self._guidance(sequence).is_ready:
+            wanted -= 1
+        count = budget.take(start, wanted)
+        if count:
+            slices.append(ScheduledSlice(sequence, start, count, count == remaining))
 
-def _prefill(sequence: ActiveSequence, start: int, budget: StepBudget, slices: list[ScheduledSlice]) -> None:
-    """Give it its share of the step, of which something must be left."""
-    remaining = len(sequence.tokens) - start
-    count = budget.take(start, remaining)
-    slices.append(ScheduledSlice(sequence, start, count, count == remaining))
+    def _guidance(self, sequence: ActiveSequence) -> Guidance:
+        if sequence.guidance is None:
+            sequence.guidance = self._table.guide(sequence)
+        return sequence.guidance
+
+    def _may_decode(self, sequence: ActiveSequence) -> bool:
+        """Whether the mask of its next token is there, or may be by the time it is drawn."""
+        guidance = self._guidance(sequence)
+        if guidance.is_complete:
+            self._table.complete.append(sequence)
+            return False
+        if guidance.is_ready:
+            guidance.was_late = False
+            return True
+        return sequence.decodes and not guidance.was_late

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection
 
 from services.worker.core.scheduling.beginnings import Beginnings
 from services.worker.core.scheduling.blocks import BlockPool
+from services.worker.core.scheduling.guidance import Guidance
 from services.worker.core.scheduling.prefix_cache import PrefixCache
 from services.worker.core.scheduling.schedule import PartialBatch, Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
+from shared.errors import UnsupportedParameter
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart
 
@@ -28,6 +30,10 @@ class RequestTable:
             pool = make(config.num_blocks, config.block_size, config.prepared_blocks)
         self.pool = pool
         self.cache = pool if isinstance(pool, PrefixCache) else None
+        self.guide: Callable[[ActiveSequence], Guidance] = guides_nobody
+        """Begins to keep a request's output to its grammar. It is called once for each, here."""
+        self.complete: list[ActiveSequence] = []
+        """Those found to need no further step, which have not been ended yet."""
         self.accepted: dict[tuple[str, int], ActiveSequence] = {}
         """Those that have not ended, by request id and attempt."""
         self.waiting: deque[ActiveSequence] = deque()
@@ -92,8 +98,12 @@ class RequestTable:
         """The output of a token just sampled; an end forgets the sequence."""
         if token.error is not None:
             return self.failed(sequence, token.error)
+        if sequence.guidance is not None and sequence.guidance.is_complete:
+            return self.completed(sequence)  # this token can be none but an end
         sequence.append(token.token_id)
         reason = sequence.finish_reason(self.config.limit_tokens)
+        if sequence.guidance is not None and reason is None:
+            sequence.guidance.accept(token.token_id)
         output = sequence.emit(token.token_id, token.logprobs, reason)
         if reason is not None:
             self.ended_by_itself(sequence)
@@ -105,6 +115,12 @@ class RequestTable:
             self.cache.doubt(sequence.block_table)
         output = sequence.end("error", error)
         self.forget(sequence)
+        return output
+
+    def completed(self, sequence: ActiveSequence) -> StreamPart:
+        """Its grammar leaves nothing to put out."""
+        output = sequence.end("stop")
+        self.ended_by_itself(sequence)
         return output
 
     def ended_by_itself(self, sequence: ActiveSequence) -> None:
@@ -184,6 +200,25 @@ class RequestTable:
     def landing(self) -> Collection[list[int]]:
         """The blocks of ``landing_blocks``."""
         return self._landing.values()
+
+
+class _NoGuidance:
+    """Of an engine that has none."""
+
+    was_late = False
+    is_ready = True
+    is_complete = False
+
+    def accept(self, token_id: int) -> None:
+        """Whatever it is."""
+
+
+NO_GRAMMARS = UnsupportedParameter("the engine of this model keeps no output to a grammar", param="response_format")
+
+
+def guides_nobody(_: ActiveSequence) -> Guidance:
+    """Of an engine that has no grammars."""
+    return _NoGuidance()
 
 
 def _arrival(sequence: ActiveSequence) -> int:

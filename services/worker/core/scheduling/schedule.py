@@ -87,11 +87,13 @@ class PartialBatch:
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
-    """One sampled token. With ``error`` there is none: its request ends with it, the others of the batch go on."""
+    """One sampled token. With ``error`` there is none: its request ends with it, the others of the batch go on. With
+    ``is_late`` neither: its mask was not there (``guidance``), and it is computed again."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: ErrorInfo | None = None
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from services.worker.core.scheduling.batching import ContinuousBatching
 from services.worker.core.scheduling.blocks import BlockPool
 from services.worker.core.scheduling.gateways import Gone
-from services.worker.core.scheduling.request_table import RequestTable
+from services.worker.core.scheduling.request_table import NO_GRAMMARS, RequestTable, guides_nobody
 from services.worker.core.scheduling.reservations import Reservations
 from services.worker.core.scheduling.schedule import (
     Queued,
@@ -80,7 +80,8 @@ class Scheduler:
 
         A continuation whose streamed tokens already end it gets its terminal at once. Raises
         ``Conflict`` for an attempt that is here already, ``ContextLengthExceeded`` when not even
-        one token fits behind the prompt, and ``Overloaded`` when the queue is full.
+        one token fits behind the prompt, ``UnsupportedParameter`` for a grammar where there are none, and
+        ``Overloaded`` when the queue is full.
         """
         config, table = self.config, self.table
         if sequence.key in table.accepted:
@@ -90,6 +91,8 @@ class Scheduler:
                 f"a prompt of {len(sequence.prompt)} tokens: this instance takes 1 to {config.limit_tokens - 1}",
                 param="prompt",
             )
+        if sequence.is_guided and table.guide is guides_nobody:
+            raise NO_GRAMMARS
         reason = sequence.finish_reason(config.limit_tokens)
         if reason is not None:
             sequence.finished = True
@@ -154,12 +157,20 @@ class Scheduler:
         if len(self._flight) == MAX_IN_FLIGHT:
             raise RuntimeError(f"{MAX_IN_FLIGHT} batches are in flight")
         batch = self._batching.next_batch(now_s)
+        if self.table.complete:
+            self._end_complete()
         if batch is not None:
             self.table.prefill_tokens_total += batch.num_prefill_tokens
             self._decode_tokens_total += batch.num_decode_tokens
             self._flight.append(batch)
             self.table.flight.append(batch)
         return batch
+
+    def _end_complete(self) -> None:
+        table = self.table
+        self._ended += [table.completed(sequence) for sequence in table.complete if not sequence.finished]
+        table.complete.clear()
+        table.running = [s for s in table.running if not s.finished]
 
     def complete(
         self,
@@ -197,14 +208,19 @@ class Scheduler:
                 outputs.append(table.failed(sequence, failure))
                 leave = True
                 continue
+            late = token is not None and token.is_late
             if torn and id(sequence) in torn:
-                if token is not None and sequence.decode_at is None:
+                if token is not None and not late and sequence.decode_at is None:
                     outputs.append(table.take_token(sequence, token))
                 continue
-            sequence.num_computed = piece.start + piece.num_tokens
+            sequence.num_computed = piece.start + piece.num_tokens - late
             if remembers:
                 table.remember(sequence)
             if token is None:
+                continue
+            if token.is_late:
+                assert sequence.guidance is not None
+                sequence.guidance.was_late = True
                 continue
             outputs.append(table.take_token(sequence, token))
             if sequence.decode_at is not None:

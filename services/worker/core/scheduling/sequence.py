@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.worker.core.scheduling.guidance import Guidance
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart, Submit, TokenLogprobs
 from shared.prefixes import chained, prefix_root
@@ -51,6 +52,10 @@ class ActiveSequence:
     """See the function of this name."""
     counts: Any = field(init=False, default=None)
     """The engine's, once it samples, if the request is penalised."""
+    is_guided: bool = field(init=False)
+    """Its output is kept to a grammar."""
+    guidance: Guidance | None = field(init=False, default=None)
+    """Once it has begun here."""
 
     id: int = field(init=False, default=-1)
     """Its place in the order of arrival."""
@@ -80,6 +85,7 @@ class ActiveSequence:
         self.end_ids = () if self.params.ignore_eos else tuple(self.eos_token_ids)
         self.stop_ids = frozenset((*self.params.stop_token_ids, *self.end_ids))
         self.is_penalised = is_penalised(self.params)
+        self.is_guided = self.params.grammar is not None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -96,8 +102,8 @@ class ActiveSequence:
 
     @property
     def stays(self) -> bool:
-        """Whether it is not lent."""
-        return self.alone or self.has_begun
+        """Whether it is not lent. Steps alone wait for masks, so a pair's batches have no guided ones."""
+        return self.alone or self.has_begun or self.is_guided
 
     @property
     def decodes(self) -> bool:

@@ -9,7 +9,7 @@ from services.worker.core.scheduling.schedule import PartialBatch, Sampled, Sche
 from services.worker.core.scheduling.scheduler import NO_FAILURES, Scheduler
 from services.worker.core.scheduling.sequence import ActiveSequence
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
+from shared.messages.generation import DecodePlace, Grammar, SamplingParams, StreamPart
 
 VOCABULARY = 7
 SHARED_TOKENS = 5
@@ -39,13 +39,16 @@ def placed_request(
     alone: int = 0,
     decode_at: DecodePlace | None = None,
     cache_root: bytes = b"",
+    grammar: Grammar | None = None,
 ) -> ActiveSequence:
     return ActiveSequence(
         request_id=name,
         attempt=0,
         gateway_id=gateway,
         prompt=tuple(token_at(name, i) for i in range(prompt_tokens)),
-        params=SamplingParams(max_tokens=max_tokens, seed=1, min_tokens=min_tokens, stop_token_ids=tuple(stops)),
+        params=SamplingParams(
+            max_tokens=max_tokens, seed=1, min_tokens=min_tokens, stop_token_ids=tuple(stops), grammar=grammar
+        ),
         alone_tokens=alone,
         decode_at=decode_at,
         cache_root=cache_root,
@@ -109,6 +112,12 @@ class Pipeline:
                 assert not ends, "its end is known"
                 assert not ahead[-1].sample or sequence.decode_at is None, "it is decoded elsewhere"
             assert piece.start == start, "it goes on where what is in flight ends"
+            if sequence.is_guided:
+                assert not ahead or not ahead[-1].sample, "its mask cannot be known"
+                guidance = sequence.guidance
+                assert guidance is not None
+                ready = guidance.is_ready or (sequence.decodes and not guidance.was_late)
+                assert ready or not piece.sample, "it waits for its mask"
             assert 0 < piece.num_tokens <= known - start
             assert piece.sample == (piece.start + piece.num_tokens == known)
         assert all(not batch.touches(s) for s in batch.preempted)
@@ -140,8 +149,10 @@ class Pipeline:
             if place not in failures:
                 self._compute(touched, piece.start, piece.num_tokens)
                 if piece.sample:
-                    end = piece.start + piece.num_tokens
-                    sampled.append(Sampled(token_at(piece.sequence.request_id, end), error=row_errors.get(place)))
+                    end, guidance = piece.start + piece.num_tokens, piece.sequence.guidance
+                    token = Sampled(token_at(piece.sequence.request_id, end), error=row_errors.get(place))
+                    late = guidance is not None and not guidance.is_ready
+                    sampled.append(Sampled(-1, is_late=True) if late else token)
         return self.scheduler.complete(batch, sampled, failures)
 
     def drop(self) -> None:

@@ -1,0 +1,1 @@
+"""Answers that follow a grammar: which tokens may come next."""

@@ -1,0 +1,86 @@
+"""What a ``Grammar`` means to llguidance: its text there, and what it may cost.
+
+Gateway and worker build a grammar from the same text under the same limits, so that what one accepts the other can
+follow. Nothing here needs llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from shared.messages.generation import Grammar
+
+OPTIONS_KEYWORD = "x-guidance"
+"""With which a schema would set llguidance's options, which are ours to set."""
+_OPTIONS = {"coerce_one_of": True}
+"""The gateway passes a ``oneOf`` only where no two of its alternatives can both hold."""
+_NOT_IN_LITERALS = re.compile(r"\\(.)|([/\n\r])", re.DOTALL)
+_ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """What compiling a grammar, and each mask, may cost: llguidance's limits by their names there.
+
+    Measured on a core that fills about 14 fuel per microsecond: beyond ``step_lexer_fuel`` or ``step_max_items`` a mask
+    has taken about 4 ms, and 10,000 states are 10 to 20 MB."""
+
+    max_items_in_row: int
+    initial_lexer_fuel: int = 100_000
+    step_lexer_fuel: int = 50_000
+    step_max_items: int = 10_000
+    max_lexer_states: int = 10_000
+    max_grammar_size: int = 50_000
+
+
+_LIMITS = {"lark": GrammarLimits(max_items_in_row=250)}
+"""A row of an ambiguous grammar costs its items and is as long as what was written; a schema's rows are long where
+objects have many optional members, four items each."""
+_OTHER_LIMITS = GrammarLimits(max_items_in_row=1000)
+
+
+def limits_of(grammar: Grammar) -> GrammarLimits:
+    """The same at the gateway and in the worker."""
+    return _LIMITS.get(grammar.kind, _OTHER_LIMITS)
+
+
+def llguidance_text(grammar: Grammar) -> str:
+    """The grammar as llguidance reads it. Raises ``ValueError`` for a text that is not of its kind."""
+    return json.dumps({"grammars": [_TEXTS[grammar.kind](grammar.text)]})
+
+
+def _of_schema(text: str) -> dict[str, Any]:
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be an object")
+    return {"json_schema": {**schema, OPTIONS_KEYWORD: _OPTIONS}}
+
+
+def _of_regex(text: str) -> dict[str, Any]:
+    return {"lark_grammar": f"start: /{_NOT_IN_LITERALS.sub(_escaped, text) or '(?:)'}/"}
+
+
+def _escaped(match: re.Match[str]) -> str:
+    character: str = match[1] or match[2]
+    return _ESCAPES.get(character) or match[0]
+
+
+def _of_choice(text: str) -> dict[str, Any]:
+    # One terminal: alternatives of a rule would each cost an item of every row.
+    return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(map(_literal, json.loads(text)))}
+
+
+def _literal(choice: object) -> str:
+    if not isinstance(choice, str):
+        raise ValueError("a choice must be a string")
+    return json.dumps(choice).replace("\x7f", "\\u007f")
+
+
+def _of_lark(text: str) -> dict[str, Any]:
+    return {"lark_grammar": text}
+
+
+_TEXTS = {"json_schema": _of_schema, "regex": _of_regex, "choice": _of_choice, "lark": _of_lark}
