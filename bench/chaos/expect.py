@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from bench.chaos.answer import Answer, Failure, Reader
 from bench.chaos.gateways import Gateway
 from bench.chaos.injected_fault import now_s
 from bench.chaos.load import ask
-from bench.chaos.question import Question
+from bench.chaos.question import SCHEMA, Question
 from compose.errors import StackError
 
 _AT_ONCE = 8
@@ -27,12 +28,16 @@ class Expected:
     answers: dict[int, Answer]
     first_tokens: tuple[tuple[int, float], ...]
     """(prompt tokens, seconds to the first token) of an idle instance."""
+    schema_answers: int = 0
+    """Of the answers, those with a schema that became whole: each is valid."""
+    schema_cuts: int = 0
+    """Those that their limit cut off."""
 
 
 async def expect(gateway: Gateway, model: str, questions: Sequence[Question]) -> Expected:
     """Ask each question streamed, one after the other, and then whole, some at a time.
 
-    Raises ``ChaosFailed`` unless both answers are there and equal.
+    Raises ``ChaosFailed`` unless both answers are there and equal, and valid where there is a schema.
     """
     answers: dict[int, Answer] = {}
     first_tokens = []
@@ -47,7 +52,29 @@ async def expect(gateway: Gateway, model: str, questions: Sequence[Question]) ->
         for question, (_, answer) in zip(batch, whole, strict=True):
             if difference := answer.difference(answers[question.index]):
                 raise ChaosFailed(f"streamed and whole answers to question {question.index} differ: {difference}")
-    return Expected(answers, tuple(first_tokens))
+    schemas = [answers[question.index] for question in questions if question.has_schema]
+    complete = [answer for answer in schemas if answer.finish_reason == "stop"]
+    for answer in complete:
+        _check(answer)
+    return Expected(answers, tuple(first_tokens), len(complete), len(schemas) - len(complete))
+
+
+def _check(answer: Answer) -> None:
+    """Without a library, since the schema is one: what it says, in the language of the benchmark."""
+    try:
+        value = json.loads(answer.text)
+        valid = (
+            value.keys() == SCHEMA["properties"].keys()
+            and isinstance(value["name"], str)
+            and len(value["name"]) <= SCHEMA["properties"]["name"]["maxLength"]
+            and value["kind"] in SCHEMA["properties"]["kind"]["enum"]
+            and len(value["sizes"]) <= SCHEMA["properties"]["sizes"]["maxItems"]
+            and all(type(size) is int and 0 <= size <= 999 for size in value["sizes"])
+        )
+    except (ValueError, AttributeError, TypeError, KeyError):
+        valid = False
+    if not valid:
+        raise ChaosFailed(f"an answer does not have its schema: {answer.text!r}")
 
 
 async def _answer(gateway: Gateway, model: str, question: Question, *, stream: bool) -> tuple[Reader, Answer]:

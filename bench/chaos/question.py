@@ -16,6 +16,19 @@ _PROMPT_TOKENS = ((0.65, (4, 40)), (0.25, (60, 200)), (0.1, (400, 900)))
 _SHARED_TOKENS = 300
 _OUTPUT_TOKENS = ((0.45, (4, 16)), (0.35, (20, 50)), (0.2, (90, 180)))
 """Shares, and ranges of tokens. Long answers are there to be hit by a kill."""
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["red", "green", "blue"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+"""Of every third answer, where the engine has grammars."""
+_SCHEMA_TOKENS = 400
+"""Enough for nearly every answer of a random model to become whole; most take a tenth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +39,7 @@ class Question:
     prompt: tuple[int, ...]
     max_tokens: int
     options: tuple[tuple[str, Any], ...]
+    has_schema: bool = False
 
     @property
     def drawn(self) -> bool:
@@ -43,14 +57,15 @@ class Question:
         return msgspec.json.encode(fields)
 
 
-def make_questions(seed: int, count: int) -> tuple[Question, ...]:
-    """Greedy and drawn ones (with a seed), of several lengths, some with stop strings, some with logprobs."""
+def make_questions(seed: int, count: int, *, schemas: bool = True) -> tuple[Question, ...]:
+    """Greedy and drawn ones (with a seed), of several lengths, some with stop strings, some with logprobs; with
+    ``schemas`` every third one has ``SCHEMA``."""
     rng = random.Random(f"questions-{seed}")
     beginning = rng.choices(_TOKEN_IDS, k=_SHARED_TOKENS)
-    return tuple(_question(rng, index, beginning) for index in range(count))
+    return tuple(_question(rng, index, beginning, schemas and index % 3 == 1) for index in range(count))
 
 
-def _question(rng: random.Random, index: int, beginning: list[int]) -> Question:
+def _question(rng: random.Random, index: int, beginning: list[int], has_schema: bool) -> Question:
     """Every second one begins as others do."""
     shared = beginning[: rng.randrange(_SHARED_TOKENS)] if index // 2 % 2 else []
     prompt = tuple(shared + rng.choices(_TOKEN_IDS, k=_length(rng, _PROMPT_TOKENS)))
@@ -59,14 +74,17 @@ def _question(rng: random.Random, index: int, beginning: list[int]) -> Question:
     if index % 2:
         options = {"temperature": round(rng.uniform(0.6, 1.2), 2), "seed": rng.getrandbits(40)}
         options |= ({}, {"top_p": 0.9}, {"top_k": 40}, {"presence_penalty": 0.5})[index // 2 % 4]
-    if index % 5 == 2:
+    if has_schema:
+        options["guided_json"] = SCHEMA
+        max_tokens = _SCHEMA_TOKENS
+    elif index % 5 == 2:
         # Four letters of some ninety that the demo model writes: most answers end with one of them.
         options["stop"] = rng.sample(_LETTERS, 4)
     else:
         options["ignore_eos"] = True
     if index % 7 == 3:
         options["logprobs"] = 2
-    return Question(index, prompt, max_tokens, tuple(options.items()))
+    return Question(index, prompt, max_tokens, tuple(options.items()), has_schema)
 
 
 def _length(rng: random.Random, shares: tuple[tuple[float, tuple[int, int]], ...]) -> int:

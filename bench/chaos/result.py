@@ -49,6 +49,10 @@ class Result:
     end_s: float
     late_faults: int = 0
     """Calls that late engines failed because something had not landed, or was in use."""
+    schema_answers: int = 0
+    """Questions with a schema whose answer is whole, and valid: one that is right is the same."""
+    schema_cuts: int = 0
+    """Those whose answer the limit cuts off."""
 
     def count(self, verdict: Verdict) -> int:
         return sum(record.outcome.verdict == verdict for record in self.records)
@@ -94,6 +98,9 @@ class Result:
             "failed": self.count("failed"),
             "different": self.count("different"),
             "late_faults": self.late_faults,
+            "with_schema": sum(record.question.has_schema for record in self.records),
+            "schema_answers": self.schema_answers,
+            "schema_cuts": self.schema_cuts,
             "lost_with_gateway": self.count("lost_with_gateway"),
             "refused_without_gateway": self.refused,
             "kills": dict(sorted(Counter(fault.kind for fault in self.faults).items())),

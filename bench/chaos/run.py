@@ -107,7 +107,7 @@ class _Chaos:
                 await self._split()
             if setting.fleet:
                 await self._add_models()
-            questions = make_questions(setting.seed, setting.questions)
+            questions = make_questions(setting.seed, setting.questions, schemas=setting.engine == "torch")
             self._say(f"asking {len(questions)} questions of the idle stack, streamed and whole")
             expected = await expect(self._gateways["gateway"], name, questions)
             if not setting.roles and not setting.fleet:
@@ -148,6 +148,8 @@ class _Chaos:
                 start_s=start_s,
                 end_s=end_s,
                 late_faults=_late_faults(self._stack.state_dir.path),
+                schema_answers=expected.schema_answers,
+                schema_cuts=expected.schema_cuts,
             )
         finally:
             self._gateways.close()

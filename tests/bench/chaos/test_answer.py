@@ -64,5 +64,7 @@ def test_questions_are_decided_by_the_seed_and_of_all_kinds() -> None:
     assert all("seed" in body for body in bodies if body["temperature"] > 0)
     assert any("stop" in body for body in bodies)
     assert any("logprobs" in body for body in bodies)
+    assert sum("guided_json" in body for body in bodies) == sum(q.has_schema for q in questions) == 13
+    assert not any(q.has_schema for q in make_questions(7, 40, schemas=False))
     assert min(len(body["prompt"]) for body in bodies) < 40
     assert max(len(body["prompt"]) for body in bodies) > 400
