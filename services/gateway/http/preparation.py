@@ -24,6 +24,7 @@ from services.gateway.core.tools.parser import ToolParser
 from services.gateway.http.endpoints.endpoint import Endpoint
 from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
 from services.gateway.request_bodies.body import read_body, required
+from services.gateway.request_bodies.grammar_check import check_grammar
 from services.gateway.request_bodies.options import Options, SharedBody
 from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer
@@ -81,6 +82,9 @@ class Preparation:
         gateway, endpoint, record = self._gateway, self._endpoint, model.record
         limits = PromptLimits(record.spec.vocab_size, gateway.bus.max_payload_bytes)
         request = await self._run(lambda: endpoint.read(self._raw, body, limits))
+        grammar = request.options.sampling.grammar
+        if grammar is not None:
+            await gateway.offload.run(check_grammar, grammar, request.options.guide_param)
         tokenizer = await gateway.tokenizers.get(record)
         prompts = await endpoint.prompts(request, PromptMaker(record, tokenizer, gateway.offload, limits))
         return PreparedRequest(
@@ -100,7 +104,9 @@ class Preparation:
 def memory_bytes(prepared: PreparedRequest) -> int:
     """What a request occupies from its admission to its end, apart from its output."""
     beside = BYTES_PER_STREAM if prepared.options.tools is None else BYTES_PER_STREAM + BYTES_PER_TOOLS
-    return sum(beside + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
+    grammar = prepared.options.sampling.grammar
+    grammar_bytes = len(grammar.text) if grammar is not None else 0
+    return grammar_bytes + sum(beside + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
 
 
 def cache_scope_of(owner: str, salt: str) -> str:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.request_bodies.body import read_fields, shown
+from services.gateway.request_bodies.guided import GuidedFields, read_guide
 from services.gateway.request_bodies.tools import ChatTools
 from shared.errors import BadRequest, UnsupportedParameter
 from shared.messages.generation import SamplingParams
@@ -29,11 +30,7 @@ _REFUSED_IF_SET = {
     "audio": "audio output is",
     "prediction": "predicted output is",
     "suffix": "text after the completion is",
-    "guided_json": "guided decoding is",
-    "guided_regex": "guided decoding is",
-    "guided_choice": "guided decoding is",
-    "guided_grammar": "guided decoding is",
-    "structured_outputs": "guided decoding is",
+    "guided_whitespace_pattern": "a whitespace pattern is",
     "prompt_logprobs": "log-probabilities of the prompt are",
     "min_p": "min_p is",
     "typical_p": "typical_p is",
@@ -91,13 +88,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct):
-    """Only text is supported."""
-
-    type: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class SharedBody(msgspec.Struct, kw_only=True):
+class SharedBody(GuidedFields, kw_only=True):
     """What the bodies of both generating routes declare. ``None`` is absent."""
 
     model: Annotated[str, Meta(min_length=1)] | None = None
@@ -121,7 +112,6 @@ class SharedBody(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    response_format: ResponseFormat | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)] | None = None
 
@@ -148,6 +138,8 @@ class Options:
     """Requests with the same one belong together. Empty: none was given."""
     tools: ChatTools | None = None
     """What the model may call; None: nothing, and what it writes is text."""
+    guide_param: str = ""
+    """The parameter that ``sampling.grammar`` came from."""
 
 
 def refuse_unsupported(raw: bytes, body: SharedBody, *, supported: tuple[str, ...] = ()) -> None:
@@ -165,8 +157,6 @@ def refuse_unsupported(raw: bytes, body: SharedBody, *, supported: tuple[str, ..
     for name, count in (("n", body.n), ("best_of", body.best_of)):
         if count not in (None, 1):
             raise _unsupported(name, "more than one completion per prompt is")
-    if body.response_format is not None and bytes(body.response_format.type) != b'"text"':
-        raise _unsupported("response_format", "anything but text is")
 
 
 def read_options(
@@ -188,6 +178,9 @@ def read_options(
         raise BadRequest(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
     include_usage = usage is not None and _or(usage.include_usage, False)
     continuous_usage = usage is not None and _or(usage.continuous_usage_stats, False)
+    guide = read_guide(body)
+    if guide is not None and tools is not None:
+        raise UnsupportedParameter(f"{guide.param}: together with tools it is not supported", param=guide.param)
     sampling = SamplingParams(
         max_tokens=0,
         seed=0,
@@ -202,6 +195,7 @@ def read_options(
         repetition_penalty=_or(body.repetition_penalty, 1.0),
         logit_bias=_logit_bias(body, vocab_size),
         logprobs=logprobs,
+        grammar=guide.grammar if guide is not None else None,
     )
     return Options(
         sampling=sampling,
@@ -217,6 +211,7 @@ def read_options(
         cache_salt=body.cache_salt or "",
         prompt_cache_key=body.prompt_cache_key or "",
         tools=tools,
+        guide_param=guide.param if guide is not None else "",
     )
 
 

@@ -93,11 +93,15 @@ class CompiledGrammar:
             **asdict(limits_of(grammar)), precompute_large_lexemes=False, verbose_errors=False
         )
         self.num_bytes = COMPILED_BYTES + BYTES_PER_TEXT_BYTE * len(self._text)
-        self._shared = self.fresh()
+        self._shared: LLMatcher | None = self.fresh()
 
     def start(self) -> LLMatcher:
-        """At the grammar's start, with an automaton that others have too."""
-        return self._shared.deep_copy()
+        """At the grammar's start, with an automaton that others have too. Raises ``BadRequest``."""
+        # Another thread may forget it between.
+        shared = self._shared
+        if shared is None:
+            shared = self._shared = self.fresh()
+        return shared.deep_copy()
 
     def fresh(self) -> LLMatcher:
         """At the grammar's start, with an automaton of its own. Raises ``BadRequest``."""
@@ -106,9 +110,9 @@ class CompiledGrammar:
             raise refused(reason(made))
         return made
 
-    def replace(self) -> None:
-        """The shared automaton has met a limit, and computes nothing more: who starts now has another one."""
-        self._shared = self.fresh()
+    def forget(self) -> None:
+        """The shared automaton has met a limit, and computes nothing more: who starts from now on has another one."""
+        self._shared = None
 
 
 def fill(matcher: LLMatcher, out: Mask) -> bool:

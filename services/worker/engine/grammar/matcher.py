@@ -57,7 +57,7 @@ class GrammarMatcher:
             raise refused("no token of this model continues the answer")
 
     def accept(self, token_id: int) -> None:
-        """``token_id`` came next. Raises ``Internal`` if it may not."""
+        """``token_id`` came next. Raises ``Internal`` if it may not, ``BadRequest`` as ``mask`` does."""
         if self._ended:
             raise Internal(f"token {token_id} came behind the end of an answer with a grammar")
         if token_id in self._compiler.end_ids:
@@ -66,7 +66,7 @@ class GrammarMatcher:
         self._consume([token_id])
 
     def replay(self, token_ids: Iterable[int]) -> None:
-        """What earlier attempts have written, from the start. Raises ``Internal`` for tokens that do not fit."""
+        """What earlier attempts have written, from the start. Raises as ``accept`` does."""
         taken: list[int] = []
         for token_id in token_ids:
             if self._ended or token_id in self._compiler.end_ids:
@@ -90,8 +90,7 @@ class GrammarMatcher:
             return
         if not self._take(token_ids):
             self._start_over()
-            if not self._take(token_ids):
-                raise Internal(f"an answer does not follow its grammar: {reason(self._matcher)}")
+            self._take_each(token_ids)
         self._token_ids += token_ids
 
     def _take(self, token_ids: list[int]) -> bool:
@@ -99,12 +98,23 @@ class GrammarMatcher:
         inside = min(token_ids) >= 0 and max(token_ids) < self._compiler.vocab_size
         return inside and self._matcher.consume_tokens(token_ids)
 
+    def _take_each(self, token_ids: list[int]) -> None:
+        """Says what is wrong: a token that may not come, or a limit that is met behind it."""
+        out = np.zeros((self._compiler.vocab_size + 31) // 32, np.int32)
+        for token_id in token_ids:
+            if not fill(self._matcher, out):
+                raise refused(reason(self._matcher))
+            if not (0 <= token_id < self._compiler.vocab_size and out[token_id // 32] >> token_id % 32 & 1):
+                raise Internal(f"token {token_id} does not follow the grammar of its answer")
+            if not self._take([token_id]):
+                raise refused(reason(self._matcher))
+
     def _start_over(self) -> None:
         """A limit may have been met by others of the same grammar, whose automaton is of no use any more."""
         if self._own:
             return
         self._own = True
-        self._compiled.replace()
+        self._compiled.forget()
         self._matcher = self._compiled.fresh()
         for start in range(0, len(self._token_ids), _REPLAYED_AT_ONCE):
             self._matcher.consume_tokens(self._token_ids[start : start + _REPLAYED_AT_ONCE])

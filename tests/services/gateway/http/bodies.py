@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from services.gateway.request_bodies.schema_check import ANNOTATIONS, ENFORCED
 from tests.services.gateway.http.test_field_types import CHAT_FIELDS, TEXT_FIELDS
 
 scalars = st.one_of(
@@ -129,6 +130,53 @@ tools = st.builds(
     ),
 )
 """Chats with functions, calls and results."""
+_keywords = st.sampled_from([*sorted(ENFORCED), *sorted(ANNOTATIONS), "not", "if", "uniqueItems", "x-guidance", "a"])
+_schema = st.recursive(
+    st.sampled_from(
+        [
+            {}, True, {"type": "string"}, {"type": "object"}, {"$ref": "#/$defs/a"}, {"$ref": "#"}, {"enum": [1, "a"]},
+            {"pattern": "(.*a){30}"}, {"minItems": 10**9}, {"maxLength": 10**9}, {"const": "x" * 5000},
+            {"multipleOf": 0.1},
+        ]
+    )
+    | values,
+    lambda inner: st.one_of(
+        st.dictionaries(_keywords, inner | values, max_size=4),
+        st.fixed_dictionaries({"type": st.just("object"), "properties": st.dictionaries(st.text(max_size=4), inner)}),
+        st.fixed_dictionaries({"anyOf": st.lists(inner, max_size=4)}),
+        st.fixed_dictionaries({"oneOf": st.lists(inner, max_size=4), "$defs": st.fixed_dictionaries({"a": inner})}),
+    ),
+    max_leaves=20,
+)  # fmt: skip
+_text = st.sampled_from(
+    ["a+", "(", "[" * 5000, "a{1000000000}", "((a{99}){99}){99}", "(?x)a # b", "a\\", "/", "(" * 5000, "\\p{L}{9}",
+     'start: "a"', "start: %json {}", "start: a\na: a a | ", "start: <[1-9]>", "start: " + "(" * 9000,
+     'start: "a"{999999}', "start: A\nA: B B\nB: A", "\n".join(f"r{i}: r{i + 1}" for i in range(5000))]
+)  # fmt: skip
+guided = st.builds(
+    lambda extra: json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **extra}).encode(),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "response_format": odd
+            | st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object"]) | values})
+            | st.fixed_dictionaries(
+                {"type": st.just("json_schema"), "json_schema": values | st.fixed_dictionaries({"schema": _schema})}
+            ),
+            "guided_json": _schema | _json,
+            "guided_regex": _text | odd,
+            "guided_choice": st.lists(st.text(max_size=9) | scalars, max_size=4) | odd,
+            "guided_grammar": _text | odd,
+            "structured_outputs": odd
+            | st.dictionaries(
+                st.sampled_from(["json", "regex", "choice", "grammar", "json_object"]),
+                _schema | _text | odd,
+                max_size=2,
+            ),
+        },
+    ),
+)
+"""Chats whose answer must be something."""
 text = st.one_of(
     _objects({"model": "tiny", "prompt": "a"}, TEXT_FIELDS),
     odd.map(lambda drawn: json.dumps({"model": "tiny", "prompt": drawn}).encode()),

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway.request_bodies.schema_check import ENFORCED
 from tests.services.gateway.conftest import Stack
 from tests.services.gateway.http.test_admin import planner
 from tests.services.gateway.http.test_refusals import CHAT, MESSAGES, TEXT
@@ -20,9 +21,11 @@ SHARED = [
     "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "logprobs", "stream", "stream_options", "n", "best_of", "user", "suffix",
     "tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "prediction",
-    "guided_json", "prompt_logprobs", "min_p", "truncate_prompt_tokens", "web_search_options", "chat_template",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "prompt_logprobs", "min_p",
+    "truncate_prompt_tokens", "web_search_options", "chat_template",
     "add_special_tokens", "reasoning_effort", "parallel_tool_calls",
 ]  # fmt: skip
+GUIDES = ["json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern"]
 CHAT_FIELDS = [
     *SHARED, "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "chat_template_kwargs",
 ]  # fmt: skip
@@ -63,6 +66,15 @@ def chat_bodies(value: Any) -> list[dict[str, Any]]:
         {"messages": MESSAGES, "logprobs": True, "top_logprobs": value},
         {"messages": MESSAGES, "chat_template_kwargs": {"tools": value, "bos_token": value, "messages": value}},
         {"messages": MESSAGES, "response_format": {"type": value}},
+        {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": value}},
+        {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"schema": value}}},
+        {
+            "messages": MESSAGES,
+            "response_format": {"type": "json_schema", "json_schema": {"name": value, "schema": {}}},
+        },
+        {"messages": MESSAGES, "guided_choice": [value]},
+        *({"messages": MESSAGES, "guided_json": {"type": "object", keyword: value}} for keyword in sorted(ENFORCED)),
+        *({"messages": MESSAGES, "structured_outputs": {key: value}} for key in GUIDES),
         {"messages": MESSAGES, "modalities": [value]},
     ]
 

@@ -66,6 +66,7 @@ def below(path: str, method: str = "GET", behind: str = "") -> st.SearchStrategy
 ROUTES: dict[str, st.SearchStrategy[Case]] = {
     "chat": posts(CHAT, bodies.chat),
     "tools": posts(CHAT, bodies.tools),
+    "guided": posts(CHAT, bodies.guided),
     "completions": posts(TEXT, bodies.text),
     "models": gets("/v1/models"),
     "model": below("/v1/models"),

@@ -106,7 +106,9 @@ def walk(matcher: GrammarMatcher, draw: random.Random, *, max_tokens: int = 2000
             return token_ids, True
         ids = [i for i in ids if i not in (END, ALSO_END)]
         closing = [i for i in ids if _bytes()[i][:1] and _bytes()[i][0] in _CLOSING]
-        token_id = draw.choice(closing if closing and draw.random() < 0.3 else ids)
+        commas = [i for i in ids if _bytes()[i] == b","]
+        few = [some for some, odds in ((closing, 0.4), (commas, 0.2)) if some and draw.random() < odds]
+        token_id = draw.choice(few[0] if few else ids)
         matcher.accept(token_id)
         token_ids.append(token_id)
     return token_ids, matcher.is_complete
