@@ -140,6 +140,12 @@ def plan(context: typer.Context) -> None:
     _hand_over(context, "bench.plan")
 
 
+@app.command("prefix", context_settings=_PASS_ON, add_help_option=False)
+def prefix(context: typer.Context) -> None:
+    """What the prefix cache is worth, and what it is worth to send prompts to where their beginning was computed."""
+    _hand_over(context, "bench.prefix.cli", takes="25 minutes")
+
+
 @app.command("recording", context_settings=_PASS_ON, add_help_option=False)
 def recording(context: typer.Context) -> None:
     """What services decided in the lab, decided again from what they heard: the same verdicts, plans and routes."""

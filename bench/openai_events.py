@@ -14,11 +14,23 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Of the tokens of a prompt."""
+
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens as the server counts them."""
 
     prompt_tokens: int
     completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed; 0 where the server tells nothing of them."""
+        return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details is not None else 0
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.openai_events import DONE, CompletionRequest, read_event, write_request
+from bench.openai_events import DONE, CompletionRequest, Usage, read_event, write_request
 from bench.stream_client import StreamClient, StreamFailed
 from shared.errors import BlitzError
 
@@ -24,6 +24,8 @@ class Streamed:
     error: str = ""
     sent_s: float = 0.0
     """When it was asked for (``time.perf_counter()``)."""
+    usage: Usage | None = None
+    """None: the server told nothing of it."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -54,13 +56,15 @@ async def ask(
     pieces: list[str] = []
     tokens_s: list[float] = []
     error, done = "", False
+    usage: Usage | None = None
 
     def on_event(data: bytes, now_s: float) -> None:
-        nonlocal error, done
+        nonlocal error, done, usage
         if data == DONE:
             done = True
             return
         event = read_event(data)
+        usage = event.usage or usage
         if event.error is not None:
             error = event.error.message
         elif event.choices:
@@ -80,4 +84,4 @@ async def ask(
         error = f"{reply.status}: {reply.body[:200].decode(errors='replace')}"
     elif not done:
         error = error or "the stream ended without [DONE]"
-    return Streamed(number, "".join(pieces), tuple(tokens_s), error, sent_s)
+    return Streamed(number, "".join(pieces), tuple(tokens_s), error, sent_s, usage)
