@@ -46,7 +46,8 @@ def test_each_form_is_a_grammar(values: dict[str, Any], kind: Any, text: str) ->
     "values",
     [
         {}, {"response_format": None}, {"response_format": {"type": "text"}}, {"guided_json": None},
-        {"guided_choice": []}, {"guided_regex": ""}, {"structured_outputs": {}}, {"response_format": {"type": "text"}, "guided_json": False},
+        {"guided_choice": []}, {"guided_regex": ""}, {"structured_outputs": {}},
+        {"response_format": {"type": "text"}, "guided_json": False},
     ],
 )  # fmt: skip
 def test_any_text_may_come_where_nothing_is_said(values: dict[str, Any]) -> None:
