@@ -93,6 +93,9 @@ class ResponseBuffer:
         self.sending = False
         """The sending task is waiting for the client to read."""
         self.held_bytes = 0
+        self._slow_bytes = memory.slow_bytes
+        """What may be held of a stream while the client is to read: what is kept for its end is not the client's."""
+        self._kept_bytes = 0
 
     @property
     def over(self) -> bool:
@@ -106,15 +109,16 @@ class ResponseBuffer:
 
     def write(self, chunk: bytes) -> None:
         """Something for the client. Dropped when that is gone."""
-        if self.disconnected:
+        if self.disconnected or not chunk:
             return
         self._chunks.append(chunk)
         memory = self._memory
         self.held_bytes += len(chunk)
         memory.used_bytes += len(chunk)
         # What waits between two turns of the event loop says nothing about the client.
-        if self.sending and self.held_bytes > memory.slow_bytes:
-            memory.cut(self, "slow_reader", f"{self.held_bytes} bytes wait, at most {memory.slow_bytes} may")
+        if self.sending and self.held_bytes > self._slow_bytes:
+            waiting = self.held_bytes - self._kept_bytes
+            memory.cut(self, "slow_reader", f"{waiting} bytes wait, at most {memory.slow_bytes} may")
         elif memory.used_bytes > memory.total_bytes:
             memory.relieve()
 
@@ -130,6 +134,25 @@ class ResponseBuffer:
                 ResponseTooLarge(
                     f"the answer occupies more than {memory.whole_bytes} bytes; ask for it with stream, "
                     "for less of it, or for fewer log-probabilities",
+                )
+            )
+        elif memory.used_bytes > memory.total_bytes:
+            memory.relieve()
+
+    def keep(self, num_bytes: int) -> None:
+        """Count bytes that are kept elsewhere until the end of an answer that is streamed."""
+        if self.error is not None or self.disconnected:
+            return
+        memory = self._memory
+        self._kept_bytes += num_bytes
+        self._slow_bytes += num_bytes
+        self.held_bytes += num_bytes
+        memory.used_bytes += num_bytes
+        if self._kept_bytes > memory.whole_bytes:
+            self.fail(
+                ResponseTooLarge(
+                    f"the answer occupies more than {memory.whole_bytes} bytes, all of which its last event repeats; "
+                    "ask for less of it"
                 )
             )
         elif memory.used_bytes > memory.total_bytes:

@@ -119,6 +119,11 @@ class TextOutput:
         self.stopped = False
         """A stop string was found: the stream has ended, even if the worker sends more."""
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that was found; None: none was."""
+        return self._scanner.found if self._scanner is not None else None
+
     def push(self, token_id: int) -> str:
         """The text to show with this token (may be empty)."""
         self.num_tokens += 1
@@ -150,7 +155,7 @@ class StopScanner:
     ``include`` keeps the stop string itself in the output. After ``stopped`` is set, nothing more may be pushed.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_stops", "stopped")
+    __slots__ = ("_held", "_include", "_longest", "_stops", "found", "stopped")
 
     def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
         self._stops = stops
@@ -158,6 +163,8 @@ class StopScanner:
         self._include = include
         self._held = ""
         self.stopped = False
+        self.found: str | None = None
+        """Which of them was found."""
 
     def push(self, delta: str) -> str:
         """The text that may be shown now."""
@@ -170,7 +177,7 @@ class StopScanner:
             default=(-1, ""),
         )
         if at >= 0:
-            self.stopped = True
+            self.stopped, self.found = True, match
             self._held = ""
             return text[: at + len(match)] if self._include else text[:at]
         keep = self._overlap(text)

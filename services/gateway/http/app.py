@@ -1,6 +1,6 @@
-"""The ASGI application: access, errors in OpenAI's shape, the hot routes first, FastAPI for the rest.
+"""The ASGI application: access, errors in the shape of their routes, the hot routes first, FastAPI for the rest.
 
-Access takes bearer keys for the API, and keys or the loopback interface for administration. Without admin keys, being
+Access takes keys for the API, and keys or the loopback interface for administration. Without admin keys, being
 local is all that a client proves, and a browser on this machine is local for every page that it has open. So requests
 that a page of another site can make it send are refused: those that name another origin, and those to a host name
 other than this machine's own (a name whose owner made it point here).
@@ -27,8 +27,8 @@ from services.gateway.http.admin import admin_router
 from services.gateway.http.asgi import (
     KEY,
     ClientDisconnected,
+    api_key,
     bearer,
-    error_events,
     header,
     in_pieces,
     key_of,
@@ -39,6 +39,7 @@ from services.gateway.http.cors import Cors
 from services.gateway.http.endpoints.chat import ChatEndpoint
 from services.gateway.http.endpoints.completions import CompletionEndpoint
 from services.gateway.http.endpoints.endpoint import Endpoint
+from services.gateway.http.error_forms import ErrorForm, OpenAIErrors
 from services.gateway.http.events import events_router
 from services.gateway.http.generation import Generation
 from services.gateway.http.models import models_router
@@ -53,6 +54,8 @@ CLIENT_LEFT = 499
 """nginx's status for it."""
 _OPEN = frozenset(("/", "/health", "/live", "/metrics", "/ready", "/ui"))
 """Without a key."""
+_ERRORS = OpenAIErrors()
+"""Of all routes that have none of their own."""
 _FAULT = "internal error; see the gateway's log"
 
 
@@ -75,7 +78,7 @@ class Access:
             elif not self._admin_keys.accept(bearer(scope, "an admin key")):
                 raise Unauthorized("an admin key is needed; the one that was sent is not valid")
         elif self._api_keys.required:
-            key = self._api_keys.find(bearer(scope, "an API key"))
+            key = self._api_keys.find(api_key(scope))
             if key is None:
                 raise Unauthorized("an API key is needed; the one that was sent is not valid")
             scope[KEY] = key.name
@@ -152,14 +155,15 @@ class GatewayApp:
                 key = key_of(scope) if hot is not None else ""
                 if key:
                     message["headers"] = [*message["headers"], *self._api_keys.headers(key)]
-                # OpenAI's clients show it with their errors.
-                named = (b"x-request-id", request.request_id.encode())
-                message["headers"] = [*message["headers"], named, *self._cors.of_any(scope)]
+                # Clients show it with their errors.
+                named = [(name, request.request_id.encode()) for name in errors.request_id_headers]
+                message["headers"] = [*message["headers"], *named, *self._cors.of_any(scope)]
             await send(message)
 
         if len(scope["path"]) > 1:
             scope["path"] = scope["path"].rstrip("/") or "/"
         hot = self._hot.get(scope["path"])
+        errors = hot.errors if hot is not None else _ERRORS
         try:
             preflight = self._cors.is_preflight(scope)
             if not preflight:
@@ -176,14 +180,14 @@ class GatewayApp:
             pass
         except BlitzError as error:
             request.error = error.code
-            await self._answer(error, status, counting_send)
+            await self._answer(error, errors, status, counting_send)
             status = status or error.http_status
         except Exception as error:
             request.error = Internal.code
             log.error("%s %r failed (request %s)", scope["method"], scope["path"], request.request_id, exc_info=error)
             # FastAPI has answered, and raised it again.
             if hot is not None or not status:
-                await self._answer(Internal(_FAULT), status, counting_send)
+                await self._answer(Internal(_FAULT), errors, status, counting_send)
             status = status or 500
         route = scope["path"] if hot is not None else getattr(scope.get("route"), "path", "unmatched")
         # A client that left before its answer began has none.
@@ -192,11 +196,11 @@ class GatewayApp:
         request.say(scope, route, status)
 
     @staticmethod
-    async def _answer(error: BlitzError, status: int, send: Send) -> None:
+    async def _answer(error: BlitzError, errors: ErrorForm, status: int, send: Send) -> None:
         if not status:
-            await send_error(send, error)
+            await send_error(send, error, errors.body(error))
         else:
-            await send({"type": "http.response.body", "body": error_events(error)})
+            await send({"type": "http.response.body", "body": errors.events(error)})
 
 
 def _only_looks(scope: MutableMapping[str, Any]) -> bool:

@@ -51,6 +51,15 @@ def bearer(scope: Scope, what: str) -> bytes:
     return shown.strip().encode("latin-1")
 
 
+def api_key(scope: Scope) -> bytes:
+    """The API key that a request shows: a bearer's, else that of ``x-api-key``, where Anthropic's clients put it.
+    Raises ``Unauthorized`` where there is none."""
+    shown = header(scope, b"x-api-key").strip()
+    if not shown or header(scope, b"authorization")[:7].lower() == "bearer ":
+        return bearer(scope, "an API key")
+    return shown.encode("latin-1")
+
+
 def key_of(scope: Scope) -> str:
     """The name of the caller's key; empty where none is needed."""
     name: str = scope.get(KEY, "")
@@ -171,9 +180,9 @@ async def send_body(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: BlitzError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    """A typed error as a whole response."""
-    await send_body(send, error.http_status, error_body(error), headers=[*error_headers(error), *headers])
+async def send_error(send: Send, error: BlitzError, body: bytes) -> None:
+    """A typed error, whose body that is, as a whole response."""
+    await send_body(send, error.http_status, body, headers=error_headers(error))
 
 
 def error_events(error: BlitzError) -> bytes:

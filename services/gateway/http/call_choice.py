@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.core.call_output import CallOutput
 from services.gateway.core.tools.deltas import CallDelta
 from services.gateway.http.choice import TOKEN_BYTES, Choice, StreamedChoice, WholeChoice
-from services.gateway.http.formats import AnswerFormat
+from services.gateway.http.formats import Finish, MadeCall, in_order
 
 
 class CallingChoice(Choice):
@@ -28,20 +30,26 @@ class StreamedCallingChoice(CallingChoice, StreamedChoice):
             self._write_calls(calls, text, entry, None)
         elif text or entry is not None or self._output.in_text:
             super()._emit(text, entry)
-        elif self._opening:
+        elif self._unopened:
             self._buffer.write(self._opened(b""))
 
-    def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:
+    def _emit_last(self, text: str, entry: Any, finish: Finish) -> None:
         calls = self._output.take_calls()
         if calls:
-            self._write_calls(calls, text, entry, finish_reason)
+            self._write_calls(calls, text, entry, finish)
         else:
-            super()._emit_last(text, entry, finish_reason)
+            super()._emit_last(text, entry, finish)
 
-    def _write_calls(self, calls: list[CallDelta], text: str, entry: Any, finish_reason: str | None) -> None:
-        shown = [_delta_json(delta) for delta in calls]
-        chunk = self._format.call_chunk(shown, text, self._joined(entry), finish_reason, self._usage())
+    def _write_calls(self, calls: Sequence[CallDelta], text: str, entry: Any, finish: Finish | None) -> None:
+        chunk = self._events.call_chunk(calls, text, self._joined(entry), finish, self._usage())
         self._buffer.write(self._opened(chunk))
+
+
+@dataclass(slots=True)
+class _Call:
+    first: CallDelta
+    arguments: list[str]
+    text_before: int
 
 
 class WholeCallingChoice(CallingChoice, WholeChoice):
@@ -49,36 +57,24 @@ class WholeCallingChoice(CallingChoice, WholeChoice):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._calls: list[tuple[CallDelta, list[str]]] = []
-        """The first part of each, and the pieces of its arguments."""
+        self._calls: list[_Call] = []
+        self._num_characters = 0
 
-    def choice_json(self, format_: AnswerFormat, index: int) -> dict[str, Any]:
-        choice = super().choice_json(format_, index)
-        if self._calls:
-            message = choice["message"]
-            message["content"] = self.text or None
-            message["tool_calls"] = [
-                {
-                    "id": first.call_id,
-                    "type": "function",
-                    "function": {"name": first.name, "arguments": "".join(pieces)},
-                }
-                for first, pieces in self._calls
-            ]
-        return choice
+    @property
+    def calls(self) -> tuple[MadeCall, ...]:
+        return tuple(
+            MadeCall(call.first.call_id, call.first.name, "".join(call.arguments), call.text_before)
+            for call in self._calls
+        )
 
     def _emit(self, text: str, entry: Any) -> None:
-        for delta in self._output.take_calls():
-            self._buffer.collect(TOKEN_BYTES + len(delta.arguments))
-            if delta.name:
-                self._calls.append((delta, []))
+        for piece in in_order(self._output.take_calls(), text):
+            if isinstance(piece, str):
+                self._num_characters += len(piece)
+                continue
+            self._buffer.collect(TOKEN_BYTES + len(piece.arguments))
+            if piece.name:
+                self._calls.append(_Call(piece, [], self._num_characters))
             else:
-                self._calls[-1][1].append(delta.arguments)
+                self._calls[-1].arguments.append(piece.arguments)
         super()._emit(text, entry)
-
-
-def _delta_json(delta: CallDelta) -> dict[str, Any]:
-    if not delta.name:
-        return {"index": delta.index, "function": {"arguments": delta.arguments}}
-    function = {"name": delta.name, "arguments": delta.arguments}
-    return {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}

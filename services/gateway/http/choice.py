@@ -7,7 +7,7 @@ from typing import Any
 
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import TextOutput
-from services.gateway.http.formats import AnswerFormat, ChunkFormat, TokenUsage
+from services.gateway.http.formats import ChoiceEvents, ChoiceResult, Finish, MadeCall, TokenUsage
 from services.gateway.http.logprobs import LogprobShape, entry_bytes
 from services.gateway.memory import ResponseBuffer
 from services.gateway.metrics import ModelMetrics
@@ -24,7 +24,7 @@ class Choice(ABC):
     def __init__(
         self,
         buffer: ResponseBuffer,
-        format_: ChunkFormat,
+        events: ChoiceEvents,
         output: TextOutput,
         metrics: ModelMetrics,
         *,
@@ -37,7 +37,7 @@ class Choice(ABC):
     ) -> None:
         """``trace_id``: of the trace that is kept of the request; empty: none."""
         self._buffer = buffer
-        self._format = format_
+        self._events = events
         self._output = output
         self._metrics = metrics
         self._logprobs = logprobs
@@ -144,7 +144,7 @@ class Choice(ABC):
         self._metrics.request_generation_tokens.observe(self.num_tokens)
         if self.first_s:
             self._metrics.decode_s.observe(now_s - self.first_s)
-        self._emit_last(self._open(text), entry, self.finish_reason)
+        self._emit_last(self._open(text), entry, Finish(self.finish_reason, self._output.stop_string))
         self._buffer.open_choices -= 1
         self._buffer.wake()
 
@@ -153,7 +153,7 @@ class Choice(ABC):
         """One token's text and its log-probabilities."""
 
     @abstractmethod
-    def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:
+    def _emit_last(self, text: str, entry: Any, finish: Finish) -> None:
         """The same for the last token."""
 
 
@@ -162,26 +162,25 @@ class StreamedChoice(Choice):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._opening = self._format.opening
+        self._unopened = True
         self._plain = self._logprobs is None and not self._continuous_usage
 
     def _emit(self, text: str, entry: Any) -> None:
         if self._plain:
-            chunk = self._format.chunk(text)
+            chunk = self._events.chunk(text)
         else:
-            chunk = self._format.full_chunk(text, self._joined(entry), None, self._usage())
+            chunk = self._events.full_chunk(text, self._joined(entry), None, self._usage())
         self._buffer.write(self._opened(chunk))
 
-    def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:
-        chunk = self._format.full_chunk(text, self._joined(entry), finish_reason, self._usage())
+    def _emit_last(self, text: str, entry: Any, finish: Finish) -> None:
+        chunk = self._events.full_chunk(text, self._joined(entry), finish, self._usage())
         self._buffer.write(self._opened(chunk))
 
     def _opened(self, chunk: bytes) -> bytes:
-        """Behind the event that opens the choice, where it is the first."""
-        if self._opening:
-            if self._continuous_usage:
-                self._opening = self._format.opening_with(TokenUsage(self.num_prompt_tokens, 0, self.num_cached_tokens))
-            chunk, self._opening = self._opening + chunk, b""
+        """Behind the events that open the choice, where it is the first."""
+        if self._unopened:
+            self._unopened = False
+            chunk = self._events.opening(TokenUsage(self.num_prompt_tokens, 0, self.num_cached_tokens)) + chunk
         return chunk
 
     def _joined(self, entry: Any) -> dict[str, Any] | None:
@@ -209,10 +208,17 @@ class WholeChoice(Choice):
     def logprobs_json(self) -> dict[str, Any] | None:
         return self._logprobs.join(self._entries) if self._logprobs is not None else None
 
-    def choice_json(self, format_: AnswerFormat, index: int) -> dict[str, Any]:
-        """Choice number ``index`` of the answer. Once it has ended."""
+    @property
+    def calls(self) -> tuple[MadeCall, ...]:
+        """Those of its text."""
+        return ()
+
+    @property
+    def result(self) -> ChoiceResult:
+        """Once it has ended."""
         assert self.finish_reason is not None
-        return format_.choice_json(index, self.text, self.finish_reason, self.logprobs_json)
+        finish = Finish(self.finish_reason, self._output.stop_string)
+        return ChoiceResult(self.text, self.calls, finish, self.logprobs_json)
 
     def _emit(self, text: str, entry: Any) -> None:
         self._texts.append(text)
@@ -222,5 +228,5 @@ class WholeChoice(Choice):
             size_bytes += entry_bytes(entry)
         self._buffer.collect(size_bytes)
 
-    def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:  # noqa: ARG002 - the other kind's
+    def _emit_last(self, text: str, entry: Any, finish: Finish) -> None:  # noqa: ARG002 - the other kind's
         self._emit(text, entry)

@@ -1,17 +1,17 @@
-"""A response's JSON, whole and streamed. Chunks are prebuilt around the text that changes.
+"""An answer's JSON, whole and streamed: what any endpoint's is (``AnswerFormat``, ``ChoiceEvents``).
 
-What differs between endpoints is said by a ``AnswerFormat`` of each (``http.endpoints``).
+What differs between endpoints is said by an ``AnswerFormat`` of each (``http.endpoints``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
-import msgspec
-
-_encode = msgspec.json.encode
+from services.gateway.core.tools.deltas import CallDelta
+from shared.errors import BlitzError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,104 +23,121 @@ class TokenUsage:
     cached_tokens: int
     """Of the prompts', those that nobody had to compute."""
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
 
+class Finish(NamedTuple):
+    """What a choice ended with."""
 
-def _usage_tail(usage: TokenUsage) -> bytes:
-    """What ends an event that has the usage."""
-    return b',"usage":' + _encode(usage.as_json()) + b"}\n\n"
+    reason: str
+    """``stop``, ``length`` or ``tool_calls``."""
+    stop_string: str | None
+    """The stop string that was found, if that ended it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What all chunks of one response share."""
+    """What all parts of one response share."""
 
     response_id: str
     model: str
     created_s: int
     include_usage: bool = False
     """Chunks then carry a ``usage`` field, null but for the last one."""
+    continuous_usage: bool = False
+    """And all of them the usage so far."""
+    repeated: bytes = b""
+    """What the answer repeats of its request: ``GenerationRequest.repeated``."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeCall:
+    """A call of an answer, whole."""
+
+    call_id: str
+    name: str
+    arguments: str
+    """JSON, as far as the model wrote it."""
+    text_before: int
+    """Characters of the answer's text that come before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceResult:
+    """One choice of an answer that is not streamed."""
+
+    text: str
+    calls: tuple[MadeCall, ...]
+    finish: Finish
+    logprobs: dict[str, Any] | None
+
+    def parts(self) -> list[str | MadeCall]:
+        """Its text, cut where calls come between, and the calls."""
+        parts: list[str | MadeCall] = []
+        at = 0
+        for call in self.calls:
+            parts += [self.text[at : call.text_before], call]
+            at = call.text_before
+        parts.append(self.text[at:])
+        return [part for part in parts if part]
+
+
+class ChoiceEvents(ABC):
+    """Events of one choice of a streamed answer, each ready to be sent; empty where there is none."""
+
+    @abstractmethod
+    def opening(self, usage: TokenUsage) -> bytes:
+        """Those before the first token. Called once, and first."""
+
+    @abstractmethod
+    def chunk(self, text: str) -> bytes:
+        """Of a token with nothing but text: the hot path."""
+
+    @abstractmethod
+    def full_chunk(
+        self, text: str, logprobs: dict[str, Any] | None, finish: Finish | None, usage: TokenUsage | None
+    ) -> bytes:
+        """Of a token with anything but calls. ``finish``: it was the last one."""
+
+    @abstractmethod
+    def call_chunk(
+        self,
+        calls: Sequence[CallDelta],
+        text: str,
+        logprobs: dict[str, Any] | None,
+        finish: Finish | None,
+        usage: TokenUsage | None,
+    ) -> bytes:
+        """Of a token with parts of calls, at least one, and maybe text."""
+
+
+Keep = Callable[[int], None]
+"""Counts bytes that events keep until the end of the stream."""
 
 
 class AnswerFormat(ABC):
     """Of one response."""
 
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
-    around_text: ClassVar[tuple[bytes, bytes]]
-    """In a chunk's choice: what is before and behind its text, which is a JSON string."""
-    opening: ClassVar[bytes] = b""
-    """In the choice of a chunk that comes before those with text; empty: there is none."""
-
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
 
-    def head(self, name: str) -> dict[str, Any]:
-        reply = self.reply
-        return {"id": reply.response_id, "object": name, "created": reply.created_s, "model": reply.model}
-
-    def whole(self, choices: list[dict[str, Any]], usage: TokenUsage) -> bytes:
+    @abstractmethod
+    def whole(self, results: Sequence[ChoiceResult], usage: TokenUsage) -> bytes:
         """The body of an answer that is not streamed."""
-        return _encode({**self.head(self.whole_object), "choices": choices, "usage": usage.as_json()})
-
-    def usage_event(self, usage: TokenUsage) -> bytes:
-        """The event behind the last token when usage was asked for."""
-        value = {**self.head(self.chunk_object), "choices": [], "usage": usage.as_json()}
-        return b"data: " + _encode(value) + b"\n\n"
 
     @abstractmethod
-    def choice_json(self, index: int, text: str, finish_reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """One choice of an answer that is not streamed."""
+    def events(self, index: int, keep: Keep) -> ChoiceEvents:
+        """Of choice number ``index`` of a streamed answer."""
+
+    @abstractmethod
+    def closing(self, usage: TokenUsage) -> bytes:
+        """What ends a stream behind the last events of all choices."""
+
+    @abstractmethod
+    def failure(self, error: BlitzError) -> bytes:
+        """What ends a stream that cannot go on, instead of ``closing``."""
 
 
-class ChunkFormat:
-    """Events of one choice of a streamed answer."""
-
-    def __init__(self, format_: AnswerFormat, index: int) -> None:
-        before, behind = format_.around_text
-        head = b"data: " + _encode(format_.head(format_.chunk_object))[:-1] + b',"choices":[{"index":%d,' % index
-        self._prefix, self._closing = head + before, behind
-        self._tail = b',"usage":null}\n\n' if format_.reply.include_usage else b"}\n\n"
-        end = b',"logprobs":null,"finish_reason":null}]' + self._tail
-        self._plain_end = self._closing + end
-        self.opening = head + format_.opening + end if format_.opening else b""
-        """The event that opens the choice; empty: there is none."""
-
-    def opening_with(self, usage: TokenUsage) -> bytes:
-        """The same with the usage before the first token."""
-        return self.opening.removesuffix(self._tail) + _usage_tail(usage) if self.opening else b""
-
-    def chunk(self, text: str) -> bytes:
-        """An event with nothing but text: the hot path."""
-        return self._prefix + _encode(text) + self._plain_end
-
-    def full_chunk(
-        self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, usage: TokenUsage | None
-    ) -> bytes:
-        """An event with anything but calls."""
-        return self._event(_encode(text), logprobs, finish_reason, usage)
-
-    def call_chunk(
-        self,
-        calls: list[dict[str, Any]],
-        text: str,
-        logprobs: dict[str, Any] | None,
-        finish_reason: str | None,
-        usage: TokenUsage | None,
-    ) -> bytes:
-        """An event with parts of calls, and maybe text, of a chat."""
-        content = (_encode(text) if text else b"null") + b',"tool_calls":' + _encode(calls)
-        return self._event(content, logprobs, finish_reason, usage)
-
-    def _event(
-        self, content: bytes, logprobs: dict[str, Any] | None, finish_reason: str | None, usage: TokenUsage | None
-    ) -> bytes:
-        rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + _encode(finish_reason) + b"}]"
-        tail = _usage_tail(usage) if usage is not None else self._tail
-        return self._prefix + content + self._closing + rest + tail
+def in_order(calls: Sequence[CallDelta], text: str) -> list[str | CallDelta]:
+    """What one token brought, in the order in which the model wrote it: what is left of a call that has begun, text,
+    calls that begin."""
+    begin = next((at for at, delta in enumerate(calls) if delta.name), len(calls))
+    return [*calls[:begin], *([text] if text else []), *calls[begin:]]

@@ -13,10 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.core.stream import StreamState
 from services.gateway.http.asgi import (
-    DONE,
     abort_of,
     client_of,
-    error_events,
     header,
     in_pieces,
     key_of,
@@ -26,7 +24,7 @@ from services.gateway.http.asgi import (
 from services.gateway.http.call_choice import StreamedCallingChoice, WholeCallingChoice
 from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice
 from services.gateway.http.endpoints.endpoint import Endpoint
-from services.gateway.http.formats import AnswerFormat, ChunkFormat, Reply, TokenUsage
+from services.gateway.http.formats import AnswerFormat, Reply, TokenUsage
 from services.gateway.http.preparation import (
     Preparation,
     PreparedRequest,
@@ -60,6 +58,8 @@ class Generation:
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
+        self.errors = endpoint.errors
+        """What they look like here."""
         warm_up(endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,8 +91,16 @@ class Generation:
                     prefixes_of=gateway.api_keys.owner_of_prefixes(bill.key) if gateway.config.prefix_cache else None,
                 )
                 bill.charge(streams)
-                reply = Reply(prepared.response_id, model.record.name, int(arrived_at_s), options.include_usage)
-                format_ = endpoint.format(reply)
+                format_ = endpoint.format(
+                    Reply(
+                        prepared.response_id,
+                        model.record.name,
+                        int(arrived_at_s),
+                        include_usage=options.include_usage,
+                        continuous_usage=options.continuous_usage,
+                        repeated=prepared.repeated,
+                    )
+                )
                 with closing(
                     gateway.response_memory.open(prepared.response_id, len(streams), abort_of(scope))
                 ) as buffer:
@@ -160,7 +168,7 @@ class Generation:
             kind = StreamedCallingChoice if options.stream else WholeCallingChoice
         return kind(
             buffer,
-            ChunkFormat(format_, index),
+            format_.events(index, buffer.keep),
             text_output(options, stream, prepared.tokenizer),
             self._gateway.metrics.of(prepared.model.record.name),
             stream=stream,
@@ -186,7 +194,7 @@ async def _answer(
         if options.stream:
             await _hold(send, buffer, silent_s)
             if not buffer.disconnected:
-                await _send_stream(send, buffer, format_, choices, options)
+                await _send_stream(send, buffer, format_, choices)
         else:
             await _send_whole(send, buffer, format_, choices)
     finally:
@@ -228,9 +236,7 @@ def _usage(choices: list[Choice]) -> TokenUsage:
     )
 
 
-async def _send_stream(
-    send: Send, buffer: ResponseBuffer, format_: AnswerFormat, choices: list[Choice], options: Options
-) -> None:
+async def _send_stream(send: Send, buffer: ResponseBuffer, format_: AnswerFormat, choices: list[Choice]) -> None:
     """Send events as they come. Until the first one, or a comment, an error is still a plain HTTP error (raised)."""
     if buffer.error is not None and not buffer.has_chunks and not buffer.begun:
         raise buffer.error
@@ -251,10 +257,7 @@ async def _send_stream(
         await buffer.wait()
     if buffer.disconnected:
         return
-    if buffer.error is not None:
-        closing = error_events(buffer.error)
-    else:
-        closing = (format_.usage_event(_usage(choices)) if options.include_usage else b"") + DONE
+    closing = format_.closing(_usage(choices)) if buffer.error is None else format_.failure(buffer.error)
     await send({"type": "http.response.body", "body": closing})
 
 
@@ -265,12 +268,12 @@ async def _send_whole(send: Send, buffer: ResponseBuffer, format_: AnswerFormat,
         return
     if buffer.error is not None:
         raise buffer.error
-    parts = []
+    results = []
     for index, choice in enumerate(choices):
         if not isinstance(choice, WholeChoice) or choice.finish_reason is None:
             raise Internal(f"choice {index} has no end")
-        parts.append(choice.choice_json(format_, index))
-    await send_body(in_pieces(send), 200, format_.whole(parts, _usage(choices)))
+        results.append(choice.result)
+    await send_body(in_pieces(send), 200, format_.whole(results, _usage(choices)))
 
 
 def _kept_trace_id(span: Span) -> str:

@@ -56,8 +56,12 @@ class PreparedRequest:
     tokenizer: ModelTokenizer
     options: Options
     prompts: tuple[Prompt, ...]
+    repeated: bytes
+    """What the answer repeats of the request."""
     prompt_param: str
     """The parameter that the prompts came from."""
+    length_param: str
+    """The parameter that limits the output."""
 
 
 def warm_up(endpoint: Endpoint) -> None:
@@ -94,7 +98,9 @@ class Preparation:
             tokenizer,
             request.options,
             tuple(prompts),
+            request.repeated,
             endpoint.prompt_param,
+            endpoint.length_param,
         )
 
     async def _run(self, step: Callable[[], T]) -> T:
@@ -104,9 +110,9 @@ class Preparation:
 def memory_bytes(prepared: PreparedRequest) -> int:
     """What a request occupies from its admission to its end, apart from its output."""
     beside = BYTES_PER_STREAM if prepared.options.tools is None else BYTES_PER_STREAM + BYTES_PER_TOOLS
+    streams = sum(beside + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
     grammar = prepared.options.sampling.grammar
-    grammar_bytes = len(grammar.text) if grammar is not None else 0
-    return grammar_bytes + sum(beside + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
+    return streams + len(prepared.repeated) + (len(grammar.text) if grammar is not None else 0)
 
 
 def cache_scope_of(owner: str, salt: str) -> str:
@@ -171,7 +177,7 @@ def _sampling_of(prepared: PreparedRequest, options: Options, num_prompt: int, s
     if num_prompt + max_tokens > limit:
         raise ContextLengthExceeded(
             f"this model's context is {limit} tokens; {num_prompt} of the prompt and {max_tokens} of output exceed it",
-            param="max_tokens",
+            param=prepared.length_param,
         )
     least = options.sampling.min_tokens
     if least > max_tokens:

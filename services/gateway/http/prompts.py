@@ -68,24 +68,24 @@ class PromptMaker:
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return await self._offload.run(self._tokenizer.decode, list(token_ids), skip_special_tokens=False)
 
-    async def render(self, chat: ChatRequest) -> str:
-        """A conversation as its model's prompt. Raises ``BadRequest``, also when that takes too much, and
-        ``PayloadTooLarge``."""
+    async def render(self, chat: ChatRequest, *, param: str) -> str:
+        """A conversation, which came as that parameter, as its model's prompt. Raises ``BadRequest``, also when that
+        takes too much, and ``PayloadTooLarge``."""
         tools = chat.options.tools
         template = self._tokenizer.template if tools is None else self._tokenizer.tool_template
         if template is None:
-            raise BadRequest(f"model {self._record.name!r} has no chat template; use /v1/completions", param="messages")
+            raise BadRequest(f"model {self._record.name!r} has no chat template; use /v1/completions", param=param)
         if tools is not None and template.tool_parser is None:
             raise UnsupportedParameter(
                 f"tools: the chat template of model {self._record.name!r} has no tools, or calls of a format that is "
                 "not supported",
                 param="tools",
             )
-        text = await self._rendered(template, chat)
-        refuse_large_text(text, max_bytes=self._limits.max_bytes, param="messages")
+        text = await self._rendered(template, chat, param)
+        refuse_large_text(text, max_bytes=self._limits.max_bytes, param=param)
         return text
 
-    async def _rendered(self, template: ChatTemplate, chat: ChatRequest) -> str:
+    async def _rendered(self, template: ChatTemplate, chat: ChatRequest, param: str) -> str:
         whole = partial(
             template.render,
             chat.messages,
@@ -99,7 +99,7 @@ class PromptMaker:
         try:
             return await self._offload.run(whole)
         except RenderingTooLarge as error:
-            raise BadRequest(f"the model's chat template was stopped: {error}", param="messages") from error
+            raise BadRequest(f"the model's chat template was stopped: {error}", param=param) from error
 
     def _refuse_unknown(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._limits.vocab_size

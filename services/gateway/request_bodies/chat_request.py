@@ -75,6 +75,8 @@ class ChatRequest:
     options: Options
     called_characters: int
     """Of the calls in its messages."""
+    repeated: bytes = b""
+    """What the answer repeats of the request."""
 
     @property
     def num_characters(self) -> int:

@@ -45,6 +45,7 @@ class CompletionRequest:
     echo: bool
     add_special_tokens: bool
     options: Options
+    repeated: bytes = b""
 
 
 def read_completion_request(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.http.formats import AnswerFormat, Reply
+from services.gateway.http.chunks import ChunkedFormat
+from services.gateway.http.error_forms import OpenAIErrors
+from services.gateway.http.formats import AnswerFormat, ChoiceResult, MadeCall, Reply
 from services.gateway.http.logprobs import LogprobShape, finite, packed
 from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
 from services.gateway.request_bodies.chat_request import ChatBody, ChatRequest, read_chat_request
@@ -19,6 +21,8 @@ class ChatEndpoint:
     operation = "chat"
     id_prefix = "chatcmpl-"
     prompt_param = "messages"
+    length_param = "max_tokens"
+    errors = OpenAIErrors()
     body_type = ChatBody
     examples = (
         b'{"messages": [{"role": "user", "content": "a"}]}',
@@ -30,7 +34,7 @@ class ChatEndpoint:
         return read_chat_request(raw, body, vocab_size=limits.vocab_size, max_prompt_bytes=limits.max_bytes)
 
     async def prompts(self, request: ChatRequest, maker: PromptMaker) -> list[Prompt]:
-        text = await maker.render(request)
+        text = await maker.render(request, param=self.prompt_param)
         encoded = await maker.encode([text], add_special_tokens=request.add_special_tokens, param=self.prompt_param)
         return [Prompt(ids, "") for ids in encoded]
 
@@ -41,7 +45,7 @@ class ChatEndpoint:
         return ChatLogprobs(tokenizer)
 
 
-class ChatFormat(AnswerFormat):
+class ChatFormat(ChunkedFormat):
     """Messages, and what a stream adds to them."""
 
     whole_object = "chat.completion"
@@ -49,9 +53,22 @@ class ChatFormat(AnswerFormat):
     around_text = (b'"delta":{"content":', b"}")
     opening = b'"delta":{"role":"assistant","content":""}'
 
-    def choice_json(self, index: int, text: str, finish_reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+    def choice_json(self, index: int, result: ChoiceResult) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
+        if result.calls:
+            message["content"] = result.text or None
+            message["tool_calls"] = [_call_json(call) for call in result.calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": result.logprobs,
+            "finish_reason": result.finish.reason,
+        }
+
+
+def _call_json(call: MadeCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 class ChatLogprobs:

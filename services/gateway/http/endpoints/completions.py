@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.http.formats import AnswerFormat, Reply
+from services.gateway.http.chunks import ChunkedFormat
+from services.gateway.http.error_forms import OpenAIErrors
+from services.gateway.http.formats import AnswerFormat, ChoiceResult, Reply
 from services.gateway.http.logprobs import LogprobShape, finite, packed
 from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
 from services.gateway.request_bodies.completion_request import (
@@ -23,6 +25,8 @@ class CompletionEndpoint:
     operation = "text_completion"
     id_prefix = "cmpl-"
     prompt_param = "prompt"
+    length_param = "max_tokens"
+    errors = OpenAIErrors()
     body_type = CompletionBody
     examples = (b'{"prompt": "a"}', b'{"prompt": [0]}')
 
@@ -49,14 +53,19 @@ class CompletionEndpoint:
         return CompletionLogprobs(tokenizer)
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(ChunkedFormat):
     """Texts."""
 
     whole_object = chunk_object = "text_completion"
     around_text = (b'"text":', b"")
 
-    def choice_json(self, index: int, text: str, finish_reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    def choice_json(self, index: int, result: ChoiceResult) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": result.text,
+            "logprobs": result.logprobs,
+            "finish_reason": result.finish.reason,
+        }
 
 
 class CompletionLogprobs:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from services.gateway.http.error_forms import ErrorForm
 from services.gateway.http.formats import AnswerFormat, Reply
 from services.gateway.http.logprobs import LogprobShape
 from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
@@ -20,6 +21,10 @@ class GenerationRequest(Protocol):
     @property
     def options(self) -> Options: ...
 
+    @property
+    def repeated(self) -> bytes:
+        """What the answer repeats of it, as the endpoint's ``format`` takes it; of most endpoints nothing."""
+
 
 class Endpoint(Protocol):
     """One, for all of its requests. Any thread."""
@@ -31,6 +36,12 @@ class Endpoint(Protocol):
     """Of a response's id."""
     prompt_param: str
     """The parameter that prompts come from."""
+    length_param: str
+    """The parameter that says how long an output may be."""
+
+    @property
+    def errors(self) -> ErrorForm:
+        """What errors look like, also those before a request is read."""
 
     @property
     def body_type(self) -> type[SharedBody]: ...
