@@ -39,12 +39,15 @@ from services.gateway.http.cors import Cors
 from services.gateway.http.endpoints.chat import ChatEndpoint
 from services.gateway.http.endpoints.completions import CompletionEndpoint
 from services.gateway.http.endpoints.endpoint import Endpoint
+from services.gateway.http.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
+from services.gateway.http.endpoints.responses import ResponsesEndpoint
 from services.gateway.http.error_forms import ErrorForm, OpenAIErrors
 from services.gateway.http.events import events_router
 from services.gateway.http.generation import Generation
 from services.gateway.http.models import models_router
 from services.gateway.http.operations import operations_router
 from services.gateway.http.request_log import REQUEST, RequestLog
+from services.gateway.http.token_count import TokenCount
 from services.gateway.service import Gateway
 from shared.errors import BadRequest, BlitzError, Internal, NotFound, Unauthorized
 
@@ -132,8 +135,15 @@ class GatewayApp:
         self._cors = Cors(gateway.config.cors_origins)
         self._api_keys = gateway.api_keys
         self._metrics = gateway.metrics
-        endpoints: tuple[Endpoint, ...] = (ChatEndpoint(), CompletionEndpoint())
-        self._hot = {endpoint.path: Generation(gateway, endpoint) for endpoint in endpoints}
+        endpoints: tuple[Endpoint, ...] = (
+            ChatEndpoint(),
+            CompletionEndpoint(),
+            ResponsesEndpoint(),
+            MessagesEndpoint(),
+        )
+        self._hot: dict[str, Generation | TokenCount] = {e.path: Generation(gateway, e) for e in endpoints}
+        counting = CountTokensEndpoint()
+        self._hot[counting.path] = TokenCount(gateway, counting)
         self._rest = _rest(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from services.gateway.core.call_output import CallOutput
 from services.gateway.core.tools.deltas import CallDelta
 from services.gateway.http.choice import TOKEN_BYTES, Choice, StreamedChoice, WholeChoice
-from services.gateway.http.formats import Finish, MadeCall, in_order
+from services.gateway.http.formats import ChoiceEnd, MadeCall, in_order
 
 
 class CallingChoice(Choice):
@@ -31,18 +31,20 @@ class StreamedCallingChoice(CallingChoice, StreamedChoice):
         elif text or entry is not None or self._output.in_text:
             super()._emit(text, entry)
         elif self._unopened:
-            self._buffer.write(self._opened(b""))
+            self._write_opening()
 
-    def _emit_last(self, text: str, entry: Any, finish: Finish) -> None:
+    def _emit_last(self, text: str, entry: Any, finish: ChoiceEnd) -> None:
         calls = self._output.take_calls()
         if calls:
             self._write_calls(calls, text, entry, finish)
         else:
             super()._emit_last(text, entry, finish)
 
-    def _write_calls(self, calls: Sequence[CallDelta], text: str, entry: Any, finish: Finish | None) -> None:
+    def _write_calls(self, calls: Sequence[CallDelta], text: str, entry: Any, finish: ChoiceEnd | None) -> None:
+        if self._unopened:
+            self._write_opening()
         chunk = self._events.call_chunk(calls, text, self._joined(entry), finish, self._usage())
-        self._buffer.write(self._opened(chunk))
+        self._buffer.write(chunk)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import TextOutput
-from services.gateway.http.formats import ChoiceEvents, ChoiceResult, Finish, MadeCall, TokenUsage
+from services.gateway.http.formats import ChoiceEnd, ChoiceEvents, ChoiceResult, MadeCall, TokenUsage
 from services.gateway.http.logprobs import LogprobShape, entry_bytes
 from services.gateway.memory import ResponseBuffer
 from services.gateway.metrics import ModelMetrics
@@ -144,7 +144,7 @@ class Choice(ABC):
         self._metrics.request_generation_tokens.observe(self.num_tokens)
         if self.first_s:
             self._metrics.decode_s.observe(now_s - self.first_s)
-        self._emit_last(self._open(text), entry, Finish(self.finish_reason, self._output.stop_string))
+        self._emit_last(self._open(text), entry, ChoiceEnd(self.finish_reason, self._output.stop_string))
         self._buffer.open_choices -= 1
         self._buffer.wake()
 
@@ -153,7 +153,7 @@ class Choice(ABC):
         """One token's text and its log-probabilities."""
 
     @abstractmethod
-    def _emit_last(self, text: str, entry: Any, finish: Finish) -> None:
+    def _emit_last(self, text: str, entry: Any, finish: ChoiceEnd) -> None:
         """The same for the last token."""
 
 
@@ -166,22 +166,23 @@ class StreamedChoice(Choice):
         self._plain = self._logprobs is None and not self._continuous_usage
 
     def _emit(self, text: str, entry: Any) -> None:
+        if self._unopened:
+            self._write_opening()
         if self._plain:
             chunk = self._events.chunk(text)
         else:
             chunk = self._events.full_chunk(text, self._joined(entry), None, self._usage())
-        self._buffer.write(self._opened(chunk))
+        self._buffer.write(chunk)
 
-    def _emit_last(self, text: str, entry: Any, finish: Finish) -> None:
-        chunk = self._events.full_chunk(text, self._joined(entry), finish, self._usage())
-        self._buffer.write(self._opened(chunk))
-
-    def _opened(self, chunk: bytes) -> bytes:
-        """Behind the events that open the choice, where it is the first."""
+    def _emit_last(self, text: str, entry: Any, finish: ChoiceEnd) -> None:
         if self._unopened:
-            self._unopened = False
-            chunk = self._events.opening(TokenUsage(self.num_prompt_tokens, 0, self.num_cached_tokens)) + chunk
-        return chunk
+            self._write_opening()
+        chunk = self._events.full_chunk(text, self._joined(entry), finish, self._usage())
+        self._buffer.write(chunk)
+
+    def _write_opening(self) -> None:
+        self._unopened = False
+        self._buffer.write(self._events.opening(TokenUsage(self.num_prompt_tokens, 0, self.num_cached_tokens)))
 
     def _joined(self, entry: Any) -> dict[str, Any] | None:
         return self._logprobs.join([entry]) if self._logprobs is not None and entry is not None else None
@@ -217,7 +218,7 @@ class WholeChoice(Choice):
     def result(self) -> ChoiceResult:
         """Once it has ended."""
         assert self.finish_reason is not None
-        finish = Finish(self.finish_reason, self._output.stop_string)
+        finish = ChoiceEnd(self.finish_reason, self._output.stop_string)
         return ChoiceResult(self.text, self.calls, finish, self.logprobs_json)
 
     def _emit(self, text: str, entry: Any) -> None:
@@ -228,5 +229,5 @@ class WholeChoice(Choice):
             size_bytes += entry_bytes(entry)
         self._buffer.collect(size_bytes)
 
-    def _emit_last(self, text: str, entry: Any, finish: Finish) -> None:  # noqa: ARG002 - the other kind's
+    def _emit_last(self, text: str, entry: Any, finish: ChoiceEnd) -> None:  # noqa: ARG002 - the other kind's
         self._emit(text, entry)

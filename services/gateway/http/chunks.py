@@ -11,7 +11,7 @@ import msgspec
 
 from services.gateway.core.tools.deltas import CallDelta
 from services.gateway.http.asgi import DONE, error_events
-from services.gateway.http.formats import AnswerFormat, ChoiceEvents, ChoiceResult, Finish, Keep, TokenUsage
+from services.gateway.http.formats import AnswerFormat, ChoiceEnd, ChoiceEvents, ChoiceResult, Keep, TokenUsage
 from shared.errors import BlitzError
 
 _encode = msgspec.json.encode
@@ -88,7 +88,7 @@ class ChunkFormat(ChoiceEvents):
         return self._prefix + _encode(text) + self._plain_end
 
     def full_chunk(
-        self, text: str, logprobs: dict[str, Any] | None, finish: Finish | None, usage: TokenUsage | None
+        self, text: str, logprobs: dict[str, Any] | None, finish: ChoiceEnd | None, usage: TokenUsage | None
     ) -> bytes:
         return self._event(_encode(text), logprobs, finish, usage)
 
@@ -97,7 +97,7 @@ class ChunkFormat(ChoiceEvents):
         calls: Sequence[CallDelta],
         text: str,
         logprobs: dict[str, Any] | None,
-        finish: Finish | None,
+        finish: ChoiceEnd | None,
         usage: TokenUsage | None,
     ) -> bytes:
         shown = _encode([_delta_json(delta) for delta in calls])
@@ -105,7 +105,7 @@ class ChunkFormat(ChoiceEvents):
         return self._event(content, logprobs, finish, usage)
 
     def _event(
-        self, content: bytes, logprobs: dict[str, Any] | None, finish: Finish | None, usage: TokenUsage | None
+        self, content: bytes, logprobs: dict[str, Any] | None, finish: ChoiceEnd | None, usage: TokenUsage | None
     ) -> bytes:
         reason = _encode(finish.reason) if finish is not None else b"null"
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + reason + b"}]"

@@ -24,7 +24,7 @@ class TokenUsage:
     """Of the prompts', those that nobody had to compute."""
 
 
-class Finish(NamedTuple):
+class ChoiceEnd(NamedTuple):
     """What a choice ended with."""
 
     reason: str
@@ -66,7 +66,7 @@ class ChoiceResult:
 
     text: str
     calls: tuple[MadeCall, ...]
-    finish: Finish
+    finish: ChoiceEnd
     logprobs: dict[str, Any] | None
 
     def parts(self) -> list[str | MadeCall]:
@@ -93,7 +93,7 @@ class ChoiceEvents(ABC):
 
     @abstractmethod
     def full_chunk(
-        self, text: str, logprobs: dict[str, Any] | None, finish: Finish | None, usage: TokenUsage | None
+        self, text: str, logprobs: dict[str, Any] | None, finish: ChoiceEnd | None, usage: TokenUsage | None
     ) -> bytes:
         """Of a token with anything but calls. ``finish``: it was the last one."""
 
@@ -103,7 +103,7 @@ class ChoiceEvents(ABC):
         calls: Sequence[CallDelta],
         text: str,
         logprobs: dict[str, Any] | None,
-        finish: Finish | None,
+        finish: ChoiceEnd | None,
         usage: TokenUsage | None,
     ) -> bytes:
         """Of a token with parts of calls, at least one, and maybe text."""

@@ -68,6 +68,12 @@ class PromptMaker:
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return await self._offload.run(self._tokenizer.decode, list(token_ids), skip_special_tokens=False)
 
+    async def of_chat(self, chat: ChatRequest, *, param: str) -> Prompt:
+        """A conversation, which came as that parameter. Raises as ``render`` and ``encode``."""
+        text = await self.render(chat, param=param)
+        [token_ids] = await self.encode([text], add_special_tokens=chat.add_special_tokens, param=param)
+        return Prompt(token_ids, "")
+
     async def render(self, chat: ChatRequest, *, param: str) -> str:
         """A conversation, which came as that parameter, as its model's prompt. Raises ``BadRequest``, also when that
         takes too much, and ``PayloadTooLarge``."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -62,6 +62,9 @@ class MessageCall(msgspec.Struct):
     function: CalledFunction | None = None
 
 
+ToolKind = TypeVar("ToolKind")
+
+
 @dataclass(frozen=True, slots=True)
 class ChatTools:
     """What may be called, at least one function."""
@@ -79,25 +82,32 @@ class ChatTools:
 def read_tools(tools: Raw, choice: Raw, *, parallel: bool) -> ChatTools | None:
     """The functions that a request may call; None: none. Raises ``BadRequest``, ``UnsupportedParameter`` and
     ``PayloadTooLarge``, naming the parameter."""
-    if not _may_call(bytes(choice)):
-        return None
+    return tools_of(tools, ToolBody, _tool, parallel=parallel) if may_call(bytes(choice)) else None
+
+
+def tools_of(
+    tools: Raw, kind: type[ToolKind], read: Callable[[ToolKind, str], dict[str, Any]], *, parallel: bool
+) -> ChatTools | None:
+    """The functions in ``tools``; None: there is none. ``read`` gives one as a template takes it, by its body and name.
+    Raises as ``read_tools``."""
     json = bytes(tools)
     if len(json) > MAX_TOOLS_BYTES:
         raise PayloadTooLarge(
             f"tools has {len(json)} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed", param="tools"
         )
     refuse_many_elements(json, MAX_TOOL_ELEMENTS, "tools")
-    read: list[ToolBody] | None = read_json(json, list[ToolBody] | None, "tools")
-    if not read:
+    bodies: list[ToolKind] | None = read_json(json, list[kind] | None, "tools")  # type: ignore[valid-type]
+    if not bodies:
         return None
-    if len(read) > MAX_TOOLS:
-        raise BadRequest(f"tools has {len(read)} tools; at most {MAX_TOOLS} are allowed", param="tools")
-    for_template = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(read))
+    if len(bodies) > MAX_TOOLS:
+        raise BadRequest(f"tools has {len(bodies)} tools; at most {MAX_TOOLS} are allowed", param="tools")
+    for_template = tuple(read(tool, f"tools[{index}]") for index, tool in enumerate(bodies))
     names = frozenset(tool["function"]["name"] for tool in for_template)
     return ChatTools(names, for_template, parallel, len(json))
 
 
-def _may_call(choice: bytes) -> bool:
+def may_call(choice: bytes) -> bool:
+    """Whether a ``tool_choice`` lets functions be called. Raises ``UnsupportedParameter`` for one that forces it."""
     value = read_json(choice, Any, "tool_choice") if len(choice) <= _LONGEST_CHOICE_BYTES else choice
     if value not in (None, "none", "auto"):
         raise UnsupportedParameter(
@@ -111,12 +121,14 @@ def _tool(tool: ToolBody, name: str) -> dict[str, Any]:
         raise UnsupportedParameter(
             f"{name}.type: tools of type {shown(tool.type)} are not supported (function is)", param=f"{name}.type"
         )
-    body = required(tool.function, f"{name}.function")
-    function: dict[str, Any] = {"name": required(body.name, f"{name}.function.name")}
+    return tool_of(required(tool.function, f"{name}.function"), f"{name}.function")
+
+
+def tool_of(body: FunctionBody, name: str) -> dict[str, Any]:
+    """A function as a template takes it (``ChatTools``). Raises ``BadRequest``, ``UnsupportedParameter``."""
+    function: dict[str, Any] = {"name": required(body.name, f"{name}.name")}
     if body.strict:
-        raise UnsupportedParameter(
-            f"{name}.function.strict: guided decoding is not supported", param=f"{name}.function.strict"
-        )
+        raise UnsupportedParameter(f"{name}.strict: guided decoding is not supported", param=f"{name}.strict")
     if body.description is not None:
         function["description"] = body.description
     if body.parameters is not None:
@@ -140,13 +152,14 @@ def _called(call: MessageCall, name: str) -> dict[str, Any]:
     body = required(call.function, f"{name}.function")
     function = {
         "name": required(body.name, f"{name}.function.name"),
-        "arguments": _arguments(body.arguments, f"{name}.function.arguments"),
+        "arguments": arguments_of(body.arguments, f"{name}.function.arguments"),
     }
     result: dict[str, Any] = {"type": "function", "function": function}
     return result if call.id is None else {"id": call.id, **result}
 
 
-def _arguments(arguments: str | dict[str, Any] | None, name: str) -> dict[str, Any]:
+def arguments_of(arguments: str | dict[str, Any] | None, name: str) -> dict[str, Any]:
+    """Arguments of a call as templates take them. Raises ``BadRequest``."""
     if isinstance(arguments, dict):
         return arguments
     if not arguments:

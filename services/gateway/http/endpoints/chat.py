@@ -34,9 +34,7 @@ class ChatEndpoint:
         return read_chat_request(raw, body, vocab_size=limits.vocab_size, max_prompt_bytes=limits.max_bytes)
 
     async def prompts(self, request: ChatRequest, maker: PromptMaker) -> list[Prompt]:
-        text = await maker.render(request, param=self.prompt_param)
-        encoded = await maker.encode([text], add_special_tokens=request.add_special_tokens, param=self.prompt_param)
-        return [Prompt(ids, "") for ids in encoded]
+        return [await maker.of_chat(request, param=self.prompt_param)]
 
     def format(self, reply: Reply) -> AnswerFormat:
         return ChatFormat(reply)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from services.gateway.request_bodies.schema_check import ANNOTATIONS, ENFORCED
-from tests.services.gateway.http.test_field_types import CHAT_FIELDS, TEXT_FIELDS
+from tests.services.gateway.http.test_field_types import CHAT_FIELDS, RESPONSES_FIELDS, TEXT_FIELDS, TURN_FIELDS
 
 scalars = st.one_of(
     st.none(),
@@ -75,6 +75,23 @@ _called = st.lists(
 )
 
 
+_part = st.fixed_dictionaries(
+    {"type": st.sampled_from(["input_text", "output_text", "text"]) | values},
+    optional={"text": st.text(max_size=9) | values},
+)
+_block = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "image"]) | values},
+    optional={
+        "text": st.text(max_size=9) | values,
+        "id": st.just("call_1") | values,
+        "tool_use_id": st.just("call_1") | values,
+        "name": _names,
+        "input": st.dictionaries(st.text(max_size=3), values, max_size=2) | values,
+        "content": st.text(max_size=9) | st.lists(_part | values, max_size=3) | odd,
+    },
+)
+
+
 def _objects(base: dict[str, Any], fields: list[str]) -> st.SearchStrategy[bytes]:
     extra = st.dictionaries(st.sampled_from(fields) | st.text(max_size=10), odd, max_size=4)
     return extra.map(lambda drawn: json.dumps({**base, **drawn}).encode())
@@ -107,6 +124,7 @@ _RAW = st.one_of(
             b'{"model":"tiny","prompt":"a","stop_token_ids":[' + b"1," * 700_000 + b"1]}",
             b'{"model":"tiny","messages":[' + b"{}," * 200_000 + b"{}]}",
             b'{"model":"tiny","messages":[{"role":"user","content":"' + b"a\\n" * 400_000 + b'"}]}',
+            b'{"model":"tiny","input":[' + b"{}," * 200_000 + b"{}]}",
             b'{"model":"tiny","prompt":"' + b"\\u0000" * 100_000 + b'"}',
             b'{"model":"tiny","prompt":"a","x":"\\ud800"}',
         ]
@@ -177,6 +195,67 @@ guided = st.builds(
     ),
 )
 """Chats whose answer must be something."""
+_item = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"]) | values,
+        "role": st.sampled_from(["user", "assistant", "system", "tool"]) | values,
+        "content": st.text(max_size=9) | st.lists(_part | values, max_size=3) | odd,
+        "call_id": st.just("call_1") | values,
+        "name": _names,
+        "arguments": _json | values,
+        "output": st.text(max_size=9) | st.lists(_part | values, max_size=3) | odd,
+    },
+)
+_flat_tool = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["function", "custom"]) | values,
+        "name": _names,
+        "description": values,
+        "parameters": values,
+        "input_schema": values,
+        "strict": values,
+    },
+)
+_more = {
+    "tools": st.lists(_flat_tool, max_size=3) | st.lists(odd, max_size=2) | odd,
+    "stream": st.booleans(),
+}
+responses = st.one_of(
+    _objects({"model": "tiny", "input": "hi"}, RESPONSES_FIELDS),
+    st.fixed_dictionaries(
+        {"model": st.just("tiny"), "input": st.lists(_item | values, max_size=4) | odd},
+        optional={
+            **_more,
+            "tool_choice": st.sampled_from(["auto", "none", "required"]) | odd,
+            "text": st.fixed_dictionaries({}, optional={"format": st.fixed_dictionaries({"type": values}) | values}),
+        },
+    ).map(lambda drawn: json.dumps(drawn).encode()),
+)
+turns = st.one_of(
+    _objects({"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}, TURN_FIELDS),
+    st.fixed_dictionaries(
+        {
+            "model": st.just("tiny"),
+            "max_tokens": st.just(5),
+            "messages": st.lists(
+                st.fixed_dictionaries(
+                    {"role": st.sampled_from(["user", "assistant"]) | values},
+                    optional={"content": st.text(max_size=9) | st.lists(_block | values, max_size=4) | odd},
+                )
+                | values,
+                max_size=4,
+            ),
+        },
+        optional={
+            **_more,
+            "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "none", "any"]) | values}) | odd,
+            "system": st.text(max_size=9) | st.lists(_block | values, max_size=3) | odd,
+        },
+    ).map(lambda drawn: json.dumps(drawn).encode()),
+)
+"""Of ``/v1/messages``."""
 text = st.one_of(
     _objects({"model": "tiny", "prompt": "a"}, TEXT_FIELDS),
     odd.map(lambda drawn: json.dumps({"model": "tiny", "prompt": drawn}).encode()),

@@ -30,6 +30,15 @@ CHAT_FIELDS = [
     *SHARED, "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "chat_template_kwargs",
 ]  # fmt: skip
 TEXT_FIELDS = [*SHARED, "prompt", "echo"]
+RESPONSES_FIELDS = [
+    *SHARED, "input", "instructions", "max_output_tokens", "text", "truncation", "metadata", "store", "reasoning",
+    "previous_response_id", "conversation", "background", "include", "prompt", "top_logprobs", "service_tier",
+]  # fmt: skip
+TURN_FIELDS = [
+    *SHARED, "messages", "system", "stop_sequences", "thinking", "output_config", "metadata", "container",
+    "mcp_servers", "context_management", "service_tier",
+]  # fmt: skip
+"""Of ``/v1/messages``."""
 
 
 def chat_bodies(value: Any) -> list[dict[str, Any]]:
@@ -93,13 +102,67 @@ def text_bodies(value: Any) -> list[dict[str, Any]]:
     ]
 
 
+def responses_bodies(value: Any) -> list[dict[str, Any]]:
+    """Bodies of ``/v1/responses`` with ``value`` inside of their fields."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items: list[Any] = [
+        value,
+        {"type": value},
+        {"role": value, "content": "x"},
+        {"role": "user", "content": value},
+        {"role": "user", "content": [value]},
+        {"role": "user", "content": [{"type": value, "text": "x"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": value}]},
+        *({**call, name: value} for name in call),
+        {"type": "function_call_output", "call_id": value, "output": "x"},
+        {"type": "function_call_output", "call_id": "c", "output": value},
+        {"type": "function_call_output", "call_id": "c", "output": [value]},
+    ]
+    tools: list[Any] = [value, *({"type": "function", "name": "f", n: value} for n in ("type", "name", "parameters"))]
+    return [
+        *({"input": [item]} for item in items),
+        *({"input": "a", "tools": [tool]} for tool in tools),
+        {"input": "a", "text": {"format": value}},
+        {"input": "a", "text": {"format": {"type": value}}},
+        {"input": "a", "metadata": {"a": value}},
+    ]
+
+
+def turn_bodies(value: Any) -> list[dict[str, Any]]:
+    """Bodies of ``/v1/messages`` with ``value`` inside of their fields."""
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+    user: list[Any] = [value, {"type": "text", "text": value}, *({**result, name: value} for name in result)]
+    turns: list[Any] = [
+        value,
+        {"role": value, "content": "x"},
+        {"role": "user", "content": value},
+        *({"role": "user", "content": [block]} for block in (*user, {**result, "content": [value]})),
+        *({"role": "assistant", "content": [{**use, name: value}]} for name in use),
+    ]
+    tools: list[Any] = [value, *({"name": "f", "input_schema": {}, n: value} for n in ("type", "name", "input_schema"))]
+    return [
+        *({"messages": [turn, *MESSAGES]} for turn in turns),
+        *({"messages": MESSAGES, "tools": [tool]} for tool in tools),
+        {"messages": MESSAGES, "system": [value]},
+        {"messages": MESSAGES, "stop_sequences": [value]},
+        {"messages": MESSAGES, "tool_choice": {"type": value}},
+        {"messages": MESSAGES, "thinking": {"type": value}},
+        {"messages": MESSAGES, "output_config": {"format": value}},
+    ]
+
+
 def fault(response: httpx.Response) -> str:
     """What is wrong with an answer; empty if nothing is."""
     if response.status_code in (200, 201):
         return ""
     if not 400 <= response.status_code < 500:
         return f"{response.status_code} {response.text}"
-    error = response.json().get("error", {})
+    body = response.json()
+    error = body.get("error", {})
+    if body.get("type") == "error" and set(error) == {"type", "message"} and len(error["message"]) <= 1000:
+        # Anthropic's form.
+        return ""
     if set(error) != {"message", "type", "param", "code"} or len(error["message"]) > 1000:
         return response.text
     return ""
@@ -124,6 +187,20 @@ async def test_no_json_value_in_any_chat_field_is_a_fault(stack: Stack, value: A
 async def test_no_json_value_in_any_completion_field_is_a_fault(stack: Stack, value: Any) -> None:
     bodies = [{"prompt": "a", field: value} for field in TEXT_FIELDS] + text_bodies(value)
     assert await faults(stack, TEXT, bodies) == []
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:12])
+async def test_no_json_value_in_any_field_of_a_response_is_a_fault(stack: Stack, value: Any) -> None:
+    bodies = [{"input": "a", field: value} for field in RESPONSES_FIELDS] + responses_bodies(value)
+    assert await faults(stack, "/v1/responses", bodies) == []
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:12])
+async def test_no_json_value_in_any_field_of_messages_is_a_fault(stack: Stack, value: Any) -> None:
+    bodies = [{"messages": MESSAGES, "max_tokens": 5, field: value} for field in TURN_FIELDS]
+    bodies += [{"max_tokens": 5, **body} for body in turn_bodies(value)]
+    assert await faults(stack, "/v1/messages", bodies) == []
+    assert await faults(stack, "/v1/messages/count_tokens", bodies) == []
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:12])
