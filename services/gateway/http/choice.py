@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.core.stream import StreamState
@@ -34,8 +35,10 @@ class Choice(ABC):
         opening_text: str,
         continuous_usage: bool,
         trace_id: str,
+        number: int,
     ) -> None:
-        """``trace_id``: of the trace that is kept of the request; empty: none."""
+        """``trace_id``: of the trace that is kept of the request; empty: none. ``number``: its place among those of its
+        prompt."""
         self._buffer = buffer
         self._events = events
         self._output = output
@@ -45,6 +48,7 @@ class Choice(ABC):
         self._continuous_usage = continuous_usage
         self._stream = stream
         self._trace_id = trace_id
+        self._number = number
         self._last_s = 0.0
         self.arrived_s = arrived_s
         """Monotonic, as all times here."""
@@ -66,6 +70,11 @@ class Choice(ABC):
     def num_tokens(self) -> int:
         """Output tokens so far."""
         return self._output.num_tokens
+
+    @property
+    def counts_prompt(self) -> bool:
+        """Whether an answer's usage has its prompt from here: that of one choice of each prompt."""
+        return not self._number
 
     def on_tokens(
         self,
@@ -155,6 +164,16 @@ class Choice(ABC):
     @abstractmethod
     def _emit_last(self, text: str, entry: Any, finish: ChoiceEnd) -> None:
         """The same for the last token."""
+
+
+def usage_of(choices: Sequence[Choice]) -> TokenUsage:
+    """Of an answer with these choices: each prompt counts once, however many choices it has."""
+    of_prompts = [choice for choice in choices if choice.counts_prompt]
+    return TokenUsage(
+        sum(choice.num_prompt_tokens for choice in of_prompts),
+        sum(choice.num_tokens for choice in choices),
+        sum(choice.num_cached_tokens for choice in of_prompts),
+    )
 
 
 class StreamedChoice(Choice):

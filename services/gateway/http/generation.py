@@ -22,9 +22,9 @@ from services.gateway.http.asgi import (
     send_body,
 )
 from services.gateway.http.call_choice import StreamedCallingChoice, WholeCallingChoice
-from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice
+from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice, usage_of
 from services.gateway.http.endpoints.endpoint import Endpoint
-from services.gateway.http.formats import AnswerFormat, Reply, TokenUsage
+from services.gateway.http.formats import AnswerFormat, Reply
 from services.gateway.http.preparation import (
     Preparation,
     PreparedRequest,
@@ -81,7 +81,10 @@ class Generation:
                 # The text goes, the token ids stay.
                 del preparation, body
                 claim.resize(memory_bytes(prepared))
-                options = bill.limited(prepared.options, [prompt.token_ids for prompt in prepared.prompts])
+                options = bill.limited(
+                    prepared.options,
+                    [prompt.token_ids for prompt in prepared.prompts for _ in range(prepared.options.n)],
+                )
                 streams = streams_of(
                     prepared,
                     options,
@@ -160,6 +163,7 @@ class Generation:
         trace_id: str,
     ) -> Choice:
         options = prepared.options
+        of_prompt, number = divmod(index, options.n)
         wants_logprobs = options.sampling.logprobs is not None
         kind: type[Choice]
         if options.tools is None:
@@ -174,9 +178,10 @@ class Generation:
             stream=stream,
             arrived_s=arrived_s,
             logprobs=self._endpoint.logprobs(prepared.tokenizer) if wants_logprobs else None,
-            opening_text=prepared.prompts[index].echo,
+            opening_text=prepared.prompts[of_prompt].echo,
             continuous_usage=options.continuous_usage,
             trace_id=trace_id,
+            number=number,
         )
 
 
@@ -228,14 +233,6 @@ async def _watch(receive: Receive, buffer: ResponseBuffer) -> None:
     buffer.disconnect()
 
 
-def _usage(choices: list[Choice]) -> TokenUsage:
-    return TokenUsage(
-        sum(choice.num_prompt_tokens for choice in choices),
-        sum(choice.num_tokens for choice in choices),
-        sum(choice.num_cached_tokens for choice in choices),
-    )
-
-
 async def _send_stream(send: Send, buffer: ResponseBuffer, format_: AnswerFormat, choices: list[Choice]) -> None:
     """Send events as they come. Until the first one, or a comment, an error is still a plain HTTP error (raised)."""
     if buffer.error is not None and not buffer.has_chunks and not buffer.begun:
@@ -257,7 +254,7 @@ async def _send_stream(send: Send, buffer: ResponseBuffer, format_: AnswerFormat
         await buffer.wait()
     if buffer.disconnected:
         return
-    closing = format_.closing(_usage(choices)) if buffer.error is None else format_.failure(buffer.error)
+    closing = format_.closing(usage_of(choices)) if buffer.error is None else format_.failure(buffer.error)
     await send({"type": "http.response.body", "body": closing})
 
 
@@ -273,7 +270,7 @@ async def _send_whole(send: Send, buffer: ResponseBuffer, format_: AnswerFormat,
         if not isinstance(choice, WholeChoice) or choice.finish_reason is None:
             raise Internal(f"choice {index} has no end")
         results.append(choice.result)
-    await send_body(in_pieces(send), 200, format_.whole(results, _usage(choices)))
+    await send_body(in_pieces(send), 200, format_.whole(results, usage_of(choices)))
 
 
 def _kept_trace_id(span: Span) -> str:
@@ -302,6 +299,8 @@ def request_span(
                 value = getattr(body, name)
                 if value is not None:
                     span.set_attribute(f"gen_ai.request.{name}", value)
+            if body.n not in (None, 1):
+                span.set_attribute("gen_ai.request.choice.count", body.n)
             if body.top_k is not None:
                 span.set_attribute("gen_ai.request.top_k", float(body.top_k))
             if server is not None and server[1] is not None:
@@ -324,6 +323,7 @@ def set_response_attributes(
             span.set_status(StatusCode.ERROR)
         span.set_attribute("gen_ai.response.model", model)
         span.set_attribute("gen_ai.response.id", response_id)
-        span.set_attribute("gen_ai.usage.input_tokens", sum(c.num_prompt_tokens for c in choices))
-        span.set_attribute("gen_ai.usage.output_tokens", sum(c.num_tokens for c in choices))
+        usage = usage_of(choices)
+        span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
         span.set_attribute("gen_ai.response.finish_reasons", [c.finish_reason or "unknown" for c in choices])

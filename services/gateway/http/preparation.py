@@ -108,9 +108,10 @@ class Preparation:
 
 
 def memory_bytes(prepared: PreparedRequest) -> int:
-    """What a request occupies from its admission to its end, apart from its output."""
+    """What a request occupies from its admission to its end, apart from its output. Choices of one prompt share it."""
     beside = BYTES_PER_STREAM if prepared.options.tools is None else BYTES_PER_STREAM + BYTES_PER_TOOLS
-    streams = sum(beside + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
+    n = prepared.options.n
+    streams = sum(n * beside + BYTES_PER_TOKEN * len(prompt.token_ids) for prompt in prepared.prompts)
     grammar = prepared.options.sampling.grammar
     return streams + len(prepared.repeated) + (len(grammar.text) if grammar is not None else 0)
 
@@ -130,7 +131,7 @@ def streams_of(
     seeds: random.Random,
     prefixes_of: str | None,
 ) -> list[StreamState]:
-    """A stream in its queued state for each of its prompts, which is to be generated with ``options``.
+    """A stream in its queued state for each choice, all of one prompt in a row, to be generated with ``options``.
 
     ``prefixes_of``: whose earlier KV they may find, of models that have a prefix cache; None: nobody's.
     ``key``: the name of the caller's key; ``arrived_at_s``: Unix time; ``seeds`` draws for callers that gave none.
@@ -142,13 +143,14 @@ def streams_of(
         scope = cache_scope_of(prefixes_of, options.cache_salt)
     eos = () if options.sampling.ignore_eos else record.spec.eos_token_ids
     end_token_ids = frozenset((*eos, *options.sampling.stop_token_ids))
+    choices = [(prompt, number) for prompt in prepared.prompts for number in range(options.n)]
     return [
         StreamState(
             request_id=f"{prepared.response_id}-{index}",
             model=record.name,
             model_hash=record.model_hash,
             prompt_token_ids=prompt.token_ids,
-            sampling=_sampling_of(prepared, options, len(prompt.token_ids), seeds),
+            sampling=_sampling_of(prepared, options, len(prompt.token_ids), number, seeds),
             arrived_at_s=arrived_at_s,
             key=key,
             cache_scope=scope,
@@ -156,11 +158,14 @@ def streams_of(
             default_max_tokens=options.max_tokens is None,
             end_token_ids=end_token_ids,
         )
-        for index, prompt in enumerate(prepared.prompts)
+        for index, (prompt, number) in enumerate(choices)
     ]
 
 
-def _sampling_of(prepared: PreparedRequest, options: Options, num_prompt: int, seeds: random.Random) -> SamplingParams:
+def _sampling_of(
+    prepared: PreparedRequest, options: Options, num_prompt: int, number: int, seeds: random.Random
+) -> SamplingParams:
+    """Of choice ``number`` of a prompt."""
     limit = prepared.context_tokens
     if num_prompt == 0:
         raise BadRequest("the prompt has no tokens", param=prepared.prompt_param)
@@ -182,7 +187,7 @@ def _sampling_of(prepared: PreparedRequest, options: Options, num_prompt: int, s
     least = options.sampling.min_tokens
     if least > max_tokens:
         raise BadRequest(f"min_tokens {least} is above the {max_tokens} possible", param="min_tokens")
-    seed = options.seed if options.seed is not None else seeds.getrandbits(63)
+    seed = options.seed + number if options.seed is not None else seeds.getrandbits(63)
     return structs.replace(options.sampling, max_tokens=max_tokens, seed=seed % 2**63)
 
 

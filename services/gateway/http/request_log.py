@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from services.gateway.core.stream import StreamState
 from services.gateway.http.asgi import header, key_of
-from services.gateway.http.choice import Choice
+from services.gateway.http.choice import Choice, usage_of
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +83,9 @@ class RequestLog:
         }
         fields |= {name: value for name, value in rest.items() if value}
         if self.choices:
-            fields["prompt_tokens"] = sum(choice.num_prompt_tokens for choice in self.choices)
-            fields["output_tokens"] = sum(choice.num_tokens for choice in self.choices)
+            usage = usage_of(self.choices)
+            fields["prompt_tokens"] = usage.prompt_tokens
+            fields["output_tokens"] = usage.completion_tokens
             fields["finish"] = list(dict.fromkeys(choice.finish_reason or "none" for choice in self.choices))
         if begun:
             fields["ttft_s"] = round(min(begun), 4)

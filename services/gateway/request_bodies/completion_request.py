@@ -19,6 +19,8 @@ from shared.errors import BadRequest, UnsupportedParameter
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
+MAX_CHOICES = 256
+"""Of all prompts of a request together."""
 MAX_MIXED_ELEMENTS = 65_536
 """Items of a list of texts, in which arrays of token ids may be too."""
 
@@ -39,7 +41,7 @@ class CompletionBody(SharedBody, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A checked text completion request: one choice per prompt, in order."""
+    """A checked text completion request: ``n`` choices per prompt, in order."""
 
     prompts: tuple[Prompt, ...]
     echo: bool
@@ -58,8 +60,10 @@ def read_completion_request(
     refuse_unsupported(raw, body)
     if body.echo and body.logprobs is not None:
         raise UnsupportedParameter("echo: echo with logprobs is not supported", param="echo")
+    prompts = _prompts(bytes(body.prompt), vocab_size, max_prompt_bytes)
+    _refuse_many_choices(len(prompts), body.n or 1)
     return CompletionRequest(
-        prompts=_prompts(bytes(body.prompt), vocab_size, max_prompt_bytes),
+        prompts=prompts,
         echo=body.echo is True,
         add_special_tokens=body.add_special_tokens is not False,
         options=read_options(
@@ -100,6 +104,14 @@ def _arrays(json: bytes) -> list[bytes]:
 def _refuse_many_prompts(count: int) -> None:
     if count > MAX_PROMPTS:
         raise BadRequest(f"prompt has {count} prompts; at most {MAX_PROMPTS} are allowed", param="prompt")
+
+
+def _refuse_many_choices(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_CHOICES:
+        raise BadRequest(
+            f"n {n} of {num_prompts} prompts makes {num_prompts * n} choices; at most {MAX_CHOICES} are allowed",
+            param="n",
+        )
 
 
 def _first_item(json: bytes) -> int:

@@ -22,6 +22,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_SALT_CHARACTERS = 256
+MAX_N = 16
+"""Choices of one prompt. Each is a stream of its own at the workers, with the whole prompt."""
 
 _REFUSED_IF_SET = {
     "tools": "tools are",
@@ -98,7 +100,7 @@ class SharedBody(GuidedFields, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
-    n: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     best_of: Count | None = None
     ignore_eos: bool | None = None
     stop: Stop | None = None
@@ -136,6 +138,8 @@ class Options:
     """Requests with another one use other KV. Empty: none was given."""
     prompt_cache_key: str
     """Requests with the same one belong together. Empty: none was given."""
+    n: int = 1
+    """Choices of each prompt."""
     tools: ChatTools | None = None
     """What the model may call; None: nothing, and what it writes is text."""
     guide_param: str = ""
@@ -154,9 +158,8 @@ def refuse_unsupported(raw: bytes, body: SharedBody, *, supported: tuple[str, ..
                 raise _unsupported(name, _REFUSED_IF_SET[name])
         elif harmless not in _REFUSED_UNLESS[name][0]:
             raise _unsupported(name, _REFUSED_UNLESS[name][1])
-    for name, count in (("n", body.n), ("best_of", body.best_of)):
-        if count not in (None, 1):
-            raise _unsupported(name, "more than one completion per prompt is")
+    if body.best_of not in (None, 1, body.n):
+        raise _unsupported("best_of", "choosing among more completions than n is")
 
 
 def read_options(
@@ -209,6 +212,7 @@ def read_options(
         include_stop_string=_or(body.include_stop_str_in_output, False),
         skip_special_tokens=_or(body.skip_special_tokens, True),
         cache_salt=body.cache_salt or "",
+        n=_or(body.n, 1),
         prompt_cache_key=body.prompt_cache_key or "",
         tools=tools,
         guide_param=guide.param if guide is not None else "",

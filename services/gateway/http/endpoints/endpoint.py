@@ -55,7 +55,7 @@ class Endpoint(Protocol):
         ``PayloadTooLarge``, naming the parameter."""
 
     async def prompts(self, request: Any, maker: PromptMaker) -> list[Prompt]:
-        """Of a request that ``read`` gave, one per choice. Raises as ``read`` does."""
+        """Of a request that ``read`` gave, each of which gets its ``n`` choices. Raises as ``read`` does."""
 
     def format(self, reply: Reply) -> AnswerFormat:
         """Of one response."""

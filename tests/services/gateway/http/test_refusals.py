@@ -36,7 +36,6 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ("functions", {"functions": [{"name": "f"}]}),
     ("response_format", {"response_format": {"type": "structural_tag"}}),
-    ("n", {"n": 2}),
     ("best_of", {"best_of": 3}),
     ("audio", {"audio": {"voice": "x"}}),
     ("modalities", {"modalities": ["text", "audio"]}),
