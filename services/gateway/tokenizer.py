@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import time
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,8 @@ from shared.messages.registry import FileDigest, ModelRecord
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBES = 200
 BYTES_PER_FILE_BYTE = 8
+_REPLACEMENT_BYTES = 3
+"""Of U+FFFD, which takes the place of a byte that is no text."""
 
 
 @lru_cache(maxsize=1)
@@ -92,6 +95,8 @@ class ModelTokenizer:
         self._special_tokens = {i: str(token.content) for i, token in added.items() if token.special}
         self._special_ids = frozenset(self._special_tokens)
 
+        self._written_bytes = _written_bytes(tokenizer)
+
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
         """The ids of each text."""
         # encode_batch releases the interpreter lock, encode does not.
@@ -110,6 +115,15 @@ class ModelTokenizer:
             return ByteDetokenizer(self._byte_table, hidden)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), hidden)
 
+    def text_bytes(self, token_ids: Sequence[int]) -> int:
+        """The most that the text of these takes."""
+        written = self._written_bytes
+        return sum(written[i] for i in token_ids if i < len(written))
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """How the vocabulary writes each of these; empty for ids that it does not have."""
+        return [self._tokenizer.id_to_token(i) or "" for i in token_ids]
+
     def special_tokens(self, texts: Collection[str]) -> dict[int, str]:
         """Those of the texts that are special tokens, by id."""
         return {i: text for i, text in self._special_tokens.items() if text in texts}
@@ -124,6 +138,15 @@ class ModelTokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return str(token).replace("\u2581", " ").encode()
+
+
+def _written_bytes(tokenizer: Tokenizer) -> array[int]:
+    """Of each token as the vocabulary writes it: for bytes that are no letters more than the text has."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    written = array("I", bytes(4 * (max(vocabulary.values(), default=-1) + 1)))
+    for token, token_id in vocabulary.items():
+        written[token_id] = max(len(token.encode()), _REPLACEMENT_BYTES)
+    return written
 
 
 def _templates_in(config: Mapping[str, Any]) -> tuple[str | None, str | None]:

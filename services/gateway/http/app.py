@@ -11,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
@@ -48,6 +48,7 @@ from services.gateway.http.models import models_router
 from services.gateway.http.operations import operations_router
 from services.gateway.http.request_log import REQUEST, RequestLog
 from services.gateway.http.token_count import TokenCount
+from services.gateway.http.tokenization import Detokenize, Tokenize
 from services.gateway.service import Gateway
 from shared.errors import BadRequest, BlitzError, Internal, NotFound, Unauthorized
 
@@ -60,6 +61,15 @@ _OPEN = frozenset(("/", "/health", "/live", "/metrics", "/ready", "/ui"))
 _ERRORS = OpenAIErrors()
 """Of all routes that have none of their own."""
 _FAULT = "internal error; see the gateway's log"
+
+
+class HotRoute(Protocol):
+    """Beside FastAPI: POST alone, and errors of its own form."""
+
+    @property
+    def errors(self) -> ErrorForm: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 class Access:
@@ -141,9 +151,10 @@ class GatewayApp:
             ResponsesEndpoint(),
             MessagesEndpoint(),
         )
-        self._hot: dict[str, Generation | TokenCount] = {e.path: Generation(gateway, e) for e in endpoints}
+        self._hot: dict[str, HotRoute] = {e.path: Generation(gateway, e) for e in endpoints}
         counting = CountTokensEndpoint()
         self._hot[counting.path] = TokenCount(gateway, counting)
+        self._hot |= {route.path: route for route in (Tokenize(gateway), Detokenize(gateway))}
         self._rest = _rest(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,6 +10,7 @@ Tokenizing megabytes takes seconds, so a prompt that is too large for any messag
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -292,3 +293,10 @@ def refuse_many_ids(count: int, *, max_bytes: int, param: str) -> None:
         raise PayloadTooLarge(
             f"a prompt of {count} token ids is too large; at most {max_bytes} bytes are allowed", param=param
         )
+
+
+def refuse_unknown_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) -> None:
+    """Raises ``BadRequest`` for ids, at least one, that are not all in the vocabulary."""
+    wrong = next((i for i in (min(token_ids), max(token_ids)) if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise BadRequest(f"{param}: token id {wrong} is outside 0..{vocab_size - 1}", param=param)

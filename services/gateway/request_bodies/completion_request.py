@@ -13,6 +13,7 @@ from services.gateway.request_bodies.body import (
     refuse_large_text,
     refuse_many_elements,
     refuse_many_ids,
+    refuse_unknown_ids,
 )
 from services.gateway.request_bodies.options import MAX_LOGPROBS, Options, SharedBody, read_options, refuse_unsupported
 from shared.errors import BadRequest, UnsupportedParameter
@@ -136,9 +137,7 @@ def _prompt(json: bytes, vocab_size: int, max_bytes: int) -> Prompt:
     token_ids: list[int] = read_json(json, _TokenIds, "prompt")
     if not token_ids:
         raise BadRequest("prompt must not be empty", param="prompt")
-    wrong = next((i for i in (min(token_ids), max(token_ids)) if not 0 <= i < vocab_size), None)
-    if wrong is not None:
-        raise BadRequest(f"prompt: token id {wrong} is outside 0..{vocab_size - 1}", param="prompt")
+    refuse_unknown_ids(token_ids, vocab_size=vocab_size, param="prompt")
     return tuple(token_ids)
 
 

@@ -8,7 +8,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from services.gateway.request_bodies.schema_check import ANNOTATIONS, ENFORCED
-from tests.services.gateway.http.test_field_types import CHAT_FIELDS, RESPONSES_FIELDS, TEXT_FIELDS, TURN_FIELDS
+from tests.services.gateway.http.test_field_types import (
+    CHAT_FIELDS,
+    RESPONSES_FIELDS,
+    TEXT_FIELDS,
+    TOKENIZE_FIELDS,
+    TURN_FIELDS,
+)
 
 scalars = st.one_of(
     st.none(),
@@ -259,6 +265,16 @@ turns = st.one_of(
 text = st.one_of(
     _objects({"model": "tiny", "prompt": "a"}, TEXT_FIELDS),
     odd.map(lambda drawn: json.dumps({"model": "tiny", "prompt": drawn}).encode()),
+)
+tokenize = st.one_of(
+    _objects({"model": "tiny", "prompt": "a"}, TOKENIZE_FIELDS),
+    _objects({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}, TOKENIZE_FIELDS),
+)
+detokenize = st.one_of(
+    _objects({"model": "tiny", "tokens": [1]}, ["model", "tokens"]),
+    st.lists(st.integers(min_value=-1, max_value=310), max_size=20).map(
+        lambda drawn: json.dumps({"model": "tiny", "tokens": drawn}).encode()
+    ),
 )
 SETTINGS = ["min_instances", "max_instances", "slo_ttft_s", "slo_tbt_s", "keep_alive_s"]
 SETTINGS += ["served_as", "weight", "advise", "no_room_timeout_s"]

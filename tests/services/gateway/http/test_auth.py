@@ -69,7 +69,18 @@ def test_with_an_admin_key_the_key_alone_decides() -> None:
 
 WITH_KEY = ApiKeys(("secret",), "", gateway_id="gw", incarnation="1")
 OPEN = ["/", "/health", "/live", "/ready", "/metrics", "/ui", "/ui/app.js"]
-CLOSED = ["/v1/models", "/v1", "/tokenize", "/openapi.json", "/metrics/x", "/uix", "/v2/x", "", "/health/../v1/models"]
+CLOSED = [
+    "/v1/models",
+    "/v1",
+    "/tokenize",
+    "/detokenize",
+    "/openapi.json",
+    "/metrics/x",
+    "/uix",
+    "/v2/x",
+    "",
+    "/health/../v1/models",
+]
 
 
 @pytest.mark.parametrize("path", OPEN)

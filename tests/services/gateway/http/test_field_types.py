@@ -39,6 +39,10 @@ TURN_FIELDS = [
     "mcp_servers", "context_management", "service_tier",
 ]  # fmt: skip
 """Of ``/v1/messages``."""
+TOKENIZE_FIELDS = [
+    "model", "prompt", "messages", "add_special_tokens", "return_token_strs", "add_generation_prompt",
+    "chat_template_kwargs", "tools", "tool_choice", "chat_template", "continue_final_message",
+]  # fmt: skip
 
 
 def chat_bodies(value: Any) -> list[dict[str, Any]]:

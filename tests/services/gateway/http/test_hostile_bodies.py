@@ -71,6 +71,8 @@ ROUTES: dict[str, st.SearchStrategy[Case]] = {
     "responses": posts("/v1/responses", bodies.responses),
     "messages": posts("/v1/messages", bodies.turns),
     "count_tokens": posts("/v1/messages/count_tokens", bodies.turns),
+    "tokenize": posts("/tokenize", bodies.tokenize),
+    "detokenize": posts("/detokenize", bodies.detokenize),
     "models": gets("/v1/models"),
     "model": below("/v1/models"),
     "add_model": posts("/admin/models", bodies.add_model),
