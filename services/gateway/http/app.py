@@ -29,6 +29,7 @@ from services.gateway.http.asgi import (
     ClientDisconnected,
     api_key,
     bearer,
+    head_alone,
     header,
     in_pieces,
     key_of,
@@ -167,7 +168,13 @@ class GatewayApp:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 0
+        if len(scope["path"]) > 1:
+            scope["path"] = scope["path"].rstrip("/") or "/"
         request = scope[REQUEST] = RequestLog.of(scope)
+        # As the routes see it: whoever asks for the head gets that of GET.
+        routed = scope
+        if scope["method"] == "HEAD":
+            routed, send = {**scope, "method": "GET"}, head_alone(send)
 
         async def counting_send(message: Message) -> None:
             nonlocal status
@@ -181,8 +188,6 @@ class GatewayApp:
                 message["headers"] = [*message["headers"], *named, *self._cors.of_any(scope)]
             await send(message)
 
-        if len(scope["path"]) > 1:
-            scope["path"] = scope["path"].rstrip("/") or "/"
         hot = self._hot.get(scope["path"])
         errors = hot.errors if hot is not None else _ERRORS
         try:
@@ -192,7 +197,7 @@ class GatewayApp:
             if preflight:
                 await send_body(counting_send, 200, b"", headers=self._cors.allowed(scope))
             elif hot is None:
-                await self._rest(scope, receive, in_pieces(counting_send))
+                await self._rest(routed, receive, in_pieces(counting_send))
             elif scope["method"] == "POST":
                 await hot(scope, receive, counting_send)
             else:
@@ -210,7 +215,7 @@ class GatewayApp:
             if hot is not None or not status:
                 await self._answer(Internal(_FAULT), errors, status, counting_send)
             status = status or 500
-        route = scope["path"] if hot is not None else getattr(scope.get("route"), "path", "unmatched")
+        route = scope["path"] if hot is not None else getattr(routed.get("route"), "path", "unmatched")
         # A client that left before its answer began has none.
         status = status or CLIENT_LEFT
         self._metrics.responses[route, status] += 1

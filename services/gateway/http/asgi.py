@@ -166,6 +166,17 @@ def in_pieces(send: Send) -> Send:
     return sliced
 
 
+def head_alone(send: Send) -> Send:
+    """A ``send`` for the answer to ``HEAD``, which is over with its head, whatever would have come behind it."""
+
+    async def begun(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body", "body": b""})
+
+    return begun
+
+
 async def send_body(
     send: Send,
     status: int,

@@ -51,12 +51,12 @@ def events_router(gateway: Gateway) -> APIRouter:
         """For those who open the address that they were told."""
         return RedirectResponse("/ui")
 
-    @router.api_route("/ui", methods=["GET", "HEAD"])
+    @router.get("/ui")
     async def page() -> Response:
         """The page. It holds nothing of the cluster; what it shows it asks for with the reader's key."""
         return _file("index.html")
 
-    @router.api_route("/ui/{name}", methods=["GET", "HEAD"])
+    @router.get("/ui/{name}")
     async def file(name: str) -> Response:
         """Its scripts and styles."""
         return _file(name)

@@ -15,7 +15,6 @@ from services.gateway.service import Gateway
 from shared.errors import Unavailable
 from shared.exposition import OPENMETRICS_TYPE, accepts_openmetrics, openmetrics_text
 
-PROBES = ["GET", "HEAD"]
 OPENMETRICS_END = b"# EOF\n"
 
 
@@ -77,8 +76,8 @@ def operations_router(gateway: Gateway) -> APIRouter:
     router = APIRouter(tags=["operations"])
     text, with_exemplars = Scrapes(gateway, _text), Scrapes(gateway, _openmetrics)
 
-    @router.api_route("/ready", methods=PROBES, include_in_schema=False)
-    @router.api_route("/health", methods=PROBES)
+    @router.get("/ready", include_in_schema=False)
+    @router.get("/health")
     async def health() -> dict[str, str]:
         """200 while this gateway answers requests, whatever models there are: all gateways know the same ones."""
         if gateway.draining:
@@ -89,7 +88,7 @@ def operations_router(gateway: Gateway) -> APIRouter:
             raise Unavailable("the gateway does not know the models yet")
         return {"status": "ok"}
 
-    @router.api_route("/live", methods=PROBES)
+    @router.get("/live")
     async def live() -> dict[str, str]:
         """200 while the process is running."""
         return {"status": "ok"}

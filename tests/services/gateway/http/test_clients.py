@@ -64,6 +64,44 @@ async def test_a_slash_at_the_end_of_a_path_changes_nothing(make_stack: StackFac
     check(await stack.http.get("/v1/models/"), 401, "authentication_error", "unauthorized")
 
 
+GETS = ["/", "/ui", "/ui/app.js", "/health", "/ready", "/live", "/metrics", "/v1/models", "/v1/models/tiny"]
+GETS += ["/admin/status", "/admin/models", "/admin/workers", "/v1/models/none", "/nowhere", "/admin/scale/x?wait_s=y"]
+
+
+@pytest.mark.parametrize("path", GETS)
+async def test_the_head_of_whatever_can_be_got_is_that_of_its_answer(stack: Stack, path: str) -> None:
+    got, head = await stack.http.get(path), await stack.http.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    assert head.headers.keys() == got.headers.keys()
+    changing = {"date", "x-request-id"} | ({"content-length"} if path in ("/metrics", "/admin/status") else set())
+    assert {k: v for k, v in head.headers.items() if k not in changing} == {
+        k: v for k, v in got.headers.items() if k not in changing
+    }
+    assert (await stack.http.get("/live")).status_code == 200, "the connection goes on"
+
+
+async def test_the_head_of_a_stream_is_all_there_is(stack: Stack) -> None:
+    head = await stack.http.head("/admin/events")
+    assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    assert (await stack.http.get("/live")).status_code == 200
+    await stack.until(lambda: stack.gateway.metrics.responses["/admin/events", 200] == 1)
+
+
+async def test_what_can_only_be_posted_has_no_head_and_what_is_closed_has_none(make_stack: StackFactory) -> None:
+    stack = await make_stack(api_keys=("a",), admin_keys=("b",))
+    key = {"authorization": "Bearer a"}
+    for path, headers, status in (
+        (TEXT, key, 405),
+        ("/tokenize", key, 405),
+        (TEXT, {}, 401),
+        ("/v1/models", {}, 401),
+        ("/admin/status", key, 401),
+        ("/admin/models/tiny/scale", {"authorization": "Bearer b"}, 405),
+    ):
+        head = await stack.http.head(path, headers=headers)
+        assert (head.status_code, head.content) == (status, b""), path
+
+
 async def test_pages_of_named_origins_may_use_the_api(make_stack: StackFactory) -> None:
     stack = await make_stack(cors_origins=(PAGE,), api_keys=("a",))
     asked = await stack.http.options(TEXT, headers=PREFLIGHT)
