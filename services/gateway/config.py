@@ -89,7 +89,8 @@ class GatewayConfig(ServiceConfig):
             **_admin_keys(env),
             cors_origins=env.listing(
                 "BLITZ_GATEWAY_CORS_ORIGINS",
-                "Origins, such as `https://app.example`, whose pages may use `/v1` from a browser; `*`: all.",
+                "Origins, such as `https://app.example`, whose pages may use `/v1`, `/tokenize` and "
+                "`/detokenize` from a browser; `*`: all.",
                 default=(),
             ),
             max_queued_requests=count(

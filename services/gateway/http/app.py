@@ -143,7 +143,6 @@ class GatewayApp:
 
     def __init__(self, gateway: Gateway) -> None:
         self._access = Access(gateway.api_keys, gateway.admin_keys)
-        self._cors = Cors(gateway.config.cors_origins)
         self._api_keys = gateway.api_keys
         self._metrics = gateway.metrics
         endpoints: tuple[Endpoint, ...] = (
@@ -156,6 +155,7 @@ class GatewayApp:
         counting = CountTokensEndpoint()
         self._hot[counting.path] = TokenCount(gateway, counting)
         self._hot |= {route.path: route for route in (Tokenize(gateway), Detokenize(gateway))}
+        self._cors = Cors(gateway.config.cors_origins, self._hot)
         self._rest = _rest(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

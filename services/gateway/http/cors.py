@@ -1,6 +1,9 @@
-"""Pages of other sites that may use ``/v1`` from a browser (CORS), by setting. ``/admin`` is never open to them."""
+"""Pages of other sites that may use the API from a browser (CORS), by setting: ``/v1``, and the tokenizers' routes.
+``/admin`` is never open to them."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from starlette.types import Scope
 
@@ -23,14 +26,16 @@ MAX_NAMES_CHARACTERS = 2000
 class Cors:
     """What browsers are told. Requests without ``Origin`` do not come from a page of another site."""
 
-    def __init__(self, origins: tuple[str, ...]) -> None:
-        """``origins``: such as ``https://app.example``, or ``*``; none: no page of another site."""
+    def __init__(self, origins: tuple[str, ...], routes: Collection[str] = ()) -> None:
+        """``origins``: such as ``https://app.example``, or ``*``; none: no page of another site. ``routes``: those that
+        they may use beside ``/v1``."""
+        self._routes = frozenset(routes)
         self._origins = frozenset(origin.lower().rstrip("/") for origin in origins)
 
     def is_preflight(self, scope: Scope) -> bool:
         """Whether a browser asks, before it sends the request of a page."""
         asked = scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method")
-        return bool(asked and self._origins and scope["path"].startswith("/v1/"))
+        return bool(asked and self._origins and self._is_open(scope["path"]))
 
     def allowed(self, scope: Scope) -> Headers:
         """For a preflight's answer, beside those of any answer. Raises ``Forbidden``."""
@@ -46,9 +51,9 @@ class Cors:
         ]
 
     def of_any(self, scope: Scope) -> Headers:
-        """For every answer under ``/v1``, errors included: whether the page may read it."""
+        """For every answer of the API, errors included: whether the page may read it."""
         origin = header(scope, b"origin")
-        if not origin or not self._origins or not scope["path"].startswith("/v1/"):
+        if not origin or not self._origins or not self._is_open(scope["path"]):
             return []
         if ANY not in self._origins and origin.lower() not in self._origins:
             return []
@@ -57,3 +62,6 @@ class Cors:
             (b"vary", b"Origin"),
             (b"access-control-expose-headers", EXPOSED),
         ]
+
+    def _is_open(self, path: str) -> bool:
+        return path.startswith("/v1/") or path in self._routes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from pathlib import Path
 
 import pytest
 
 from services.gateway.http.asgi import client_of
 from tests.services.gateway.conftest import Stack, StackFactory
+from tests.services.gateway.http.test_rate_limits import key, keys_file
 from tests.services.gateway.http.test_refusals import TEXT, check
 
 BODY = b'{"model": "tiny", "prompt": "a"}'
@@ -109,11 +111,33 @@ async def test_pages_of_named_origins_may_use_the_api(make_stack: StackFactory) 
     assert asked.headers["access-control-allow-origin"] == PAGE
     assert asked.headers["access-control-allow-headers"] == "x-a, x-b"
     assert "POST" in asked.headers["access-control-allow-methods"]
-    for key, status in (("a", 200), ("b", 401)):
-        headers = {"origin": PAGE, "authorization": f"Bearer {key}"}
+    for shown, status in (("a", 200), ("b", 401)):
+        headers = {"origin": PAGE, "authorization": f"Bearer {shown}"}
         answer = await stack.http.post(TEXT, content=BODY, headers=headers)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_the_tokenizers_routes_are_the_apis_to_a_page(make_stack: StackFactory, path: str) -> None:
+    stack = await make_stack(cors_origins=(PAGE,), api_keys=("a",))
+    assert (await stack.http.options(path, headers=PREFLIGHT)).status_code == 200
+    answer = await stack.http.post(path, content=b"{}", headers={"origin": PAGE})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+async def test_a_page_may_read_a_stream_and_what_its_head_says(make_stack: StackFactory, tmp_path: Path) -> None:
+    limits = key("a", requests_per_minute=9, tokens_per_minute=999)
+    stack = await make_stack(cors_origins=(PAGE,), keys_file=keys_file(tmp_path, limits))
+    headers = {"origin": PAGE.upper(), "authorization": "Bearer sk-a"}
+    answer = await stack.http.post(TEXT, content=BODY[:-1] + b', "stream": true}', headers=headers)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["access-control-allow-origin"] == PAGE.upper()
+    assert answer.headers["vary"] == "Origin"
+    exposed = set(answer.headers["access-control-expose-headers"].split(", "))
+    assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= exposed
+    assert {name for name in answer.headers if name.startswith("x-ratelimit")} <= exposed
+    assert "access-control-allow-credentials" not in answer.headers, "keys are no cookies"
 
 
 async def test_pages_of_other_origins_and_administration_stay_closed(make_stack: StackFactory) -> None:
@@ -133,6 +157,12 @@ async def test_by_default_no_page_and_with_a_star_every_page(
 ) -> None:
     stack = await make_stack(cors_origins=origins)
     assert (await stack.http.options(TEXT, headers=PREFLIGHT)).status_code == status
+    # Nothing but the API is open, whatever the origin.
+    for path in ("/admin/status", "/admin/models/tiny", "/v1/../admin/status", "/metrics", "/ui"):
+        asked = await stack.http.options(path, headers=PREFLIGHT)
+        got = await stack.http.get(path, headers={"origin": PAGE})
+        named = "access-control-allow-origin"
+        assert (asked.status_code != 200, named in asked.headers, named in got.headers) == (True, False, False), path
 
 
 @pytest.mark.parametrize(
