@@ -97,3 +97,21 @@ def test_whatever_else_there_may_be_needs_one(path: str) -> None:
     given["headers"].append((b"authorization", b"Bearer secret"))
     access.check(given)
     Access(NO_KEYS, AdminKeys((), "")).check({**scope("10.0.0.1"), "path": path})
+
+
+def test_an_api_key_may_come_in_its_own_header_and_an_admin_key_may_not() -> None:
+    access = Access(WITH_KEY, AdminKeys(("root",), ""))
+
+    def given(path: str, **headers: str) -> dict[str, Any]:
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        return {**scope("10.0.0.1"), "path": path, "headers": pairs}
+
+    access.check(given("/v1/models", x_api_key="secret"))
+    access.check(given("/v1/models", x_api_key="other", authorization="Bearer secret"))
+    for refused in (
+        given("/v1/models", x_api_key="other"),
+        given("/v1/models", x_api_key="secret", authorization="Bearer other"),
+        given("/admin/status", x_api_key="root"),
+    ):
+        with pytest.raises(Unauthorized):
+            access.check(refused)
