@@ -1,8 +1,10 @@
-"""The requests that wait for one model's instances: keys take turns, within a key first come, first served.
+"""The requests that wait for one model's instances: keys take turns, within a key the most urgent one, first come,
+first served.
 
 Rules
-- A lane holds one key's requests, in order of arrival. The lanes take turns, one request each. Requests without a key
-  share one lane.
+- A lane holds one key's requests, those of the lowest ``priority`` first, and of one priority in order of arrival. The
+  lanes take turns, one request each, whatever their priorities: nobody gains a turn over another key. Requests without
+  a key share one lane.
 - A request that comes back goes to the front of the turns with its lane: it did not use its turn.
 - A request that is set aside (no instance can hold it) blocks no other; it still counts, and ends at its deadline.
 
@@ -25,7 +27,7 @@ SWEEP_ABOVE = 32
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """One waiting request. ``sequence`` is its place by arrival."""
+    """One waiting request. ``sequence`` is its place by arrival, among those of its priority."""
 
     sequence: int
     stream: StreamState
@@ -34,7 +36,8 @@ class QueuedRequest:
     gone: bool = False
 
     def __lt__(self, other: QueuedRequest) -> bool:
-        return self.sequence < other.sequence
+        mine, others = self.stream.priority, other.stream.priority
+        return self.sequence < other.sequence if mine == others else mine < others
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class FairQueue:
         return lane.num_waiting if lane is not None else 0
 
     def push(self, item: QueuedRequest, *, back: bool = False) -> None:
-        """Add a request at its place by arrival. ``back``: it comes back, and its lane's turn is next."""
+        """Add a request at its place. ``back``: it comes back, and its lane's turn is next."""
         stream = item.stream
         self._items[stream.request_id] = item
         self.num_tokens += stream.num_known_tokens

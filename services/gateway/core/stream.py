@@ -105,6 +105,8 @@ class StreamState:
     """The weights that the stream began with: it never continues on others of the same name."""
     key: str = ""
     """Name of the API key that the request came with; it waits for its turn among that key's requests."""
+    priority: int = 0
+    """Among the waiting requests of its key: lower ones go first."""
     cache_scope: str = ""
     """As in ``Submit``."""
     prompt_cache_key: str = ""

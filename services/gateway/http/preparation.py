@@ -153,6 +153,7 @@ def streams_of(
             sampling=_sampling_of(prepared, options, len(prompt.token_ids), number, seeds),
             arrived_at_s=arrived_at_s,
             key=key,
+            priority=options.priority,
             cache_scope=scope,
             prompt_cache_key=options.prompt_cache_key,
             default_max_tokens=options.max_tokens is None,

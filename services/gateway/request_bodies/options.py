@@ -102,6 +102,7 @@ class SharedBody(GuidedFields, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     best_of: Count | None = None
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     ignore_eos: bool | None = None
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
@@ -138,6 +139,8 @@ class Options:
     """Requests with another one use other KV. Empty: none was given."""
     prompt_cache_key: str
     """Requests with the same one belong together. Empty: none was given."""
+    priority: int = 0
+    """Lower ones of a key go first."""
     n: int = 1
     """Choices of each prompt."""
     tools: ChatTools | None = None
@@ -213,6 +216,7 @@ def read_options(
         skip_special_tokens=_or(body.skip_special_tokens, True),
         cache_salt=body.cache_salt or "",
         n=_or(body.n, 1),
+        priority=_or(body.priority, 0),
         prompt_cache_key=body.prompt_cache_key or "",
         tools=tools,
         guide_param=guide.param if guide is not None else "",

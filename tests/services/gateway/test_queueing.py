@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from shared.messages.operations import ListScaleRecords, RefusedLoad, ScaleRecor
 from shared.messages.registry import ModelRecord, ModelRoute, RouteChanges
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.gateway.conftest import Stack, StackFactory
+from tests.services.gateway.http.test_rate_limits import key, keys_file
 from tests.services.gateway.test_failover import collect
 
 
@@ -71,6 +73,34 @@ async def test_the_first_request_for_a_model_that_sleeps_is_reported_at_once(
     stack.workers.append(worker)
     await stack.pool.publish()
     assert await asyncio.gather(*asking) == ["hello", "hello"]
+
+
+@pytest.mark.parametrize(
+    ("named", "order"), [(("", "", "", ""), "dbac"), (("x", "y", "x", "y"), "cdab")], ids=["without keys", "two keys"]
+)
+async def test_waiting_requests_of_a_key_go_by_priority(
+    make_stack: StackFactory, named: tuple[str, ...], order: str, tmp_path: Path
+) -> None:
+    settings = {"keys_file": keys_file(tmp_path, key("x"), key("y"))} if any(named) else {}
+    stack = await make_stack(1, **settings)
+    [worker] = stack.workers
+    worker.max_running, worker.pause_after = 1, 1
+    await stack.gateway.refresh()
+
+    async def ask(name: str, prompt: str, **extra: Any) -> int:
+        headers = {"Authorization": f"Bearer sk-{name}"} if name else {}
+        body = {"model": "tiny", "prompt": prompt, **extra}
+        return (await stack.http.post("/v1/completions", json=body, headers=headers)).status_code
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(ask("y" if any(named) else "", "first"))
+        await stack.until(lambda: worker.submits)
+        # Of "a" to "d", which come in that order; null is 0.
+        for number, priority in enumerate((None, -1, 1 if not any(named) else -1, -(2**63))):
+            tasks.create_task(ask(named[number], "abcd"[number], priority=priority))
+            await stack.until(lambda number=number: stack.gateway.dispatcher.num_active == number + 2)
+        worker.resume.set()
+    assert "".join(chr(submit.prompt_token_ids[-1]) for submit in worker.submits[1:]) == order
 
 
 ASK = {"model": "tiny", "prompt": "a"}

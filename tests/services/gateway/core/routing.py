@@ -33,7 +33,14 @@ def route(
 
 
 def stream(
-    name: str, prompt: int = 10, max_tokens: int = 1, *, key: str = "", default: bool = False, min_tokens: int = 0
+    name: str,
+    prompt: int = 10,
+    max_tokens: int = 1,
+    *,
+    key: str = "",
+    default: bool = False,
+    min_tokens: int = 0,
+    priority: int = 0,
 ) -> StreamState:
     return StreamState(
         request_id=name,
@@ -42,6 +49,7 @@ def stream(
         sampling=SamplingParams(max_tokens=max_tokens, seed=0, min_tokens=min_tokens),
         arrived_at_s=0.0,
         key=key,
+        priority=priority,
         default_max_tokens=default,
     )
 

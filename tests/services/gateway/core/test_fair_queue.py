@@ -50,6 +50,45 @@ def test_a_request_that_comes_back_has_the_next_turn_and_its_place() -> None:
     assert taken(queue) == "acb"
 
 
+def by_priority(*rows: tuple[str, str, int]) -> FairQueue:
+    """A queue of (name, key, priority), in order of arrival."""
+    queue = FairQueue()
+    for sequence, (name, key, priority) in enumerate(rows):
+        queue.push(QueuedRequest(sequence, stream(name, key=key, priority=priority), deadline_s=10.0))
+    return queue
+
+
+def test_of_one_key_the_lowest_priority_goes_first_and_of_one_priority_the_first_that_came() -> None:
+    rows = (("a", "x", 0), ("b", "x", -1), ("c", "x", 5), ("d", "x", -1), ("e", "x", 0), ("f", "x", -(2**63)))
+    assert taken(by_priority(*rows)) == "fbdaec"
+
+
+def test_a_priority_gains_no_turn_over_another_key() -> None:
+    rows = (("a", "x", 9), ("b", "y", 0), ("c", "z", -9), ("d", "y", -9), ("e", "x", 0))
+    assert taken(by_priority(*rows)) == "edcab"
+
+
+def test_a_request_that_comes_back_has_the_place_of_its_priority() -> None:
+    queue = by_priority(("a", "x", 1), ("b", "x", 1), ("c", "y", 0))
+    first = queue.head()
+    assert first is not None
+    queue.take(first)
+    queue.push(QueuedRequest(7, stream("d", key="x", priority=0), 10.0))
+    queue.push(QueuedRequest(8, stream("e", key="x", priority=1), 10.0))
+    queue.push(QueuedRequest(first.sequence, first.stream, 10.0), back=True)
+    assert taken(queue) == "dcabe"
+
+
+def test_what_was_set_aside_has_the_place_of_its_priority() -> None:
+    queue = by_priority(("a", "", 1), ("b", "", 1), ("c", "", 0), ("d", "", 2))
+    for _ in range(2):
+        item = queue.head()
+        assert item is not None
+        queue.set_aside(item)
+    queue.bring_back()
+    assert taken(queue) == "cabd"
+
+
 def test_what_is_set_aside_lets_the_others_pass_and_keeps_its_place() -> None:
     queue = waiting(("a", ""), ("b", ""), ("c", ""))
     first = queue.head()

@@ -24,6 +24,7 @@ MAX_QUEUED = 12
 DEADLINE_S = 30.0
 
 keys = st.sampled_from(["", "x", "y", "z"])
+priorities = st.sampled_from([0, 0, 1, -1])
 
 
 @dataclass
@@ -44,7 +45,8 @@ class Machine(RuleBasedStateMachine):
         self.contention = ALONE
         self.now_s = 0.0
         self.number = 0
-        self.arrival: dict[str, int] = {}
+        self.place: dict[str, tuple[int, int]] = {}
+        """Among those of its key: by priority, then by arrival."""
         self.deadlines: dict[str, float] = {}
         self.waiting: dict[str, StreamState] = {}
         self.booked: dict[str, Booked] = {}
@@ -54,12 +56,12 @@ class Machine(RuleBasedStateMachine):
 
     # --- what happens ------------------------------------------------------------------------
 
-    @rule(key=keys, prompt=st.integers(1, 30) | st.integers(1, 80), long=st.booleans())
-    def arrives(self, key: str, prompt: int, long: bool) -> None:
+    @rule(key=keys, prompt=st.integers(1, 30) | st.integers(1, 80), long=st.booleans(), priority=priorities)
+    def arrives(self, key: str, prompt: int, long: bool, priority: int) -> None:
         name = str(self.number)
         self.number += 1
         max_tokens = 2 * CONTEXT if long and prompt > 70 else 1
-        request = stream(name, prompt, max_tokens=max_tokens, key=key)
+        request = stream(name, prompt, max_tokens=max_tokens, key=key, priority=priority)
         mine = sum(s.key == key for s in self.waiting.values()) if key else 0
         free = MAX_QUEUED - len(self.waiting)
         try:
@@ -69,7 +71,7 @@ class Machine(RuleBasedStateMachine):
             return
         assert free > 0
         assert mine <= free
-        self.arrival[name] = self.number
+        self.place[name] = (priority, self.number)
         self.deadlines[name] = self.now_s + DEADLINE_S
         self._waits(name, request)
 
@@ -86,7 +88,7 @@ class Machine(RuleBasedStateMachine):
             request = self.waiting.pop(name)
             # Within a key nobody overtakes, but where no instance can hold the other.
             first = [n for n, key in queued.items() if key == request.key and self._holds(n)]
-            assert min(first, key=self.arrival.__getitem__) == name
+            assert min(first, key=self.place.__getitem__) == name
             del queued[name]
             self._turn(request.key, {key for n, key in queued.items() if self._holds(n)})
             self._may_take(instance_id, request)

@@ -22,8 +22,8 @@ SHARED = [
     "repetition_penalty", "logit_bias", "logprobs", "stream", "stream_options", "n", "best_of", "user", "suffix",
     "tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "prediction",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "prompt_logprobs", "min_p",
-    "truncate_prompt_tokens", "web_search_options", "chat_template",
-    "add_special_tokens", "reasoning_effort", "parallel_tool_calls",
+    "truncate_prompt_tokens", "web_search_options", "chat_template", "add_special_tokens", "reasoning_effort",
+    "parallel_tool_calls", "priority", "metadata", "store", "service_tier",
 ]  # fmt: skip
 GUIDES = ["json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern"]
 CHAT_FIELDS = [

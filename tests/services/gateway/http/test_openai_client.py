@@ -177,6 +177,15 @@ async def test_models_are_listed_and_found(stack: Stack) -> None:
     assert caught.value.code == "model_not_found"
 
 
+async def test_fields_that_say_nothing_of_the_answer_are_taken(stack: Stack) -> None:
+    answer = await stack.openai.chat.completions.create(
+        model="tiny", messages=MESSAGES, user="me", store=True, metadata={"run": "7"}, service_tier="priority",
+        safety_identifier="someone", logit_bias={"104": 100}, extra_body={"priority": -3},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == "hello"
+    assert stack.workers[0].submits[0].sampling.logit_bias == ((104, 100.0),)
+
+
 async def test_errors_arrive_as_the_clients_own_classes(stack: Stack) -> None:
     with pytest.raises(openai.NotFoundError):
         await stack.openai.chat.completions.create(model="absent", messages=MESSAGES)

@@ -75,6 +75,10 @@ HARMLESS: list[dict[str, Any]] = [
     {"n": 1},
     {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "unheard_of": [1]},
     {"modalities": ["text"]},
+    {"store": True, "service_tier": "flex", "user": "", "metadata": None, "safety_identifier": "s"},
+    {"metadata": {"a": "b" * 512}, "reasoning_effort": "low", "verbosity": "low", "prompt_cache_retention": "24h"},
+    {"logit_bias": {"0": -100, "299": 100}},
+    {"priority": -5},
     {"temperature": None, "stop": None, "max_tokens": None},
 ]
 
@@ -115,6 +119,14 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("stream_options", {"stream": True, "stream_options": 1}),
     ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": 1}}),
     ("n", {"n": 0}),
+    ("priority", {"priority": 2**63}),
+    ("priority", {"priority": -(2**63) - 1}),
+    ("priority", {"priority": 0.5}),
+    ("priority", {"priority": "high"}),
+    ("priority", {"priority": True}),
+    ("logit_bias", {"logit_bias": {"1": -100.5}}),
+    ("logit_bias", {"logit_bias": {"-1": 1}}),
+    ("logit_bias", {"logit_bias": {"1": "x"}}),
     ("ignore_eos", {"ignore_eos": 1}),
     ("skip_special_tokens", {"skip_special_tokens": "no"}),
 ]
