@@ -82,6 +82,25 @@ class Guide:
 JSON_OBJECT = Grammar(kind="json_schema", text='{"type":"object"}')
 
 
+class FlatFormat(JsonSchemaFormat):
+    """A format beside its schema, as other routes than chats have it."""
+
+    type: str | None = None
+
+
+def read_format(json: bytes, name: str) -> Guide | None:
+    """``{"type": "text" | "json_object" | "json_schema", "schema": ...}``. Raises as ``read_guide``."""
+    return _read(json, name, _flat_format)
+
+
+def _flat_format(json: bytes, name: str) -> Guide | None:
+    read: FlatFormat = read_json(json, FlatFormat, name)
+    kind = required(read.type, f"{name}.type")
+    if kind == "json_schema":
+        return _schema(bytes(read.schema), f"{name}.schema")
+    return _plain_format(kind, name)
+
+
 def read_guide(body: GuidedFields) -> Guide | None:
     """None: the answer may be any text. Checks all but what compiling it finds (``check_grammar``).
 
@@ -109,16 +128,20 @@ def _read(json: bytes, name: str, read: Reader) -> Guide | None:
 def _response_format(json: bytes, name: str) -> Guide | None:
     read: ResponseFormat = read_json(json, ResponseFormat, name)
     kind = required(read.type, f"{name}.type")
+    if kind != "json_schema":
+        return _plain_format(kind, name)
+    schema = required(read.json_schema, f"{name}.json_schema")
+    return _schema(bytes(schema.schema), f"{name}.json_schema.schema")
+
+
+def _plain_format(kind: str, name: str) -> Guide | None:
     if kind == "text":
         return None
     if kind == "json_object":
         return Guide(JSON_OBJECT, name)
-    if kind != "json_schema":
-        raise UnsupportedParameter(
-            f"{name}: {shown(kind)} is not supported (text, json_object and json_schema are)", param=name
-        )
-    schema = required(read.json_schema, f"{name}.json_schema")
-    return _schema(bytes(schema.schema), f"{name}.json_schema.schema")
+    raise UnsupportedParameter(
+        f"{name}: {shown(kind)} is not supported (text, json_object and json_schema are)", param=name
+    )
 
 
 def _schema(json: bytes, name: str) -> Guide:

@@ -10,12 +10,14 @@ from msgspec import Meta, Raw
 from services.gateway.request_bodies.body import read_fields, required, shown
 from services.gateway.request_bodies.chat_request import ChatRequest
 from services.gateway.request_bodies.conversation import Conversation
+from services.gateway.request_bodies.guided import read_format
 from services.gateway.request_bodies.message_blocks import Texts, read_texts, read_turns
 from services.gateway.request_bodies.options import (
     MAX_STOP_STRINGS,
     SharedBody,
     StopString,
     read_options,
+    refuse_more_choices,
     refuse_unsupported,
 )
 from services.gateway.request_bodies.tools import ChatTools, FunctionBody, FunctionName, tool_of, tools_of
@@ -25,7 +27,7 @@ _REFUSED = {
     "container": "containers are not supported",
     "context_management": "context is not managed; a prompt that is too long is refused",
     "mcp_servers": "MCP servers are not supported",
-    "output_format": "guided decoding is not supported",
+    "output_format": "use output_config.format",
 }
 """What this system has none of: any value except null, false, empty or zero is refused."""
 _LONGEST_HARMLESS_BYTES = 64
@@ -81,8 +83,10 @@ def read_messages_request(
     length of an answer must be given."""
     refuse_unsupported(raw, body, supported=("tools", "tool_choice"))
     _refuse_unsupported(raw, body)
+    refuse_more_choices(body)
     if answered:
         required(body.max_tokens, "max_tokens")
+    config = body.output_config
     conversation = Conversation()
     system = read_texts(body.system or "", "system")
     if system:
@@ -94,7 +98,12 @@ def read_messages_request(
         add_special_tokens=False,
         template_arguments={},
         options=read_options(
-            body, vocab_size=vocab_size, max_tokens=body.max_tokens, logprobs=None, tools=_read_tools(body)
+            body,
+            vocab_size=vocab_size,
+            max_tokens=body.max_tokens,
+            logprobs=None,
+            tools=_read_tools(body),
+            guide=read_format(bytes(config.format), "output_config.format") if config is not None else None,
         ),
         called_characters=len(bytes(body.messages)) if conversation.has_calls else 0,
     )
@@ -107,10 +116,6 @@ def _refuse_unsupported(raw: bytes, body: MessagesBody) -> None:
     if body.thinking is not None and body.thinking.type != "disabled":
         raise UnsupportedParameter(
             f"thinking: {shown(body.thinking.type)} is not supported (disabled is)", param="thinking"
-        )
-    if body.output_config is not None and bytes(body.output_config.format) != b"null":
-        raise UnsupportedParameter(
-            "output_config.format: guided decoding is not supported", param="output_config.format"
         )
 
 

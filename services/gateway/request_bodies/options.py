@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.request_bodies.body import read_fields, shown
-from services.gateway.request_bodies.guided import GuidedFields, read_guide
+from services.gateway.request_bodies.guided import Guide, GuidedFields, read_guide
 from services.gateway.request_bodies.tools import ChatTools
 from shared.errors import BadRequest, UnsupportedParameter
 from shared.messages.generation import SamplingParams
@@ -165,6 +165,12 @@ def refuse_unsupported(raw: bytes, body: SharedBody, *, supported: tuple[str, ..
         raise _unsupported("best_of", "choosing among more completions than n is")
 
 
+def refuse_more_choices(body: SharedBody) -> None:
+    """Where an answer is one."""
+    if body.n not in (None, 1):
+        raise _unsupported("n", "more than one answer is")
+
+
 def read_options(
     body: SharedBody,
     *,
@@ -173,8 +179,10 @@ def read_options(
     default_max_tokens: int | None = None,
     logprobs: int | None,
     tools: ChatTools | None = None,
+    guide: Guide | None = None,
 ) -> Options:
-    """The options in a request body; ``max_tokens`` and ``logprobs`` are read by the caller, whose names differ."""
+    """The options in a request body; ``max_tokens``, ``logprobs`` and a ``guide`` are read by callers whose names
+    differ."""
     stream = _or(body.stream, False)
     usage = body.stream_options
     if usage is not None and not stream:
@@ -184,7 +192,7 @@ def read_options(
         raise BadRequest(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
     include_usage = usage is not None and _or(usage.include_usage, False)
     continuous_usage = usage is not None and _or(usage.continuous_usage_stats, False)
-    guide = read_guide(body)
+    guide = guide or read_guide(body)
     if guide is not None and tools is not None:
         raise UnsupportedParameter(f"{guide.param}: together with tools it is not supported", param=guide.param)
     sampling = SamplingParams(

@@ -10,8 +10,16 @@ from msgspec import Meta, Raw
 from services.gateway.request_bodies.body import read_fields, shown
 from services.gateway.request_bodies.chat_request import ChatRequest
 from services.gateway.request_bodies.conversation import Conversation
+from services.gateway.request_bodies.guided import read_format
 from services.gateway.request_bodies.input_items import read_input
-from services.gateway.request_bodies.options import Count, Options, SharedBody, read_options, refuse_unsupported
+from services.gateway.request_bodies.options import (
+    Count,
+    Options,
+    SharedBody,
+    read_options,
+    refuse_more_choices,
+    refuse_unsupported,
+)
 from services.gateway.request_bodies.tools import ChatTools, FunctionBody, may_call, tool_of, tools_of
 from shared.errors import UnsupportedParameter
 
@@ -45,16 +53,10 @@ Metadata = Annotated[
 ]
 
 
-class TextFormat(msgspec.Struct):
-    """What the answer's text is to be."""
-
-    type: Any = None
-
-
 class TextConfig(msgspec.Struct):
     """How to answer in text."""
 
-    format: TextFormat | None = None
+    format: Raw = Raw(b"null")
 
 
 class ResponsesBody(SharedBody, kw_only=True):
@@ -82,13 +84,18 @@ def read_responses_request(raw: bytes, body: ResponsesBody, *, vocab_size: int, 
     """Raises ``BadRequest``, ``UnsupportedParameter`` and ``PayloadTooLarge``, naming the parameter."""
     refuse_unsupported(raw, body, supported=("tools", "tool_choice"))
     _refuse_unsupported(raw, body)
-    _check_text(body.text)
+    refuse_more_choices(body)
     conversation = Conversation()
     if body.instructions:
         conversation.say("system", body.instructions)
     read_input(body.input, conversation, max_prompt_bytes=max_prompt_bytes)
     options = read_options(
-        body, vocab_size=vocab_size, max_tokens=body.max_tokens, logprobs=None, tools=_read_tools(body)
+        body,
+        vocab_size=vocab_size,
+        max_tokens=body.max_tokens,
+        logprobs=None,
+        tools=_read_tools(body),
+        guide=read_format(bytes(body.text.format), "text.format") if body.text is not None else None,
     )
     return ChatRequest(
         messages=tuple(conversation.messages),
@@ -108,14 +115,6 @@ def _refuse_unsupported(raw: bytes, body: ResponsesBody) -> None:
     if body.truncation not in (None, "disabled"):
         raise UnsupportedParameter(
             f"truncation: {shown(body.truncation)} is not supported (disabled is)", param="truncation"
-        )
-
-
-def _check_text(text: TextConfig | None) -> None:
-    kind = text.format.type if text is not None and text.format is not None else None
-    if kind not in (None, "text"):
-        raise UnsupportedParameter(
-            f"text.format: answers of type {shown(kind)} are not supported (text is)", param="text.format"
         )
 
 
@@ -147,7 +146,7 @@ def _repeated(body: ResponsesBody, options: Options) -> bytes:
         "service_tier": "default",
         "store": False,
         "temperature": options.sampling.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"} if options.sampling.grammar is None or not body.text else body.text.format},
         "tool_choice": "auto" if may_call(bytes(body.tool_choice)) else "none",
         "tools": Raw(b"[]") if bytes(body.tools) == b"null" else body.tools,
         "top_logprobs": 0,

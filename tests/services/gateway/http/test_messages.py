@@ -283,7 +283,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "any"}}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "now"}}),
     ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-    ("output_config.format", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
+    ("output_config.format", {"output_config": {"format": {"type": "grammar", "schema": {}}}}),
+    ("n", {"n": 2}),
     ("mcp_servers", {"mcp_servers": [{"name": "x"}]}),
     ("container", {"container": "x"}),
 ]
