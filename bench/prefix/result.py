@@ -46,10 +46,15 @@ class Run:
         """Of all requests."""
         return [one.streamed.error for one in self.answers if one.streamed.error]
 
+    @property
+    def ttfts_s(self) -> list[float]:
+        """Of the measured ones that had a token."""
+        return [one.streamed.ttft_s for one in self.measured if one.streamed.ttft_s is not None]
+
     def document(self) -> dict[str, object]:
         """As JSON shows it."""
         usages = [one.streamed.usage for one in self.measured if one.streamed.usage is not None]
-        ttft = Summary.of(one.streamed.ttft_s for one in self.measured if one.streamed.ttft_s is not None)
+        ttft = Summary.of(self.ttfts_s)
         asked = sum(usage.prompt_tokens for usage in usages)
         return {
             "workload": self.workload,
@@ -79,10 +84,19 @@ def imbalance(tokens: Iterable[int]) -> float | None:
 
 
 def rows(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """By workload and system: medians over the seeds, sums of requests, and ratios to the base on the same seed."""
+    """By workload and system: medians over the seeds, sums of requests, and ratios to the base on the same seed.
+
+    ``*_all_s``: of the requests of all seeds together, of which a run has few.
+    """
+    pooled = {
+        (workload, system): Summary.of(
+            ttft_s for run in runs if (run.workload, run.system) == (workload, system) for ttft_s in run.ttfts_s
+        )
+        for workload, system in dict.fromkeys((run.workload, run.system) for run in runs)
+    }
     documents = {(run.workload, run.system, run.seed): run.document() for run in runs}
     found = []
-    for workload, system in dict.fromkeys((run.workload, run.system) for run in runs):
+    for (workload, system), ttft in pooled.items():
         seeds = [seed for one, other, seed in documents if (one, other) == (workload, system)]
         of_seeds = [documents[workload, system, seed] for seed in seeds]
         row: dict[str, object] = {"workload": workload, "system": system, "seeds": len(seeds)}
@@ -98,8 +112,18 @@ def rows(runs: Sequence[Run]) -> list[dict[str, object]]:
             ]
             row[f"{name}_of_{BASE}"] = _median(ratios)
             row[f"{name}_of_{BASE}_range"] = [min(ratios), max(ratios)] if ratios else None
+        row |= _together(ttft, pooled.get((workload, BASE)))
         found.append(row)
     return found
+
+
+def _together(ttft: Summary | None, base: Summary | None) -> dict[str, object]:
+    return {
+        "ttft_mean_all_s": round(ttft.mean, 4) if ttft else None,
+        "ttft_p99_all_s": round(ttft.p99, 4) if ttft else None,
+        f"ttft_mean_all_s_of_{BASE}": round(ttft.mean / base.mean, 3) if ttft and base else None,
+        f"ttft_p99_all_s_of_{BASE}": round(ttft.p99 / base.p99, 3) if ttft and base else None,
+    }
 
 
 def aims(rows: Iterable[Mapping[str, object]], system: str) -> list[dict[str, object]]:

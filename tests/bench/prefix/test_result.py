@@ -83,6 +83,23 @@ def test_a_ratio_is_to_the_same_seed() -> None:
     assert row_of(found, "none")["ttft_p99_s_of_none"] == 1.0
 
 
+def test_requests_of_all_seeds_are_summarised_together_whatever_run_they_are_of() -> None:
+    runs = [
+        run("none", 0, answered(1, 1.0), answered(1, 1.0), answered(1, 1.0)),
+        run("none", 1, answered(1, 5.0), answered(1, None, error="timeout")),
+        run("cache", 0, answered(1, 0.5)),
+        run("cache", 1, answered(1, 0.7)),
+        run("cache", 1, answered(1, 9.0), workload="system"),
+    ]
+    found = rows(runs)
+    none, cache, alone = found
+    assert (none["ttft_mean_all_s"], cache["ttft_mean_all_s"]) == (2.0, 0.6)
+    assert none["ttft_p99_all_s"] == pytest.approx(4.88)
+    assert (none["ttft_mean_all_s_of_none"], cache["ttft_mean_all_s_of_none"]) == (1.0, 0.3)
+    assert cache["ttft_p99_all_s_of_none"] == pytest.approx(0.698 / 4.88, abs=0.001)
+    assert (alone["ttft_mean_all_s"], alone["ttft_mean_all_s_of_none"]) == (9.0, None)
+
+
 def test_workloads_are_not_mixed() -> None:
     found = rows([run("none", 0, answered(1, 1.0)), run("none", 0, answered(1, 2.0), workload="system")])
     assert [(row["workload"], row["ttft_mean_s"]) for row in found] == [("turns", 1.0), ("system", 2.0)]
