@@ -34,7 +34,9 @@ LEAST_S, MOST_S = 4.0, 3600.0
 READY_S = 120.0
 _CALIBRATION_SEED = -1
 _CALIBRATED_AT_A_TIME = 12
-_SETTLE_S, _CALIBRATED_S = 3.0, 8.0
+_CALIBRATION_PER_S = 10.0
+"""Enough different prompts; nobody waits for their times."""
+_SETTLE_S = 5.0
 _HOLD_S = 3600.0
 _LOOK_S = 0.05
 ENV = {
@@ -55,6 +57,8 @@ class Setting:
     systems: tuple[str, ...]
     seeds: int = 5
     seconds: float = 13.0
+    calibrated_s: float = 15.0
+    """How long it is looked at what is sustained."""
 
     def __post_init__(self) -> None:
         if not LEAST_S <= self.seconds <= MOST_S:
@@ -77,10 +81,10 @@ async def measure(setting: Setting, folder: Path, *, say: Say) -> tuple[dict[str
 async def _measure(bench: _Bench, setting: Setting, say: Say) -> tuple[dict[str, float], list[Run]]:
     sustained: dict[str, float] = {}
     for workload in setting.workloads:
-        sustained[workload] = await bench.sustained(workload, setting.seconds)
+        sustained[workload] = await bench.sustained(workload, setting)
         say(f"{workload}: {INSTANCES} instances sustain {sustained[workload]:.2f} requests/s without the cache")
         if not sustained[workload]:
-            raise Internal(f"{workload}: no request was answered within {_SETTLE_S + _CALIBRATED_S:g} s")
+            raise Internal(f"{workload}: no request was answered within {_SETTLE_S + setting.calibrated_s:g} s")
     runs = []
     for seed in range(setting.seeds):
         for workload in setting.workloads:
@@ -135,9 +139,9 @@ class _Bench:
         self._checkpoint = checkpoint
         self._token_of = printable_ids(checkpoint)
 
-    async def sustained(self, workload: str, seconds: float) -> float:
+    async def sustained(self, workload: str, setting: Setting) -> float:
         """Requests per second without the cache."""
-        plan = make_plan(workload, _CALIBRATION_SEED, 10.0, seconds)
+        plan = make_plan(workload, _CALIBRATION_SEED, _CALIBRATION_PER_S, setting.seconds)
         async with self._served(f"{workload}-calibration") as model:
             return await sustained_per_s(
                 self._clients[BASE],
@@ -146,7 +150,7 @@ class _Bench:
                 prompts(plan, _CALIBRATION_SEED),
                 at_a_time=_CALIBRATED_AT_A_TIME,
                 settle_s=_SETTLE_S,
-                seconds=_CALIBRATED_S,
+                seconds=setting.calibrated_s,
             )
 
     async def run(self, workload: str, system: str, seed: int, plan: Plan, setting: Setting) -> Run:

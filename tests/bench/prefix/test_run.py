@@ -15,7 +15,7 @@ async def test_every_request_is_answered_and_a_cache_finds_what_was_said_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLITZ_LEASE_S", "10")
-    setting = Setting(("turns",), ("none", "affinity"), seeds=1, seconds=6.0)
+    setting = Setting(("turns",), ("none", "affinity"), seeds=1, seconds=6.0, calibrated_s=4.0)
     sustained, runs = await measure(setting, tmp_path, say=lambda _: None)
     assert sustained["turns"] > 0
     none, affinity = runs
