@@ -1,14 +1,14 @@
 """Which prompts belong together, so that they meet the KV of those before them.
 
 Rules
-- A prompt's place is that of its first step of tokens (``shared.prefixes``), within its scope: the turns of a
-  conversation begin alike, and so do questions about a document.
+- Prompts belong together that have the first step of tokens in common (``shared.prefixes``), within their scope: the
+  turns of a conversation begin alike, and so do questions about a document.
 - What so many prompts begin with that it is more work than one instance's share is told further apart, by one step
   behind it: conversations behind a system prompt that all share spread over all instances, each of which will have
   that prompt's KV. Instances say where their prompts part, so that all gateways know the same. What takes little of an
   instance's time is left together, whatever its share is: an idle cluster has no need to compute it everywhere.
-- A prompt that ends where it would be told apart has no place; nor has one that is shorter than a step.
-- A caller's ``prompt_cache_key`` is part of the place, and gives short prompts one, too.
+- A prompt that ends where it would be told apart belongs with none; nor does one that is shorter than a step.
+- A caller's ``prompt_cache_key`` is part of what belongs together, of short prompts, too.
 
 The cost of a prompt grows with what it shares with many, at most ``MAX_STEPS`` steps, and with nothing else.
 """
@@ -20,7 +20,6 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from services.gateway.core.rendezvous import NUM_PLACES
 from services.gateway.core.stream import StreamState
 from shared.messages.load import HotPrefix, LoadReport
 from shared.prefixes import prefix_root, prefix_steps
@@ -90,8 +89,8 @@ class SharedBeginnings:
         for instance_id in [name for name in self._said if name not in instance_ids]:
             self._withdraw(self._said.pop(instance_id))
 
-    def place_of(self, stream: StreamState, secret: bytes) -> int | None:
-        """Where a prompt belongs: below ``NUM_PLACES``; None: nowhere in particular."""
+    def beginning_of(self, stream: StreamState, secret: bytes) -> int | None:
+        """A number that a prompt has in common with those that it belongs with; None: there are none."""
         if not stream.cache_scope:
             return None
         root = prefix_root(stream.model_hash, stream.cache_scope)
@@ -104,7 +103,7 @@ class SharedBeginnings:
             return None
         about = hashlib.blake2b(name or root, digest_size=8, key=secret)
         about.update(stream.prompt_cache_key.encode(errors="surrogatepass"))
-        return int.from_bytes(about.digest()) % NUM_PLACES
+        return int.from_bytes(about.digest())
 
     def _withdraw(self, said: _Said) -> None:
         self._tokens -= said.tokens

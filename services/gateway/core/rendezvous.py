@@ -49,8 +49,11 @@ class Rendezvous:
         self._came += sorted(there - self._there)
         self._there = there
 
-    def at(self, place: int) -> list[str]:
-        """Its instances, the first one first; one or none where there are no more. ``place``: below ``NUM_PLACES``."""
+    def of(self, number: int) -> list[str]:
+        """Of the place of anything with that number, the first one first; one or none where there are no more."""
+        return self._at(number % NUM_PLACES)
+
+    def _at(self, place: int) -> list[str]:
         found = self._places.get(place)
         if found is None:
             found = self._places[place] = _Place()

@@ -10,10 +10,10 @@ Rules
 - An instance takes a request while it serves, is not suspended, holds fewer requests than it can run, and has
   capacity in its queue beside the prompts that it has not begun. An idle instance always takes one. Among those that
   qualify, the one with the fewest outstanding tokens gets it, then the one with the lowest id; but see the next rule.
-- A prompt that belongs somewhere (``affinity``) goes to the first of its place's two instances, or to the second if
-  that has less to do by more than this request. It goes to neither while it would have to wait there for a slot and not
-  elsewhere, nor beyond an imbalance: an instance may have so many times what its model's instances have on average,
-  this request included.
+- A prompt that belongs with others (``affinity``) goes to where the last of them went, unless that has more to do than
+  others by more than this request. The first of them go to the less loaded of two instances that all gateways name, if
+  that has about as little to do as any. Neither where it would have to wait for a slot and not elsewhere, nor beyond an
+  imbalance: an instance may have so many times what its model's instances have on average, this request included.
 - An instance with a free slot, as far as this gateway knows, comes before those without; other gateways may have
   taken the slot since the last report. Then the instance refuses, and counts as having no free slot until it reports
   again: so no request waits behind those of another gateway while another instance has capacity.
@@ -121,12 +121,18 @@ class AffinityPolicy:
     choices: int = CHOICES
     """Instances of a place: 0, 1 or 2."""
     imbalance: float = 1.5
-    """Times the mean of outstanding tokens that one of them may have."""
+    """Times the mean of outstanding tokens that an instance may have which is chosen so. What is above 1 is also what
+    it is worth (``_HOME_WORTH``)."""
     secret: bytes = b""
     """The same at all gateways, and known to no client."""
 
 
 NO_POLICY = AffinityPolicy()
+MAX_HOMES = 65_536
+"""Beginnings of which a gateway knows where the last prompt went, of all models together."""
+_HOME_WORTH, _CHOICE_WORTH = 3.0, 0.5
+"""How many times a request's own tokens, times what an instance may have above the mean, it is worth to go where its
+like went, and to where others' gateways would send the next."""
 
 
 class Router:
@@ -145,6 +151,8 @@ class Router:
         self._sequences: dict[str, int] = {}
         self._next_sequence = 0
         self._wakes: list[tuple[float, str]] = []
+        self._homes: dict[int, str] = {}
+        """By beginning, the one that was asked for last at the end: where its last prompt went."""
 
     def queued(self, model: str) -> tuple[int, int]:
         """Waiting requests of a model, and the prompt tokens that they bring."""
@@ -241,7 +249,7 @@ class Router:
                 retry_after_s=retry_after_s,
             )
         if self._affinity.choices:
-            stream.place = queue.beginnings.place_of(stream, self._affinity.secret)
+            stream.beginning = queue.beginnings.beginning_of(stream, self._affinity.secret)
         self._sequences[stream.request_id] = self._next_sequence
         queue.waiting.push(QueuedRequest(self._next_sequence, stream, deadline_s))
         self._waiting.add(stream.model)
@@ -288,8 +296,8 @@ class Router:
             instance_id = queue.takers.best(stream.num_known_tokens, stream.num_context_tokens, stream.avoid)
             if instance_id is None:
                 break
-            if stream.place is not None:
-                instance_id = self._at_place(queue, stream, stream.place, instance_id)
+            if stream.beginning is not None:
+                instance_id = self._with_its_like(queue, stream, stream.beginning, instance_id)
             route = queue.routes[instance_id]
             decode = self._choose_decode(queue, stream) if route.role in NEEDS_DECODER else None
             queue.waiting.take(item)
@@ -422,20 +430,28 @@ class Router:
             queue.waiting.set_aside(item)
         return False
 
-    def _at_place(self, queue: _Queue, stream: StreamState, place: int, best: str) -> str:
-        """Which instance gets a request that belongs at ``place``. ``best``: what it gets otherwise."""
+    def _with_its_like(self, queue: _Queue, stream: StreamState, beginning: int, best: str) -> str:
+        """Which instance gets a request that belongs with others. ``best``: what it gets otherwise."""
         known, context, own = stream.num_known_tokens, stream.num_context_tokens, outstanding_tokens(stream)
-        most = self._affinity.imbalance * (queue.total_outstanding / len(queue.outstanding) + own)
+        policy, outstanding = self._affinity, queue.outstanding
+        most = policy.imbalance * (queue.total_outstanding / len(outstanding) + own)
+        worth = (policy.imbalance - 1) * own
         best_rank = queue.takers.rank_of(best, known, context)
-        chosen, least = best, math.inf
-        for order, instance_id in enumerate(queue.places.at(place)[: self._affinity.choices]):
-            rank = queue.takers.rank_of(instance_id, known, context)
-            if rank is None or instance_id in stream.avoid:
+        chosen, least = best, float(outstanding[best])
+        offers = [(name, _CHOICE_WORTH * worth) for name in queue.places.of(beginning)[: policy.choices]]
+        home = self._homes.pop(beginning, None)
+        if home in outstanding:
+            offers.append((home, _HOME_WORTH * worth))
+        for name, less in offers:
+            rank = queue.takers.rank_of(name, known, context)
+            if rank is None or name in stream.avoid:
                 continue
             must_wait = best_rank is not None and rank[0] > best_rank[0]
-            outstanding = queue.outstanding[instance_id]
-            if not must_wait and outstanding <= most and outstanding + order * own < least:
-                chosen, least = instance_id, outstanding + order * own
+            if not must_wait and outstanding[name] <= most and outstanding[name] - less < least:
+                chosen, least = name, outstanding[name] - less
+        self._homes[beginning] = chosen
+        if len(self._homes) > MAX_HOMES:
+            del self._homes[next(iter(self._homes))]
         return chosen
 
     @staticmethod

@@ -111,8 +111,8 @@ class StreamState:
     """As in ``Submit``."""
     prompt_cache_key: str = ""
     """The caller's word for prompts that belong together."""
-    place: int | None = None
-    """Where it belongs (``affinity``)."""
+    beginning: int | None = None
+    """Which prompts it belongs with (``affinity``); None: none in particular."""
     cached_tokens: int = 0
     """Tokens of its prompt that nobody had to compute, as the instance says that had it first."""
     default_max_tokens: bool = False

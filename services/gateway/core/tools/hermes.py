@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from services.gateway.core.tools.objects import ObjectParser
 from services.gateway.core.tools.parser import WAIT, Step
 
@@ -13,6 +15,11 @@ class HermesParser(ObjectParser):
 
     starts = (_BEGIN,)
     marks = (_BEGIN, _END)
+
+    @classmethod
+    def forced(cls, mark: Callable[[str], str], *, parallel: bool) -> str:
+        more = ' ("\\n" one)*' if parallel else ""
+        return f'start: one{more}\none: {mark(_BEGIN)} "\\n" call "\\n" {mark(_END)}'
 
     def _begin(self, start: str) -> Step:  # noqa: ARG002 - there is one
         return self._begin_object()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from services.gateway.core.tools.objects import ObjectParser
 from services.gateway.core.tools.parser import Step
 
@@ -14,6 +16,11 @@ class LlamaParser(ObjectParser):
     starts = (_TAG, "{")
     marks = (_TAG,)
     separators = ";"
+    arguments_field = "parameters"
+
+    @classmethod
+    def forced(cls, mark: Callable[[str], str], *, parallel: bool) -> str:  # noqa: ARG003 - without one it is the same
+        return 'start: call ("; " call)*' if parallel else "start: call"
 
     def _begin(self, start: str) -> Step:
         if start == _TAG:

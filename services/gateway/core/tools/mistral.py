@@ -27,6 +27,11 @@ class MistralParser(ObjectParser):
     id_alphabet = string.ascii_letters + string.digits
     id_length = 9
 
+    @classmethod
+    def forced(cls, mark: Callable[[str], str], *, parallel: bool) -> str:
+        more = ' (", " call)*' if parallel else ""
+        return f'start: {mark(_CALLS)} "[" call{more} "]"'
+
     def __init__(self, names: AbstractSet[str], new_id: Callable[[], str], *, parallel: bool) -> None:
         super().__init__(names, new_id, parallel=parallel)
         self._name: list[str] = []

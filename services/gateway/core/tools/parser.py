@@ -44,6 +44,8 @@ class ToolParser(ABC):
     id_alphabet: ClassVar[str] = string.ascii_letters + string.digits + "-_"
     id_length: ClassVar[int] = 24
     """Of a call's id, behind its prefix."""
+    arguments_field: ClassVar[str] = "arguments"
+    """Of a call that is an object."""
 
     def __init__(self, names: AbstractSet[str], new_id: Callable[[], str], *, parallel: bool) -> None:
         self.names = names
@@ -67,6 +69,12 @@ class ToolParser(ABC):
         self._calls: list[CallDelta] = []
         self._blank = re.compile(rf"[\s{re.escape(self.separators)}]*")
         self._any_start = re.compile("|".join(map(re.escape, self.starts)))
+
+    @classmethod
+    def forced(cls, mark: Callable[[str], str], *, parallel: bool) -> str | None:  # noqa: ARG003 - for those that have it
+        """Rules of llguidance's Lark, from ``start`` on, of an answer that is calls alone, each an object of the rule
+        ``call``; ``mark`` writes one of ``marks`` there. None: calls of this format cannot be asked for so."""
+        return None
 
     @property
     def in_text(self) -> bool:

@@ -33,7 +33,7 @@ def text(seed: int, steps: float) -> list[int]:
 
 
 def place(known: SharedBeginnings, token_ids: Sequence[int], *, scope: str = SCOPE, key: str = "") -> int | None:
-    return known.place_of(prompt("r", token_ids, scope=scope, key=key), b"secret")
+    return known.beginning_of(prompt("r", token_ids, scope=scope, key=key), b"secret")
 
 
 def report_of(name: str, beginnings: Beginnings, *, busy_s: float = 0.0) -> LoadReport:
@@ -208,6 +208,15 @@ def test_the_second_of_its_place_takes_over_before_any_other() -> None:
     assert homes[0] == homes[1] != homes[2], "it has more to do, but not by more than this"
 
 
+def test_what_belongs_with_none_yet_is_sent_as_if_nothing_belonged_together() -> None:
+    sending, plain = Sending("a", "b", "c", "d", running=100), Sending("a", "b", "c", "d", running=100, choices=0)
+    loads: dict[Sending, Counter[str]] = {sending: Counter(), plain: Counter()}
+    for n in range(400):
+        for one, homes in loads.items():
+            homes[one.send(text(n, 2 + n % 7), ends=False)] += 2 + n % 7
+    assert max(loads[sending].values()) <= 1.03 * max(loads[plain].values())
+
+
 def test_beyond_the_imbalance_any_other_takes_it() -> None:
     sending = Sending("a", "b", "c", "d", running=100)
     homes = Counter(sending.send(text(1, 2), ends=False) for _ in range(40))
@@ -256,5 +265,6 @@ def test_the_load_that_is_counted_is_that_of_the_bookings() -> None:
             names = draw.sample("abcdef", 4)
             sending.router.set_routes("m", "", [route(name, running=100) for name in names])
     sending.send(text(99, 2))
+    assert len(sending.router._homes) == 10
     queue = sending.router._queues["m"]
     assert queue.total_outstanding == sum(queue.outstanding.values())

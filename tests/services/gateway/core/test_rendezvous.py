@@ -11,7 +11,7 @@ from services.gateway.core.rendezvous import NUM_PLACES, Rendezvous
 
 
 def placed(rendezvous: Rendezvous) -> list[list[str]]:
-    return [list(rendezvous.at(place)) for place in range(NUM_PLACES)]
+    return [list(rendezvous.of(place)) for place in range(NUM_PLACES)]
 
 
 def made(*names: str, secret: bytes = b"s") -> Rendezvous:
@@ -27,14 +27,14 @@ def test_gateways_that_saw_instances_come_and_go_in_another_order_agree() -> Non
     theirs = Rendezvous(b"s")
     for _ in range(40):
         theirs.keep(draw.sample(names, draw.randint(0, len(names))))
-        theirs.at(draw.randrange(NUM_PLACES))
+        theirs.of(draw.randrange(NUM_PLACES))
     theirs.keep(names)
     assert placed(ours) == placed(theirs)
 
 
 def test_a_place_has_two_instances_if_there_are_two() -> None:
-    assert made().at(3) == []
-    assert made("a").at(3) == ["a"]
+    assert made().of(3) == []
+    assert made("a").of(3) == ["a"]
     assert all(len(set(found)) == 2 for found in placed(made("a", "b", "c")))
 
 
@@ -71,11 +71,11 @@ def test_without_the_secret_nobody_knows_the_places() -> None:
 
 def test_a_place_that_is_known_costs_no_look_at_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     rendezvous = made(*(f"i{n}" for n in range(1000)))
-    rendezvous.at(1)
+    rendezvous.of(1)
     numbered: list[str] = []
     number = rendezvous._number
     monkeypatch.setattr(Rendezvous, "_number", lambda self, place, name: numbered.append(name) or number(place, name))
-    rendezvous.at(1)
+    rendezvous.of(1)
     rendezvous.keep([*(f"i{n}" for n in range(1000)), "new"])
-    rendezvous.at(1)
+    rendezvous.of(1)
     assert numbered == ["new"]
