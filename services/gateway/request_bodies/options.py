@@ -61,13 +61,12 @@ _LONGEST_HARMLESS_BYTES = 64
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
-StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
-"""An empty one stops nothing."""
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)],
     Meta(
-        description=f"a string or an array of at most {MAX_STOP_STRINGS} strings "
-        f"of at most {MAX_STOP_CHARACTERS} characters"
+        description=f"a string or an array of at most {MAX_STOP_STRINGS} strings, "
+        f"of 1 to {MAX_STOP_CHARACTERS} characters"
     ),
 ]
 StopTokenIds = Annotated[
@@ -216,7 +215,7 @@ def read_options(
         seed=body.seed,
         max_tokens=max_tokens,
         default_max_tokens=default_max_tokens,
-        stop=tuple(filter(None, (body.stop,) if isinstance(body.stop, str) else body.stop or ())),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=include_usage and continuous_usage,

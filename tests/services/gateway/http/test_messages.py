@@ -276,6 +276,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("system[0].type", {"system": [{"type": "image"}]}),
     ("system", {"system": 5}),
     ("stop_sequences", {"stop_sequences": "x"}),
+    ("stop_sequences[1]", {"stop_sequences": ["x", ""]}),
     ("tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
     ("tools[0].input_schema", {"tools": [{"name": "f"}]}),
     ("tools[0].name", {"tools": [{"input_schema": {}}]}),
