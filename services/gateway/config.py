@@ -109,8 +109,8 @@ class GatewayConfig(ServiceConfig):
             ),
             affinity_choices=count(
                 "BLITZ_GATEWAY_AFFINITY_CHOICES",
-                "A prompt goes to where the last one went that begins alike; the first of them to the less loaded one of "
-                "so many instances, found by a hash. 0: to the least loaded of all.",
+                "A prompt goes to where the last one went that begins alike; the first of them to the less loaded one "
+                "of so many instances, found by a hash. 0: to the least loaded of all.",
                 default.affinity_choices,
                 least=0,
                 most=CHOICES,

@@ -7,10 +7,11 @@ that are short or release the interpreter.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,15 +21,18 @@ from services.gateway.core.call_output import CallOutput
 from services.gateway.core.routes import ModelRoutes
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import StopScanner, TextOutput
+from services.gateway.core.tools.call_grammar import call_schema, calls_grammar
 from services.gateway.core.tools.parser import ToolParser
 from services.gateway.http.endpoints.endpoint import Endpoint
 from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
 from services.gateway.request_bodies.body import read_body, required
 from services.gateway.request_bodies.grammar_check import check_grammar
+from services.gateway.request_bodies.guided import bounded_grammar, read_schema
 from services.gateway.request_bodies.options import Options, SharedBody
+from services.gateway.request_bodies.tools import ChatTools
 from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer
-from shared.errors import BadRequest, ContextLengthExceeded, Internal
+from shared.errors import BadRequest, ContextLengthExceeded, UnsupportedParameter
 from shared.messages.generation import SamplingParams
 
 INLINE_BODY_BYTES = 32_768
@@ -86,17 +90,19 @@ class Preparation:
         gateway, endpoint, record = self._gateway, self._endpoint, model.record
         limits = PromptLimits(record.spec.vocab_size, gateway.bus.max_payload_bytes)
         request = await self._run(lambda: endpoint.read(self._raw, body, limits))
-        grammar = request.options.sampling.grammar
+        options, grammar = request.options, request.options.sampling.grammar
         if grammar is not None:
-            await gateway.offload.run(check_grammar, grammar, request.options.guide_param)
+            await gateway.offload.run(check_grammar, grammar, options.guide_param)
         tokenizer = await gateway.tokenizers.get(record)
+        if options.tools is not None and options.tools.forced:
+            options = await gateway.offload.run(_forced_to_call, options, options.tools, tokenizer)
         prompts = await endpoint.prompts(request, PromptMaker(record, tokenizer, gateway.offload, limits))
         return PreparedRequest(
             endpoint.id_prefix + secrets.token_hex(16),
             model,
             gateway.dispatcher.context_tokens(model),
             tokenizer,
-            request.options,
+            options,
             tuple(prompts),
             request.repeated,
             endpoint.prompt_param,
@@ -105,6 +111,21 @@ class Preparation:
 
     async def _run(self, step: Callable[[], T]) -> T:
         return step() if len(self._raw) <= INLINE_BODY_BYTES else await self._gateway.offload.run(step)
+
+
+def _forced_to_call(options: Options, tools: ChatTools, tokenizer: ModelTokenizer) -> Options:
+    """With the grammar of calls as this model writes them."""
+    kind = _parser_of(tokenizer)
+    schema = call_schema(tools.forced, kind.arguments_field)
+    param = "tool_choice"
+    check_grammar(bounded_grammar("json_schema", json.dumps(read_schema(schema, "tools")), "tools"), "tools")
+    marks = {text: token_id for token_id, text in tokenizer.special_tokens(kind.marks).items()}
+    grammar = calls_grammar(kind, schema, marks, parallel=tools.parallel and not tools.is_named)
+    if grammar is None:
+        raise UnsupportedParameter(
+            f"{param}: calls in the format of this model cannot be asked for (auto and none are supported)", param=param
+        )
+    return replace(options, sampling=structs.replace(options.sampling, grammar=grammar), guide_param=param)
 
 
 def memory_bytes(prepared: PreparedRequest) -> int:
@@ -200,14 +221,22 @@ def text_output(options: Options, stream: StreamState, tokenizer: ModelTokenizer
     min_tokens = options.sampling.min_tokens
     if options.tools is None:
         return TextOutput(detokenizer, scanner=scanner, hidden_ids=hidden_ids, min_tokens=min_tokens)
-    template = tokenizer.tool_template
-    if template is None or template.tool_parser is None:
-        raise Internal("a request with tools passed without a parser of calls")
-    kind = template.tool_parser
+    kind = _parser_of(tokenizer)
     parser = kind(options.tools.names, partial(_call_id, kind), parallel=options.tools.parallel)
     # Special tokens that are shown come as text, and so do the parser's.
     marks = tokenizer.special_tokens(kind.marks) if options.skip_special_tokens else {}
     return CallOutput(detokenizer, parser, marks, scanner=scanner, hidden_ids=hidden_ids, min_tokens=min_tokens)
+
+
+def _parser_of(tokenizer: ModelTokenizer) -> type[ToolParser]:
+    """Raises ``UnsupportedParameter`` for a model whose calls are not read."""
+    template = tokenizer.tool_template
+    if template is None or template.tool_parser is None:
+        raise UnsupportedParameter(
+            "tools: the chat template of this model has no tools, or calls of a format that is not supported",
+            param="tools",
+        )
+    return template.tool_parser
 
 
 def _call_id(kind: type[ToolParser]) -> str:

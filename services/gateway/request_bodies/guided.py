@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -150,14 +150,19 @@ def _schema(json: bytes, name: str) -> Guide:
         value = read_json(value.encode(errors="surrogatepass"), Any, name)
     if not isinstance(value, dict):
         raise BadRequest(f"{name} must be a JSON schema, not {shown(value)}", param=name)
+    text = msgspec.json.encode(read_schema(value, name)).decode()
+    return Guide(bounded_grammar("json_schema", text, name), name)
+
+
+def read_schema(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What of a JSON schema is enforced. Raises ``BadRequest`` for what of it would not be, naming where."""
     try:
-        text = msgspec.json.encode(enforced_schema(value)).decode()
+        return enforced_schema(value)
     except SchemaError as error:
         at = (name + error.path)[:MAX_PARAM_CHARACTERS]
         raise BadRequest(f"{at}: {error}", param=at) from error
     except RecursionError as error:
         raise BadRequest(f"{name} is nested too deeply", param=name) from error
-    return Guide(_bounded("json_schema", text, name), name)
 
 
 def _regex(json: bytes, name: str) -> Guide:
@@ -166,7 +171,7 @@ def _regex(json: bytes, name: str) -> Guide:
         check_expression(text)
     except ValueError as error:
         raise BadRequest(f"{name}: {error}", param=name) from error
-    return Guide(_bounded("regex", text, name), name)
+    return Guide(bounded_grammar("regex", text, name), name)
 
 
 def _choice(json: bytes, name: str) -> Guide:
@@ -177,7 +182,7 @@ def _choice(json: bytes, name: str) -> Guide:
                 f"{name}: a choice of {len(choice)} characters is too long; at most {MAX_CHOICE_BYTES} bytes may be",
                 param=name,
             )
-    return Guide(_bounded("choice", msgspec.json.encode(choices).decode(), name), name)
+    return Guide(bounded_grammar("choice", msgspec.json.encode(choices).decode(), name), name)
 
 
 def _grammar(json: bytes, name: str) -> Guide:
@@ -186,7 +191,7 @@ def _grammar(json: bytes, name: str) -> Guide:
         check_lark(text)
     except ValueError as error:
         raise BadRequest(f"{name}: {error}", param=name) from error
-    return Guide(_bounded("lark", text, name), name)
+    return Guide(bounded_grammar("lark", text, name), name)
 
 
 def _json_object(json: bytes, name: str) -> Guide | None:
@@ -213,7 +218,8 @@ def _structured_outputs(json: bytes, name: str) -> Guide | None:
     return inner[key](bytes(getattr(read, key)), f"{name}.{key}")
 
 
-def _bounded(kind: Any, text: str, name: str) -> Grammar:
+def bounded_grammar(kind: Any, text: str, name: str) -> Grammar:
+    """Raises ``PayloadTooLarge`` naming the parameter."""
     size_bytes = len(text.encode())
     if size_bytes > MAX_GRAMMAR_BYTES:
         raise PayloadTooLarge(f"{name} has {size_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param=name)

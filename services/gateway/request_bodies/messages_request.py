@@ -20,7 +20,16 @@ from services.gateway.request_bodies.options import (
     refuse_more_choices,
     refuse_unsupported,
 )
-from services.gateway.request_bodies.tools import ChatTools, FunctionBody, FunctionName, tool_of, tools_of
+from services.gateway.request_bodies.tools import (
+    FORCED,
+    NEVER,
+    CallRule,
+    ChatTools,
+    FunctionBody,
+    FunctionName,
+    tool_of,
+    tools_of,
+)
 from shared.errors import UnsupportedParameter
 
 _REFUSED = {
@@ -51,6 +60,7 @@ class CallChoice(msgspec.Struct):
     """Whether the model may call functions."""
 
     type: Any = None
+    name: FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -121,13 +131,22 @@ def _refuse_unsupported(raw: bytes, body: MessagesBody) -> None:
 
 def _read_tools(body: MessagesBody) -> ChatTools | None:
     choice = body.tool_choice or CallChoice("auto")
-    if choice.type not in ("auto", "none"):
-        raise UnsupportedParameter(
-            f"tool_choice: {shown(choice.type)} is not supported: calls that must be made are not (auto and none are)",
-            param="tool_choice",
-        )
-    tools = tools_of(body.tools, SchemaTool, _tool, parallel=choice.disable_parallel_tool_use is not True)
-    return tools if choice.type == "auto" else None
+    match choice.type:
+        case "auto":
+            rule = CallRule()
+        case "none":
+            rule = NEVER
+        case "any":
+            rule = FORCED
+        case "tool":
+            rule = CallRule(forced=True, name=required(choice.name, "tool_choice.name"))
+        case _:
+            raise UnsupportedParameter(
+                f"tool_choice: {shown(choice.type)} is not supported (auto, none, any and tool are)",
+                param="tool_choice",
+            )
+    parallel = choice.disable_parallel_tool_use is not True
+    return tools_of(body.tools, SchemaTool, _tool, rule=rule, parallel=parallel)
 
 
 def _tool(tool: SchemaTool, name: str) -> dict[str, Any]:

@@ -20,7 +20,14 @@ from services.gateway.request_bodies.options import (
     refuse_more_choices,
     refuse_unsupported,
 )
-from services.gateway.request_bodies.tools import ChatTools, FunctionBody, may_call, tool_of, tools_of
+from services.gateway.request_bodies.tools import (
+    ChatTools,
+    FlatNamedTool,
+    FunctionBody,
+    call_rule,
+    tool_of,
+    tools_of,
+)
 from shared.errors import UnsupportedParameter
 
 MAX_METADATA = 16
@@ -119,9 +126,8 @@ def _refuse_unsupported(raw: bytes, body: ResponsesBody) -> None:
 
 
 def _read_tools(body: ResponsesBody) -> ChatTools | None:
-    allowed = may_call(bytes(body.tool_choice))
-    tools = tools_of(body.tools, FlatTool, _tool, parallel=body.parallel_tool_calls is not False)
-    return tools if allowed else None
+    rule = call_rule(bytes(body.tool_choice), FlatNamedTool)
+    return tools_of(body.tools, FlatTool, _tool, rule=rule, parallel=body.parallel_tool_calls is not False)
 
 
 def _tool(tool: FlatTool, name: str) -> dict[str, Any]:
@@ -147,7 +153,7 @@ def _repeated(body: ResponsesBody, options: Options) -> bytes:
         "store": False,
         "temperature": options.sampling.temperature,
         "text": {"format": {"type": "text"} if options.sampling.grammar is None or not body.text else body.text.format},
-        "tool_choice": "auto" if may_call(bytes(body.tool_choice)) else "none",
+        "tool_choice": "auto" if bytes(body.tool_choice) == b"null" else body.tool_choice,
         "tools": Raw(b"[]") if bytes(body.tools) == b"null" else body.tools,
         "top_logprobs": 0,
         "top_p": options.sampling.top_p,

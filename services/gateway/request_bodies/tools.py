@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
 
 from services.gateway.request_bodies.body import read_json, refuse_many_elements, required, shown
+from services.gateway.request_bodies.guided import read_schema
 from shared.errors import BadRequest, PayloadTooLarge, UnsupportedParameter
 
 MAX_TOOLS = 128
@@ -19,7 +20,7 @@ MAX_TOOL_ELEMENTS = 16_384
 """Fields and items in all tools together."""
 MAX_CALLS = 128
 """Of one message."""
-_LONGEST_CHOICE_BYTES = 64
+_LONGEST_CHOICE_BYTES = 256
 """No accepted value is longer."""
 
 FunctionName = Annotated[
@@ -62,6 +63,34 @@ class MessageCall(msgspec.Struct):
     function: CalledFunction | None = None
 
 
+class NamedFunction(msgspec.Struct):
+    """Which function."""
+
+    name: FunctionName | None = None
+
+
+class NamedTool(msgspec.Struct):
+    """A choice of one function, as chats have it."""
+
+    type: Literal["function"] | None = None
+    function: NamedFunction | None = None
+
+    @property
+    def chosen(self) -> str | None:
+        return self.function.name if self.function is not None else None
+
+
+class FlatNamedTool(msgspec.Struct):
+    """The same as responses have it."""
+
+    type: Literal["function"] | None = None
+    name: FunctionName | None = None
+
+    @property
+    def chosen(self) -> str | None:
+        return self.name
+
+
 ToolKind = TypeVar("ToolKind")
 
 
@@ -77,19 +106,41 @@ class ChatTools:
     """More than one call in an answer."""
     num_characters: int
     """About how much there is to render."""
+    forced: Mapping[str, Any] = field(default_factory=dict)
+    """The schemas of arguments, by name, of the functions of which one must be called; empty: none need be."""
+    is_named: bool = False
+    """It is the caller's choice which one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRule:
+    """What a ``tool_choice`` says."""
+
+    allowed: bool = True
+    forced: bool = False
+    name: str | None = None
+    """Of the function that must be called; None: any."""
+
+
+NEVER, FORCED = CallRule(allowed=False), CallRule(forced=True)
 
 
 def read_tools(tools: Raw, choice: Raw, *, parallel: bool) -> ChatTools | None:
     """The functions that a request may call; None: none. Raises ``BadRequest``, ``UnsupportedParameter`` and
     ``PayloadTooLarge``, naming the parameter."""
-    return tools_of(tools, ToolBody, _tool, parallel=parallel) if may_call(bytes(choice)) else None
+    return tools_of(tools, ToolBody, _tool, rule=call_rule(bytes(choice), NamedTool), parallel=parallel)
 
 
 def tools_of(
-    tools: Raw, kind: type[ToolKind], read: Callable[[ToolKind, str], dict[str, Any]], *, parallel: bool
+    tools: Raw,
+    kind: type[ToolKind],
+    read: Callable[[ToolKind, str], dict[str, Any]],
+    *,
+    rule: CallRule,
+    parallel: bool,
 ) -> ChatTools | None:
-    """The functions in ``tools``; None: there is none. ``read`` gives one as a template takes it, by its body and name.
-    Raises as ``read_tools``."""
+    """The functions in ``tools``; None: there is none, or none may be called. ``read`` gives one as a template takes
+    it, by its body and name. Raises as ``read_tools``."""
     json = bytes(tools)
     if len(json) > MAX_TOOLS_BYTES:
         raise PayloadTooLarge(
@@ -98,22 +149,47 @@ def tools_of(
     refuse_many_elements(json, MAX_TOOL_ELEMENTS, "tools")
     bodies: list[ToolKind] | None = read_json(json, list[kind] | None, "tools")  # type: ignore[valid-type]
     if not bodies:
+        if rule.forced:
+            raise BadRequest("tool_choice: there are no tools to choose from", param="tool_choice")
         return None
     if len(bodies) > MAX_TOOLS:
         raise BadRequest(f"tools has {len(bodies)} tools; at most {MAX_TOOLS} are allowed", param="tools")
     for_template = tuple(read(tool, f"tools[{index}]") for index, tool in enumerate(bodies))
     names = frozenset(tool["function"]["name"] for tool in for_template)
-    return ChatTools(names, for_template, parallel, len(json))
+    if not rule.allowed:
+        return None
+    made = ChatTools(names, for_template, parallel, len(json))
+    return replace(made, forced=_forced(made, rule), is_named=rule.name is not None) if rule.forced else made
 
 
-def may_call(choice: bytes) -> bool:
-    """Whether a ``tool_choice`` lets functions be called. Raises ``UnsupportedParameter`` for one that forces it."""
-    value = read_json(choice, Any, "tool_choice") if len(choice) <= _LONGEST_CHOICE_BYTES else choice
-    if value not in (None, "none", "auto"):
-        raise UnsupportedParameter(
-            "tool_choice: calls that must be made are not supported (auto and none are)", param="tool_choice"
-        )
-    return bool(value != "none")
+def _forced(tools: ChatTools, rule: CallRule) -> dict[str, Any]:
+    if rule.name is not None and rule.name not in tools.names:
+        raise BadRequest(f"tool_choice: there is no function {shown(rule.name)} among the tools", param="tool_choice")
+    schemas: dict[str, Any] = {}
+    for index, tool in enumerate(tools.for_template):
+        function = tool["function"]
+        if rule.name in (None, function["name"]):
+            at = f"tools[{index}].parameters"
+            schemas[function["name"]] = read_schema({"type": "object", **function.get("parameters", {})}, at)
+    return schemas
+
+
+def call_rule(choice: bytes, named: type[NamedTool] | type[FlatNamedTool]) -> CallRule:
+    """What a ``tool_choice`` says: auto, none, required, or an object that names a function. Raises ``BadRequest``,
+    ``UnsupportedParameter``."""
+    value = read_json(choice, Any, "tool_choice") if len(choice) <= _LONGEST_CHOICE_BYTES else None
+    if isinstance(value, dict):
+        return CallRule(forced=True, name=required(read_json(choice, named, "tool_choice").chosen, "tool_choice.name"))
+    match value if len(choice) <= _LONGEST_CHOICE_BYTES else choice:
+        case None | "auto":
+            return CallRule()
+        case "none":
+            return NEVER
+        case "required":
+            return FORCED
+    raise UnsupportedParameter(
+        f"tool_choice: {shown(value)} is not supported (auto, none, required and a function are)", param="tool_choice"
+    )
 
 
 def _tool(tool: ToolBody, name: str) -> dict[str, Any]:
@@ -127,8 +203,6 @@ def _tool(tool: ToolBody, name: str) -> dict[str, Any]:
 def tool_of(body: FunctionBody, name: str) -> dict[str, Any]:
     """A function as a template takes it (``ChatTools``). Raises ``BadRequest``, ``UnsupportedParameter``."""
     function: dict[str, Any] = {"name": required(body.name, f"{name}.name")}
-    if body.strict:
-        raise UnsupportedParameter(f"{name}.strict: guided decoding is not supported", param=f"{name}.strict")
     if body.description is not None:
         function["description"] = body.description
     if body.parameters is not None:

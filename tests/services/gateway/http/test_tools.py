@@ -374,13 +374,16 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]}),
     ("messages", said({"function": {"name": "f", "arguments": "[" + "1," * 70_000 + "1]"}})),
     ("tool_choice", {"tool_choice": "\ud800"}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "another"}}}),
+    ("tool_choice.name", {"tools": TOOLS, "tool_choice": {"type": "function"}}),
+    ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": "custom"}}),
+    ("tools[0].parameters.not", {**tool(parameters={"not": {}}), "tool_choice": "required"}),
 ]
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
-    ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
-    ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "now"}}}),
+    ("tool_choice", {"tools": TOOLS, "tool_choice": "some"}),
     ("tools[0].type", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}),
     ("tools[0].type", {"tools": [{}]}),
-    ("tools[0].function.strict", tool(strict=True)),
     ("messages[1].tool_calls[0].type", said({"type": "custom", "custom": {"name": "f", "input": "x"}})),
 ]
 
@@ -405,6 +408,7 @@ HARMLESS: list[dict[str, Any]] = [
     {"tools": None},
     {"tools": []},
     {"tools": TOOLS, "tool_choice": None},
+    tool(strict=True, parameters={"not": {}}),
     {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": None},
     {"tools": [{"type": "nonsense"}], "tool_choice": "none"},
     tool(strict=False, description=None, parameters=None),
@@ -432,3 +436,22 @@ def test_arguments_of_a_template_cannot_replace_its_tools() -> None:
     template = ChatTemplate("{{ tools | tojson }}", {})
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert template.render([], tools=tools, arguments={"tools": 1}) == json.dumps(tools)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=["required", "named"]
+)
+async def test_a_call_that_must_be_made_is_a_grammar(hermes: Stack, choice: Any) -> None:
+    called = await whole(hermes, tools=[FULL, *TOOLS[:2]], tool_choice=choice)
+    grammar = hermes.workers[0].submits[-1].sampling.grammar
+    assert grammar is not None
+    assert grammar.kind == "lark"
+    assert "<tool_call>" in grammar.text
+    assert ('"now"' in grammar.text) == (choice == "required")
+    assert called["finish_reason"] in ("tool_calls", "stop")
+
+
+async def test_calls_of_python_cannot_be_asked_for(make_stack: StackFactory, tmp_path: Path) -> None:
+    stack = await stack_of(make_stack, tmp_path, templates.PYTHONIC)
+    answer = await ask(stack, tool_choice="required")
+    check(answer, 400, "invalid_request_error", "unsupported_parameter", "tool_choice")
