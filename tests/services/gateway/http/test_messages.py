@@ -283,6 +283,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tool_choice": {"type": "any"}}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "another"}}),
     ("tool_choice.name", {"tools": TOOLS, "tool_choice": {"type": "tool"}}),
+    ("best_of", {"best_of": 2}),
     ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
     ("output_config.format", {"output_config": {"format": {"type": "grammar", "schema": {}}}}),
     ("n", {"n": 2}),

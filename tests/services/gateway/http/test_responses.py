@@ -265,6 +265,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("unsupported_parameter", "tool_choice", {"tools": TOOLS, "tool_choice": "some"}),
     ("unsupported_parameter", "tools[0].type", {"tools": [{"type": "web_search"}]}),
     ("unsupported_parameter", "n", {"n": 2}),
+    ("unsupported_parameter", "n", {"n": 2, "best_of": 2, "stream": True}),
     ("unsupported_parameter", "input[0].type", items({"type": "reasoning", "summary": []})),
     ("unsupported_parameter", "input[1].type", items(ITEMS[0], {"type": "item_reference", "id": "x"})),
     ("unsupported_parameter", "input[0].type", items({"type": 5})),
