@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shared.errors import Unavailable
 from tests.services.gateway.cluster import say
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.core.tools import templates
@@ -76,7 +77,12 @@ async def test_it_raises_its_own_errors(stack: Stack, client: Any) -> None:
     async with anthropic.AsyncAnthropic(base_url=stack.url, api_key="sk-z", max_retries=0) as other:
         with pytest.raises(anthropic.AuthenticationError):
             await other.messages.create(**body)
-    stack.workers[0].end_reason = "error"
-    with pytest.raises(anthropic.APIStatusError):
-        async for _ in await client.messages.create(**body, stream=True):
+    stack.workers[0].pause_after = 2
+    stream = await client.messages.create(**body, stream=True)
+    assert (await anext(stream)).type == "message_start"
+    [request] = stack.gateway.dispatcher.requests.all()
+    request.sink.on_error(Unavailable("broken"))
+    stack.gateway.dispatcher.cancel(request.stream.request_id)
+    with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
+        async for _ in stream:
             pass
