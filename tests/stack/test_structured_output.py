@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from enum import Enum
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -17,12 +19,13 @@ from pydantic import BaseModel, Field
 from compose.config import StackConfig
 from compose.stack import Stack
 from tests.checkpoints import tiny_checkpoint
+from tests.services.gateway.core.tools import templates
 from tests.stack.client import until
 from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
-SPLIT = "split"
+SPLIT, TOOLS = "split", "tools"
 NO_BLANKS = {str(ord(blank)): -100 for blank in " \t\r\n"}
 """A bias: a random model writes whitespace without end, where a grammar lets it. Tokens are bytes."""
 
@@ -55,7 +58,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     config = StackConfig(
         models=(tiny_checkpoint("llama"),),
         state_dir=tmp_path_factory.mktemp("schemas"),
-        workers=4,
+        workers=5,
         port=0,
         env=FAST | NO_DEMAND,
     )
@@ -65,8 +68,16 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         await running.admin.add_model(str(tiny_checkpoint("llama")), name=SPLIT, min_instances=0)
         for role in ("prefill", "decode"):
             await running.admin.scale(SPLIT, 1, hold_s=3600.0, role=role)
-        await until(running, lambda s: sum(i.state == "serving" for i in s.instances) == 4)
+        await running.admin.add_model(str(_with_template(tmp_path_factory.mktemp("hermes") / "m")), name=TOOLS)
+        await until(running, lambda s: sum(i.state == "serving" for i in s.instances) == 5)
         yield running
+
+
+def _with_template(folder: Path) -> Path:
+    """The checkpoint, whose chats may have functions."""
+    shutil.copytree(tiny_checkpoint("llama"), folder)
+    (folder / "chat_template.jinja").write_text(templates.HERMES)
+    return folder
 
 
 def client_of(stack: Stack) -> AsyncOpenAI:
@@ -134,3 +145,38 @@ async def test_what_is_not_enforced_is_refused_by_name(stack: Stack) -> None:
                 model=MODEL, prompt="a", extra_body={"guided_json": {"type": "array", "uniqueItems": True}}
             )
         assert raised.value.param == "guided_json.uniqueItems"
+
+
+SIZE = {
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+async def test_a_call_is_made_that_must_be(stack: Stack) -> None:
+    tool = {"type": "function", "function": {"name": "draw", "parameters": SIZE}}
+    other = {
+        "type": "function",
+        "function": {"name": "now", "strict": True, "parameters": {"additionalProperties": False}},
+    }
+    named = {"type": "function", "function": {"name": "draw"}}
+    async with client_of(stack) as client:
+        for choice in ("required", named):
+            for seed in range(4):
+                answer = await client.chat.completions.create(
+                    model=TOOLS,
+                    messages=[{"role": "user", "content": "go"}],
+                    tools=[tool, other],
+                    tool_choice=choice,
+                    parallel_tool_calls=False,
+                    seed=seed,
+                    max_tokens=300,
+                    logit_bias=NO_BLANKS | {"10": 0},
+                )  # type: ignore[call-overload]
+                assert answer.choices[0].finish_reason == "tool_calls"
+                (call,) = answer.choices[0].message.tool_calls
+                if call.function.name == "draw":
+                    assert 0 <= json.loads(call.function.arguments)["n"] <= 99
+                else:
+                    assert (choice, json.loads(call.function.arguments)) == ("required", {})
