@@ -128,7 +128,8 @@ NEVER, FORCED = CallRule(allowed=False), CallRule(forced=True)
 def read_tools(tools: Raw, choice: Raw, *, parallel: bool) -> ChatTools | None:
     """The functions that a request may call; None: none. Raises ``BadRequest``, ``UnsupportedParameter`` and
     ``PayloadTooLarge``, naming the parameter."""
-    return tools_of(tools, ToolBody, _tool, rule=call_rule(bytes(choice), NamedTool), parallel=parallel)
+    rule = call_rule(bytes(choice), NamedTool)
+    return tools_of(tools, ToolBody, _tool, rule=rule, parallel=parallel) if rule.allowed else None
 
 
 def tools_of(

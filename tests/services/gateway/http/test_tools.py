@@ -447,11 +447,11 @@ async def test_a_call_that_must_be_made_is_a_grammar(hermes: Stack, choice: Any)
     assert grammar is not None
     assert grammar.kind == "lark"
     assert "<tool_call>" in grammar.text
-    assert ('"now"' in grammar.text) == (choice == "required")
+    assert (grammar.text.count('"const"') > 1) == (choice == "required")
     assert called["finish_reason"] in ("tool_calls", "stop")
 
 
 async def test_calls_of_python_cannot_be_asked_for(make_stack: StackFactory, tmp_path: Path) -> None:
     stack = await stack_of(make_stack, tmp_path, templates.PYTHONIC)
-    answer = await ask(stack, tool_choice="required")
-    check(answer, 400, "invalid_request_error", "unsupported_parameter", "tool_choice")
+    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+    check(await stack.http.post(CHAT, json=body), 400, "invalid_request_error", "unsupported_parameter", "tool_choice")
