@@ -37,7 +37,7 @@ class GrammarLimits:
     max_grammar_size: int = 50_000
 
 
-_LIMITS = {"lark": GrammarLimits(max_items_in_row=250)}
+_LIMITS = {"lark": GrammarLimits(max_items_in_row=250), "calls": GrammarLimits(max_items_in_row=1100)}
 """A row of an ambiguous grammar costs its items and is as long as what was written; a schema's rows are long where
 objects have many optional members, four items each."""
 _OTHER_LIMITS = GrammarLimits(max_items_in_row=1000)
@@ -84,4 +84,4 @@ def _of_lark(text: str) -> dict[str, Any]:
     return {"lark_grammar": text}
 
 
-_TEXTS = {"json_schema": _of_schema, "regex": _of_regex, "choice": _of_choice, "lark": _of_lark}
+_TEXTS = {"json_schema": _of_schema, "regex": _of_regex, "choice": _of_choice, "lark": _of_lark, "calls": _of_lark}

@@ -31,6 +31,13 @@ def _print(report: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     _print_sampling(report, console)
+    for row in report["guided"]:
+        others = report["settings"]["sampling_batch_size"] - 1
+        console.print(
+            f"one request with a schema beside {others} others, vocabulary of {row['vocab_size']}: their steps "
+            f"{row['with_one']:.3f} of {row['step_ms']:.1f} ms without; the slowest mask {row['slowest_mask_ms']:.1f} "
+            f"ms of a core; {row['guided_tokens']:.2f} tokens for each of theirs"
+        )
     prefill = report["layer_by_layer"]
     low, high = prefill["ratio_quartiles"]
     console.print(

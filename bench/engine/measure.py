@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bench.engine.guided import measure_guided
 from bench.engine.layers import measure_layer_by_layer
 from bench.engine.reference import load_engine, measure_batch, write_checkpoint
 from bench.engine.run import EngineBenchSettings
@@ -49,6 +50,7 @@ def run_engine_bench(
         layer_by_layer = measure_layer_by_layer(engine, settings)
         del engine, model
         sampling = measure_sampling(settings, progress)
+        guided = measure_guided(settings, progress)
     finally:
         torch.set_num_threads(threads_before)
     report: dict[str, Any] = {
@@ -57,6 +59,7 @@ def run_engine_bench(
         "batches": [asdict(result) for result in results],
         "layer_by_layer": asdict(layer_by_layer),
         "sampling": [asdict(result) for result in sampling],
+        "guided": [asdict(result) for result in guided],
         "settings": asdict(settings),
         "num_parameters": num_parameters,
         "dtype": "float32",

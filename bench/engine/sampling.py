@@ -54,10 +54,10 @@ class SamplingResult:
     """The sampler alone, per step of the whole batch."""
 
 
-class _TimedEngine(TorchEngine):
+class TimedEngine(TorchEngine):
     """Notes how long the sampler took for each step."""
 
-    sample_s: list[float]
+    sample_s: list[float] = []  # noqa: RUF012 - of those that nobody asks
     _logits_at_s = 0.0
 
     def head(self, activation: Activation) -> torch.Tensor:
@@ -72,7 +72,8 @@ class _TimedEngine(TorchEngine):
         return sampled
 
 
-def _random_engine(settings: EngineBenchSettings, logits: Logits) -> _TimedEngine:
+def random_engine(settings: EngineBenchSettings, logits: Logits) -> TimedEngine:
+    """With random weights, and KV for a batch of the settings'."""
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         dtype="float32",
@@ -99,7 +100,7 @@ def _random_engine(settings: EngineBenchSettings, logits: Logits) -> _TimedEngin
                 weights.normal_(0.0, HEAD_STD[logits] if slot.name == "head" else WEIGHT_STD)
     num_blocks = settings.sampling_batch_size * settings.blocks_per_request
     pool = KvPool(HOST.allocate(kv_pool_bytes(layout, BLOCK_SIZE, num_blocks)))
-    return _TimedEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    return TimedEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 
 def measure_sampling(settings: EngineBenchSettings, progress: Callable[[str], None]) -> list[SamplingResult]:
@@ -113,7 +114,7 @@ def measure_sampling(settings: EngineBenchSettings, progress: Callable[[str], No
 
 
 def _measure(settings: EngineBenchSettings, logits: Logits) -> list[SamplingResult]:
-    engine = _random_engine(settings, logits)
+    engine = random_engine(settings, logits)
     batch_size = settings.sampling_batch_size
     prompts = prompts_of(settings, batch_size)
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}

@@ -23,10 +23,10 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer must be. The gateway has checked it, and ``shared.grammars`` says what it means."""
 
-    kind: Literal["json_schema", "regex", "choice", "lark"]
+    kind: Literal["json_schema", "regex", "choice", "lark", "calls"]
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
     """At most ``MAX_GRAMMAR_BYTES`` in UTF-8. The schema (an object) or the array of strings as JSON, the expression,
-    or llguidance's Lark."""
+    or llguidance's Lark; of ``calls``, which gateways make, too."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,12 +16,13 @@ The cost of a prompt grows with what it shares with many, at most ``MAX_STEPS`` 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
 
 from services.gateway.core.stream import StreamState
-from shared.messages.load import HotPrefix, LoadReport
+from shared.messages.load import LoadReport
 from shared.prefixes import prefix_root, prefix_steps
 
 COOL_SHARE = 0.5
@@ -30,12 +31,17 @@ LEAST_BUSY = 0.25
 """Of an instance's time, that a beginning takes in all."""
 
 
+Place = tuple[bytes, bytes, int]
+"""Of a beginning: its name, that of its first step, and how many steps it has. As each instance says them: what one
+says wrongly is another one."""
+
+
 @dataclass(slots=True)
 class _Said:
     """By one instance."""
 
     tokens: int
-    prefixes: tuple[HotPrefix, ...]
+    places: dict[Place, int]
     at_s: float
     busy_s_total: float
     busy: float
@@ -46,8 +52,8 @@ class _Said:
 class _Known:
     """Of one beginning, by all instances."""
 
-    prefix: HotPrefix
     tokens: int = 0
+    num_said: int = 0
     hot: bool = False
 
 
@@ -60,9 +66,9 @@ class SharedBeginnings:
     _tokens: int = 0
     _busy: float = 0.0
     """Instances, as if some were busy all the time and the others never."""
-    _known: dict[bytes, _Known] = field(default_factory=dict)
-    _hot: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
-    """By the first step: the hot ones and how many steps each is."""
+    _known: dict[Place, _Known] = field(default_factory=dict)
+    _hot: dict[bytes, set[tuple[bytes, int]]] = field(default_factory=dict)
+    """By the first step: the hot ones' names and how many steps each is."""
 
     def reported(self, report: LoadReport, num_instances: int, now_s: float) -> None:
         """Take what an instance says, of so many."""
@@ -72,17 +78,20 @@ class SharedBeginnings:
         since_s = now_s - before.at_s if before is not None else 0.0
         busy_s = report.busy_s_total - before.busy_s_total if before is not None else 0.0
         busy = min(1.0, max(0.0, busy_s / since_s)) if since_s > 0 else 0.0
-        said = _Said(report.counted_tokens, report.hot_prefixes, now_s, report.busy_s_total, busy)
+        places = {(prefix.name, prefix.first, prefix.steps): prefix.tokens for prefix in report.hot_prefixes}
+        said = _Said(report.counted_tokens, places, now_s, report.busy_s_total, busy)
         self._tokens += said.tokens
         self._busy += said.busy
-        for prefix in said.prefixes:
-            self._known.setdefault(prefix.name, _Known(prefix)).tokens += prefix.tokens
+        for place, tokens in places.items():
+            known = self._known.setdefault(place, _Known())
+            known.tokens += tokens
+            known.num_said += 1
         if before is not None:
             self._withdraw(before)
         self._said[report.instance_id] = said
-        for prefix in (*said.prefixes, *(before.prefixes if before is not None else ())):
-            if prefix.name in self._known:
-                self._judge(self._known[prefix.name], num_instances)
+        for place in (*places, *(before.places if before is not None else ())):
+            if place in self._known:
+                self._judge(place, num_instances)
 
     def keep(self, instance_ids: Container[str]) -> None:
         """Forget what others said."""
@@ -98,7 +107,7 @@ class SharedBeginnings:
         name = next(steps, b"")
         if name in self._hot:
             hot = self._hot[name]
-            name = _behind(hot, [name, *islice(steps, max(hot.values()))])
+            name = _behind(hot, [name, *islice(steps, max(num_steps for _, num_steps in hot))])
         if not name and not stream.prompt_cache_key:
             return None
         about = hashlib.blake2b(name or root, digest_size=8, key=secret)
@@ -108,31 +117,34 @@ class SharedBeginnings:
     def _withdraw(self, said: _Said) -> None:
         self._tokens -= said.tokens
         self._busy -= said.busy
-        for prefix in said.prefixes:
-            known = self._known[prefix.name]
-            known.tokens -= prefix.tokens
-            if known.tokens <= 0:
-                self._cool(known)
-                del self._known[prefix.name]
+        for place, tokens in said.places.items():
+            known = self._known[place]
+            known.tokens -= tokens
+            known.num_said -= 1
+            if not known.num_said:
+                self._cool(place)
+                del self._known[place]
 
-    def _judge(self, known: _Known, num_instances: int) -> None:
+    def _judge(self, place: Place, num_instances: int) -> None:
+        known = self._known[place]
         share = known.tokens / self._tokens
         if share * num_instances > 1.0 and share * self._busy > LEAST_BUSY:
+            name, first, steps = place
             known.hot = True
-            self._hot.setdefault(known.prefix.first, {})[known.prefix.name] = known.prefix.steps
+            self._hot.setdefault(first, set()).add((name, steps))
         elif share * num_instances < COOL_SHARE or share * self._busy < COOL_SHARE * LEAST_BUSY:
-            self._cool(known)
+            self._cool(place)
 
-    def _cool(self, known: _Known) -> None:
+    def _cool(self, place: Place) -> None:
+        known, (name, first, steps) = self._known[place], place
         if known.hot:
             known.hot = False
-            of_first = self._hot[known.prefix.first]
-            del of_first[known.prefix.name]
-            if not of_first:
-                del self._hot[known.prefix.first]
+            self._hot[first].remove((name, steps))
+            if not self._hot[first]:
+                del self._hot[first]
 
 
-def _behind(hot: Mapping[bytes, int], names: Sequence[bytes]) -> bytes:
+def _behind(hot: AbstractSet[tuple[bytes, int]], names: Sequence[bytes]) -> bytes:
     """The first of a prompt's names that is behind all that is hot; empty: it does not go on behind that."""
-    deepest = max((steps for name, steps in hot.items() if names[steps - 1 : steps] == [name]), default=0)
+    deepest = max((steps for name, steps in hot if names[steps - 1 : steps] == [name]), default=0)
     return names[deepest] if deepest < len(names) else b""

@@ -125,6 +125,7 @@ def _forced_to_call(options: Options, tools: ChatTools, tokenizer: ModelTokenize
         raise UnsupportedParameter(
             f"{param}: calls in the format of this model cannot be asked for (auto and none are supported)", param=param
         )
+    grammar = bounded_grammar(grammar.kind, grammar.text, "tools")
     return replace(options, sampling=structs.replace(options.sampling, grammar=grammar), guide_param=param)
 
 

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from services.worker.core.scheduling.gateways import Gone
+from services.worker.core.scheduling.request_table import guides_nobody
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import LANDED, Completion, waited
 from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
@@ -283,5 +284,6 @@ class EngineThread:
             waited(self._rehearsed)
         self.loop.between_layers = _nothing  # which knows this thread, and the engine with it
         self.loop.scheduler.abort_all(ErrorInfo.of(self._stop_error))
+        self.loop.scheduler.table.guide = guides_nobody  # whose masks wake the loop
         self._deliver(StepOutput(tuple(self.loop.scheduler.take_ended())))
         self._stats = self.loop.stats()

@@ -15,6 +15,8 @@ from shared.messages.generation import Grammar
 
 _DATA = frozenset({"const", "enum"})
 """Keywords whose values are no schemas."""
+_BY_NAME = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+"""Those whose values have schemas by names, which may be keywords, too."""
 
 
 def call_schema(schemas: Mapping[str, Any], field: str) -> dict[str, Any]:
@@ -42,6 +44,8 @@ def _moved(schema: Any, root: str) -> Any:
 def _moved_value(key: str, value: Any, root: str) -> Any:
     if key in _DATA:
         return value
+    if key in _BY_NAME and isinstance(value, dict):
+        return {name: _moved(inner, root) for name, inner in value.items()}
     return root + value[1:] if key == "$ref" and isinstance(value, str) else _moved(value, root)
 
 
@@ -57,4 +61,4 @@ def calls_grammar(
     rules = kind.forced(mark, parallel=parallel)
     if rules is None:
         return None
-    return Grammar(kind="lark", text=f"{rules}\ncall: %json {json.dumps(schema)}")
+    return Grammar(kind="calls", text=f"{rules}\ncall: %json {json.dumps(schema)}")

@@ -28,3 +28,6 @@ class Guidance(Protocol):
 
     def accept(self, token_id: int) -> None:
         """It is put out; the next mask is begun. Not called for one that ends the request."""
+
+    def close(self) -> None:
+        """The request has ended: what is not begun for it never is."""

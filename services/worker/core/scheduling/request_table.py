@@ -12,7 +12,7 @@ from services.worker.core.scheduling.guidance import Guidance
 from services.worker.core.scheduling.prefix_cache import PrefixCache
 from services.worker.core.scheduling.schedule import PartialBatch, Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
-from shared.errors import UnsupportedParameter
+from shared.errors import Internal, UnsupportedParameter
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart
 
@@ -96,10 +96,10 @@ class RequestTable:
 
     def take_token(self, sequence: ActiveSequence, token: Sampled) -> StreamPart:
         """The output of a token just sampled; an end forgets the sequence."""
-        if token.error is not None:
-            return self.failed(sequence, token.error)
         if sequence.guidance is not None and sequence.guidance.is_complete:
-            return self.completed(sequence)  # this token can be none but an end
+            return self.completed(sequence)  # this token can be none but an end, or none where a model has no ends
+        if token.error is not None:
+            return self.failed(sequence, token.error, doubted=token.error.code == Internal.code)
         sequence.append(token.token_id)
         reason = sequence.finish_reason(self.config.limit_tokens)
         if sequence.guidance is not None and reason is None:
@@ -109,9 +109,9 @@ class RequestTable:
             self.ended_by_itself(sequence)
         return output
 
-    def failed(self, sequence: ActiveSequence, error: ErrorInfo) -> StreamPart:
-        """It cannot be computed. Its KV may be why: who tries it again is not to find that."""
-        if self.cache is not None:
+    def failed(self, sequence: ActiveSequence, error: ErrorInfo, *, doubted: bool = True) -> StreamPart:
+        """It cannot be computed. ``doubted``: its KV may be why, and who tries it again is not to find that."""
+        if self.cache is not None and doubted:
             self.cache.doubt(sequence.block_table)
         output = sequence.end("error", error)
         self.forget(sequence)
@@ -132,6 +132,8 @@ class RequestTable:
     def forget(self, sequence: ActiveSequence) -> None:
         """It has ended, or is another instance's. Its blocks are freed unless it is reserved: then ``release`` does."""
         sequence.finished = True
+        if sequence.guidance is not None:
+            sequence.guidance.close()
         del self.accepted[sequence.key]
         if not sequence.reserved:
             self.free(sequence)
@@ -211,6 +213,9 @@ class _NoGuidance:
 
     def accept(self, token_id: int) -> None:
         """Whatever it is."""
+
+    def close(self) -> None:
+        """There is nothing."""
 
 
 NO_GRAMMARS = UnsupportedParameter("the engine of this model keeps no output to a grammar", param="response_format")

@@ -170,6 +170,7 @@ class Scheduler:
         table = self.table
         self._ended += [table.completed(sequence) for sequence in table.complete if not sequence.finished]
         table.complete.clear()
+        table.stop_waiting(lambda s: s.finished)  # one that was preempted for another in the same step
         table.running = [s for s in table.running if not s.finished]
 
     def complete(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
 from pathlib import Path
 
@@ -87,12 +87,16 @@ class MatchedGuidance:
             return None
         try:
             return self._next.result(wait_s)
-        except NotInTime:
+        except (NotInTime, CancelledError):
             return None
 
     def accept(self, token_id: int) -> None:
         """See ``Guidance``. What goes wrong is said in place of the next mask."""
         self._next = self._guides.submit(lambda: self._in_thread(lambda: self._accept(token_id)))
+
+    def close(self) -> None:
+        """See ``Guidance``."""
+        self._next.cancel()
 
     def _begin(self, grammar: Grammar, output: tuple[int, ...]) -> None:
         self._matcher = GrammarMatcher(self._guides.compiler.compile(grammar))
@@ -108,7 +112,7 @@ class MatchedGuidance:
             return self._bits()
         except BlitzError as error:
             return ErrorInfo.of(error)
-        except Exception as error:  # noqa: BLE001 - a fault of one request's grammar ends that request alone
+        except BaseException as error:  # noqa: BLE001 - a fault of one request's grammar, also of its library, is its own
             return ErrorInfo.of(Internal(f"its grammar failed: {type(error).__name__}: {error}"))
 
     def _bits(self) -> Bits:

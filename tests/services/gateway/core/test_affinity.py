@@ -135,6 +135,20 @@ def test_a_hostile_word_ends_with_who_said_it() -> None:
     assert (known._tokens, known._busy, known._known, known._hot, known._said) == (0, 0.0, {}, {}, {})
 
 
+def test_what_instances_say_twice_of_nothing_or_against_each_other_can_be_taken_back() -> None:
+    known = SharedBeginnings()
+    nothing, five = (HotPrefix(name=b"n" * 16, first=b"f" * 16, steps=2, tokens=tokens) for tokens in (0, 5))
+    other = HotPrefix(name=b"n" * 16, first=b"g" * 16, steps=3, tokens=5)
+    for said in ((nothing,), (five, nothing), (other, five), ()):
+        for name in "ab":
+            bad = structs.replace(load_report(name), counted_tokens=9, hot_prefixes=said)
+            known.reported(bad, 4, float(next(SECONDS)))
+            known.reported(structs.replace(bad, hot_prefixes=(nothing, five)), 4, float(next(SECONDS)))
+    known.keep("a")
+    known.keep(())
+    assert (known._tokens, known._known, known._hot, known._said) == (0, {}, {}, {})
+
+
 # --- what instances count ----------------------------------------------------------------
 
 

@@ -445,7 +445,7 @@ async def test_a_call_that_must_be_made_is_a_grammar(hermes: Stack, choice: Any)
     called = await whole(hermes, tools=[FULL, *TOOLS[:2]], tool_choice=choice)
     grammar = hermes.workers[0].submits[-1].sampling.grammar
     assert grammar is not None
-    assert grammar.kind == "lark"
+    assert grammar.kind == "calls"
     assert "<tool_call>" in grammar.text
     assert (grammar.text.count('"const"') > 1) == (choice == "required")
     assert called["finish_reason"] in ("tool_calls", "stop")

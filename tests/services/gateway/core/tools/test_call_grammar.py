@@ -17,7 +17,7 @@ from services.gateway.core.tools.parser import ToolParser
 from services.gateway.core.tools.pythonic import PythonicParser
 from services.worker.engine.grammar.matcher import GrammarMatcher
 from tests.services.gateway.core.tools.reading import parser_of, read
-from tests.services.worker.engine.grammar.vocabulary import compiler, text_of, walk
+from tests.services.worker.engine.grammar.vocabulary import allowed, compiler, encoded, text_of, walk
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -81,6 +81,21 @@ def test_marks_that_are_special_tokens_are_written_as_such(kind: type[ToolParser
 
 def test_calls_as_python_writes_them_cannot_be_asked_for() -> None:
     assert calls_grammar(PythonicParser, call_schema(SCHEMAS, "arguments"), {}, parallel=True) is None
+
+
+def test_functions_may_have_as_many_members_as_schemas_may() -> None:
+    many = {"type": "object", "properties": {f"member{n}": {"type": "integer"} for n in range(240)}}
+    grammar = calls_grammar(HermesParser, call_schema({"f": many}, "arguments"), {}, parallel=True)
+    assert grammar is not None
+    matcher = GrammarMatcher(compiler().compile(grammar))
+    matcher.replay(encoded('<tool_call>\n{"name": "f", "arguments": {"member7": 1, '))
+    assert allowed(matcher)
+
+
+def test_members_may_be_called_as_keywords_are() -> None:
+    schema = {"properties": {"const": {"$ref": "#/$defs/enum"}}, "$defs": {"enum": {"type": "null"}}}
+    moved = call_schema({"f": schema}, "arguments")["$defs"]["f0"]
+    assert moved["properties"] == {"const": {"$ref": "#/$defs/f0/$defs/enum"}}
 
 
 def test_references_lead_where_they_led_and_data_stays_as_it_is() -> None:

@@ -35,6 +35,9 @@ class PlayedGuidance:
     def is_complete(self) -> bool:
         return self.is_ready and len(self.taken) == self.complete_at
 
+    def close(self) -> None:
+        assert self.sequence.finished
+
     def accept(self, token_id: int) -> None:
         self.taken.append(token_id)
         assert self.taken == self.sequence.output, "each token once, in order"
@@ -154,6 +157,28 @@ def test_one_that_is_found_complete_in_a_step_ends_without_another_token() -> No
     (end,) = rig.scheduler.complete(batch, [Sampled(0)])
     assert (end.finish_reason, end.token_ids, end.offset) == ("stop", (), 2)
     assert rig.scheduler.num_requests == 0
+
+
+def test_one_that_is_preempted_in_the_step_that_ends_it_is_not_computed_again() -> None:
+    scheduler = Scheduler(config(num_blocks=4, block_size=4))
+    older, alone = placed_request("older", 6, 50), placed_request("x", 4, 50, grammar=GRAMMAR, alone=100)
+    guidance = PlayedGuidance(alone, ready=True)
+    scheduler.table.guide = lambda _: guidance
+    scheduler.add(older)
+    scheduler.add(alone)
+    for _ in range(20):
+        full = scheduler.pool.num_used == scheduler.pool.num_blocks and older.num_computed == len(older.block_table) * 4
+        if alone.block_table and full:
+            guidance.complete_at = len(guidance.taken)
+        batch = scheduler.schedule()
+        assert batch is not None
+        assert not any(s.finished for s in (*scheduler.table.waiting, *scheduler.table.running))
+        if alone.finished:
+            assert batch.preempted == (alone,)
+            return
+        pieces = [p for p in batch.slices if p.sample]
+        scheduler.complete(batch, [Sampled(token_at(p.sequence.request_id, p.start + p.num_tokens)) for p in pieces])
+    pytest.fail("it was never complete while the other needed its blocks")
 
 
 def test_it_is_not_lent() -> None:
