@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -16,6 +17,26 @@ def are_disjoint(one: Any, other: Any, root: Any) -> bool:
     if _no_common(_types(one), _types(other)) or _no_common(_constants(one), _constants(other)):
         return True
     return one.get("type") == other.get("type") == "object" and _members_differ(one, other, root)
+
+
+def with_tags(schema: Any) -> Any:
+    """A schema in which the member that a ``discriminator`` names is one that each alternative must have, as Pydantic
+    leaves open where it has a default. What the result allows the schema allows."""
+    if "discriminator" not in json.dumps(schema):
+        return schema
+    root = copy.deepcopy(schema)
+    waiting = [root]
+    while waiting:
+        found = waiting.pop()
+        waiting += found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+        if isinstance(found, dict) and isinstance(found.get("oneOf"), list):
+            tag = found.get("discriminator")
+            name = tag.get("propertyName") if isinstance(tag, dict) else None
+            for alternative in found["oneOf"]:
+                one = _resolved(alternative, root)
+                if isinstance(one, dict) and isinstance(name, str) and name in _properties(one):
+                    one["required"] = sorted({*_required(one), name})
+    return root
 
 
 def _members_differ(one: dict[str, Any], other: dict[str, Any], root: Any) -> bool:

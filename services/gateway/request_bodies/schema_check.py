@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway.request_bodies.body import shown
-from services.gateway.request_bodies.disjoint import are_disjoint
+from services.gateway.request_bodies.disjoint import are_disjoint, with_tags
 from services.gateway.request_bodies.expressions import check_expression
 
 MAX_WEIGHT = 1024
@@ -60,6 +60,7 @@ class SchemaError(ValueError):
 
 def enforced_schema(schema: Any) -> dict[str, Any]:
     """What of ``schema`` says how an answer must be, without its annotations. Raises ``SchemaError``."""
+    schema = with_tags(schema)
     check = _Check(schema)
     cleaned = check.schema(schema, "", "#")
     check.references()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
+from pydantic import BaseModel, Field
 
 from services.gateway.request_bodies.grammar_check import check_grammar, why_not
 from services.gateway.request_bodies.guided import GuidedFields, read_guide
-from services.gateway.request_bodies.schema_check import ANNOTATIONS, ENFORCED
+from services.gateway.request_bodies.schema_check import ANNOTATIONS, ENFORCED, SchemaError, enforced_schema
 from services.worker.engine.grammar.matcher import GrammarMatcher
 from shared.errors import BadRequest, Internal
 from tests.services.worker.engine.grammar.vocabulary import compiler, encoded
@@ -127,3 +128,27 @@ def read_and_check(schema: dict[str, Any]) -> None:
     guide = read_guide(GuidedFields(guided_json=msgspec.Raw(json.dumps(schema).encode())))
     assert guide is not None
     check_grammar(guide.grammar, guide.param)
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int = 9
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+
+
+class Owner(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
+def test_the_tags_of_pydantics_unions_may_have_defaults() -> None:
+    given = Owner.model_json_schema()
+    before = json.dumps(given)
+    found = enforced_schema(given)
+    assert [found["$defs"][name]["required"] for name in ("Cat", "Dog")] == [["kind"], ["kind"]]
+    assert json.dumps(given) == before, "a template is given the same"
+    del given["properties"]["pet"]["discriminator"]
+    with pytest.raises(SchemaError, match="may both hold"):
+        enforced_schema(given)
