@@ -30,6 +30,7 @@ async def test_load_adds_instances_and_silence_removes_them(tmp_path: Path) -> N
         BLITZ_MOCK_LAYER_PER_TOKEN_US="100",
         BLITZ_MOCK_LAYER_BASE_MS="0.1",
         BLITZ_MONITOR_ASSUMED_TOKENS_PER_S="2500",
+        **SAME_PROMPTS,
     )
     async with Stack(config) as stack:
         await stack.wait_ready(READY_S)

@@ -85,7 +85,7 @@ async def test_a_stop_string_ends_the_text_before_it(client: AsyncOpenAI) -> Non
         ({"model": "nobody"}, 404, "model_not_found"),
         ({"prompt": [5] * 100_000}, 400, "context_length_exceeded"),
         ({"max_tokens": 100_000}, 400, "context_length_exceeded"),
-        ({"n": 3}, 400, "unsupported_parameter"),
+        ({"best_of": 3}, 400, "unsupported_parameter"),
         ({"temperature": -1}, 400, "bad_request"),
     ],
 )

@@ -30,6 +30,7 @@ async def test_prefill_and_decode_instances_come_and_go_with_the_load(tmp_path: 
         BLITZ_MOCK_LAYER_PER_TOKEN_US="100",
         BLITZ_MOCK_LAYER_BASE_MS="0.1",
         BLITZ_MONITOR_ASSUMED_TOKENS_PER_S="2500",
+        BLITZ_GATEWAY_PREFIX_CACHE="0",  # prompts are equal
     )
     config = replace(slow, served_as="disaggregated")
     async with Stack(config) as stack, openai_client(stack) as client:
