@@ -7,6 +7,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,11 +16,13 @@ from bench.engine.run import BLOCK_SIZE, GREEDY, EngineBenchSettings, prompts_of
 from bench.engine.sampling import random_engine
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.engine.forward_batch import Bits
 from services.worker.engine.grammar.compiler import GrammarCompiler
 from services.worker.engine.grammar.guidance import GrammarGuides
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
 from shared.errors import Internal
+from shared.messages.common import ErrorInfo
 from shared.messages.generation import Grammar
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -124,8 +127,8 @@ def _run(
 class _TimedGuides(GrammarGuides):
     longest_s = 0.0
 
-    def submit(self, work):  # type: ignore[no-untyped-def]
-        def timed():  # type: ignore[no-untyped-def]
+    def submit(self, work: Callable[[], Bits | ErrorInfo]) -> Future[Bits | ErrorInfo]:
+        def timed() -> Bits | ErrorInfo:
             began_s = time.thread_time()
             try:
                 return work()

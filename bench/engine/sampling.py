@@ -57,7 +57,7 @@ class SamplingResult:
 class TimedEngine(TorchEngine):
     """Notes how long the sampler took for each step."""
 
-    sample_s: list[float] = []  # noqa: RUF012 - of those that nobody asks
+    sample_s: list[float]
     _logits_at_s = 0.0
 
     def head(self, activation: Activation) -> torch.Tensor:
@@ -100,7 +100,9 @@ def random_engine(settings: EngineBenchSettings, logits: Logits) -> TimedEngine:
                 weights.normal_(0.0, HEAD_STD[logits] if slot.name == "head" else WEIGHT_STD)
     num_blocks = settings.sampling_batch_size * settings.blocks_per_request
     pool = KvPool(HOST.allocate(kv_pool_bytes(layout, BLOCK_SIZE, num_blocks)))
-    return TimedEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    engine = TimedEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    engine.sample_s = []
+    return engine
 
 
 def measure_sampling(settings: EngineBenchSettings, progress: Callable[[str], None]) -> list[SamplingResult]:

@@ -18,7 +18,6 @@ from services.gateway.http.asgi import (
     header,
     in_pieces,
     key_of,
-    read_body,
     send_body,
 )
 from services.gateway.http.call_choice import StreamedCallingChoice, WholeCallingChoice
@@ -29,12 +28,13 @@ from services.gateway.http.preparation import (
     Preparation,
     PreparedRequest,
     memory_bytes,
+    read_request,
     streams_of,
     text_output,
     warm_up,
 )
 from services.gateway.http.request_log import REQUEST, RequestLog
-from services.gateway.memory import MemoryClaim, ResponseBuffer
+from services.gateway.memory import ResponseBuffer
 from services.gateway.request_bodies.options import Options, SharedBody
 from services.gateway.service import Gateway
 from shared.errors import BlitzError, Internal
@@ -68,7 +68,7 @@ class Generation:
         gateway.refuse_while_draining()
         gateway.api_keys.check(key_of(scope))
         with gateway.request_memory.claim(client_of(scope)) as claim:
-            preparation = Preparation(gateway, endpoint, await self._read(scope, receive, claim))
+            preparation = Preparation(gateway, endpoint, await read_request(gateway, scope, receive, claim))
             body, model = await preparation.read()
             gateway.api_keys.check_model(key_of(scope), model.record.name)
             spans = request_span(
@@ -120,17 +120,6 @@ class Generation:
                     finally:
                         self._end(streams, choices)
                         set_response_attributes(span, prepared.response_id, model.record.name, choices, buffer.error)
-
-    async def _read(self, scope: Scope, receive: Receive, claim: MemoryClaim) -> bytes:
-        config = self._gateway.config
-        return await read_body(
-            scope,
-            receive,
-            max_bytes=config.max_body_bytes,
-            timeout_s=config.read_timeout_s,
-            claim=claim,
-            offload=self._gateway.offload,
-        )
 
     def _admit(self, streams: list[StreamState], choices: list[Choice]) -> None:
         """Start all streams and count them as admitted, or none. Raises ``Overloaded``, ``ModelNotFound`` for weights

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from msgspec import structs
+from starlette.types import Receive, Scope
 
 from services.gateway.core.call_output import CallOutput
 from services.gateway.core.routes import ModelRoutes
@@ -23,8 +24,10 @@ from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import StopScanner, TextOutput
 from services.gateway.core.tools.call_grammar import call_schema, calls_grammar
 from services.gateway.core.tools.parser import ToolParser
+from services.gateway.http import asgi
 from services.gateway.http.endpoints.endpoint import Endpoint
 from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
+from services.gateway.memory import MemoryClaim
 from services.gateway.request_bodies.body import read_body, required
 from services.gateway.request_bodies.grammar_check import check_grammar
 from services.gateway.request_bodies.guided import bounded_grammar, read_schema
@@ -66,6 +69,19 @@ class PreparedRequest:
     """The parameter that the prompts came from."""
     length_param: str
     """The parameter that limits the output."""
+
+
+async def read_request(gateway: Gateway, scope: Scope, receive: Receive, claim: MemoryClaim) -> bytes:
+    """A request's body, within the gateway's limits. Raises what ``asgi.read_body`` does."""
+    config = gateway.config
+    return await asgi.read_body(
+        scope,
+        receive,
+        max_bytes=config.max_body_bytes,
+        timeout_s=config.read_timeout_s,
+        claim=claim,
+        offload=gateway.offload,
+    )
 
 
 def warm_up(endpoint: Endpoint) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.http.asgi import client_of, key_of, read_body, send_body
+from services.gateway.http.asgi import client_of, key_of, send_body
 from services.gateway.http.endpoints.endpoint import Endpoint
-from services.gateway.http.preparation import Preparation, warm_up
+from services.gateway.http.preparation import Preparation, read_request, warm_up
 from services.gateway.service import Gateway
 
 
@@ -23,18 +23,11 @@ class TokenCount:
         warm_up(endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, config = self._gateway, self._gateway.config
+        gateway = self._gateway
         gateway.refuse_while_draining()
         gateway.api_keys.check(key_of(scope))
         with gateway.request_memory.claim(client_of(scope)) as claim:
-            raw = await read_body(
-                scope,
-                receive,
-                max_bytes=config.max_body_bytes,
-                timeout_s=config.read_timeout_s,
-                claim=claim,
-                offload=gateway.offload,
-            )
+            raw = await read_request(gateway, scope, receive, claim)
             preparation = Preparation(gateway, self._endpoint, raw)
             body, model = await preparation.read()
             gateway.api_keys.check_model(key_of(scope), model.record.name)

@@ -13,9 +13,9 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.core.routes import ModelRoutes
-from services.gateway.http.asgi import client_of, in_pieces, key_of, read_body, send_body
+from services.gateway.http.asgi import client_of, in_pieces, key_of, send_body
 from services.gateway.http.error_forms import OpenAIErrors
-from services.gateway.http.preparation import BYTES_PER_TOKEN, INLINE_BODY_BYTES
+from services.gateway.http.preparation import BYTES_PER_TOKEN, INLINE_BODY_BYTES, read_request
 from services.gateway.http.prompts import INLINE_TOKEN_IDS, PromptLimits, PromptMaker
 from services.gateway.http.request_log import REQUEST, RequestLog
 from services.gateway.memory import MemoryClaim
@@ -53,17 +53,10 @@ class TokenizerRoute(ABC):
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, config = self._gateway, self._gateway.config
+        gateway = self._gateway
         gateway.refuse_while_draining()
         with gateway.request_memory.claim(client_of(scope)) as claim:
-            raw = await read_body(
-                scope,
-                receive,
-                max_bytes=config.max_body_bytes,
-                timeout_s=config.read_timeout_s,
-                claim=claim,
-                offload=gateway.offload,
-            )
+            raw = await read_request(gateway, scope, receive, claim)
             body = await self._run(lambda: bodies.read_body(raw, self.body_type), len(raw) > INLINE_BODY_BYTES)
             model = gateway.find_model(required(body.model, "model"))
             gateway.api_keys.check_model(key_of(scope), model.record.name)

@@ -30,8 +30,8 @@ NUM_THREADS = 2
 
 
 class GrammarGuides:
-    """Of one instance. ``load`` makes what compiles, at the first request that needs it: it holds the interpreter for
-    about 5 us per token of the vocabulary. It may raise ``BlitzError``; then it is tried again with the next one."""
+    """Of one instance. ``load`` makes what compiles, at the first request that needs it, since it holds the interpreter
+    for as long as the vocabulary is large. It may raise ``BlitzError``; then it is tried again with the next one."""
 
     def __init__(self, load: Callable[[], GrammarCompiler], wake: Callable[[], object]) -> None:
         """``wake`` is called, in a thread, whenever a mask has come."""
