@@ -24,7 +24,7 @@ SMALL = EngineBenchSettings(
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
-    sampling_vocab_sizes=(96, 600),
+    sampling_vocab_sizes=(300, 600),
     sampling_batch_size=3,
 )
 
@@ -38,9 +38,17 @@ def test_both_sides_write_the_same_tokens_and_the_report_is_written(tmp_path: Pa
         assert batch["same_tokens"] == 1.0
         assert batch["ratio"] == batch["engine_tokens_per_s"] / batch["transformers_tokens_per_s"] > 0
     assert torch.get_num_threads() == threads
-    assert set(report["sampled_over_greedy"]) == {"96", "600"}
+    assert set(report["sampled_over_greedy"]) == {"300", "600"}
     measured = [(row["vocab_size"], row["logits"], row["kind"]) for row in report["sampling"]]
-    assert measured == [(vocab, logits, kind) for vocab in (96, 600) for logits in ("flat", "peaked") for kind in KINDS]
+    assert measured == [
+        (vocab, logits, kind) for vocab in (300, 600) for logits in ("flat", "peaked") for kind in KINDS
+    ]
+    assert [row["vocab_size"] for row in report["guided"]] == [300, 600]
+    for row in report["guided"]:
+        assert row["step_ms"] > 0
+        assert row["with_one"] > 0
+        assert row["slowest_mask_ms"] > 0
+        assert 0 < row["guided_tokens"] <= 1
     for row in report["sampling"]:
         assert row["tokens_per_s"] > 0
         assert row["sample_ms"] > 0

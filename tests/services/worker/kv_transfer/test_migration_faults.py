@@ -57,6 +57,8 @@ async def preempt(worker: RunningWorker, request_id: str) -> None:
     def preempt(_: object) -> None:
         (victim,) = [sequence for sequence in table.running if sequence.request_id == request_id]
         table.running.remove(victim)
+        if any(batch.touches(victim) for batch in table.flight):
+            table.torn.add(id(victim))
         table.free(victim)
         victim.num_computed = 0
         table.wait(victim)
