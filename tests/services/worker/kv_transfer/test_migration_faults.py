@@ -57,7 +57,7 @@ async def preempt(worker: RunningWorker, request_id: str) -> None:
     def preempt(_: object) -> None:
         (victim,) = [sequence for sequence in table.running if sequence.request_id == request_id]
         table.running.remove(victim)
-        if any(batch.touches(victim) for batch in table.flight):
+        if table.flies(victim):
             table.torn.add(id(victim))
         table.free(victim)
         victim.num_computed = 0

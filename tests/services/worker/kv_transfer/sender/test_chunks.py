@@ -38,7 +38,7 @@ def preempt(loop: EngineLoop) -> None:
     """As a decode does that finds no block."""
     table = loop.scheduler.table
     (victim,) = table.running
-    if any(batch.touches(victim) for batch in table.flight):
+    if table.flies(victim):
         table.torn.add(id(victim))
     table.running.clear()
     table.free(victim)
