@@ -44,6 +44,8 @@ class DecodeReserved(Message, frozen=True, kw_only=True, tag="decode_reserved.v1
     transport_address: bytes
     window_layers: Count
     """So many layers may be sent beyond those that have arrived: their receives are posted."""
+    held_tokens: Count = 0
+    """KV of so many of the context's first tokens is there already: what is sent begins behind them."""
 
 
 class RenewDecode(Message, frozen=True, kw_only=True, tag="renew_decode.v1"):

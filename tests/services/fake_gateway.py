@@ -89,6 +89,7 @@ class FakeGateway:
         alone_tokens: int = 0,
         may_wait: bool = True,
         temperature: float = 0.0,
+        cache_scope: str = "",
     ) -> Ack:
         """One Submit RPC. A worker of which only the id is given is the first of it. Raises its typed refusal."""
         request = Submit(
@@ -98,6 +99,7 @@ class FakeGateway:
             instance_id=instance_id,
             model="m",
             model_hash=self.model_hash,
+            cache_scope=cache_scope,
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=temperature),
             output_token_ids=output,

@@ -29,7 +29,8 @@ COOL_SHARE = 0.5
 """A beginning is told further apart until it is less than this part of one instance's share."""
 LEAST_BUSY = 0.25
 """Of an instance's time, that a beginning takes in all."""
-
+MAX_HOMES = 65_536
+"""Beginnings of which a gateway knows where the last prompt went, of all models together."""
 
 Place = tuple[bytes, bytes, int]
 """Of a beginning: its name, that of its first step, and how many steps it has. As each instance says them: what one
@@ -55,6 +56,27 @@ class _Known:
     tokens: int = 0
     num_said: int = 0
     hot: bool = False
+
+
+class Homes:
+    """Where the last prompt of each beginning went: as many as are bounded, those that were asked for last."""
+
+    def __init__(self) -> None:
+        self._instances: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def of(self, beginning: int) -> str:
+        """Empty: nothing is known of it."""
+        return self._instances.get(beginning, "")
+
+    def went(self, beginning: int, instance_id: str) -> None:
+        """Its last prompt went there."""
+        self._instances.pop(beginning, None)
+        self._instances[beginning] = instance_id
+        if len(self._instances) > MAX_HOMES:
+            del self._instances[next(iter(self._instances))]
 
 
 @dataclass(slots=True)

@@ -24,9 +24,10 @@ Rules
 - An instance that says that it is full gets no requests for a while, each time twice as long, until it accepts one or
   reports no queue.
 - A decode instance gets no requests from here. A request for a prefill instance names the decode instance that
-  continues it: the one with the fewest outstanding tokens, including those promised to it. However full that is, the
-  request does not wait here: the prefill instance decides how long to wait. If none is named, the prefill instance
-  decodes by itself.
+  continues it: the one with the fewest outstanding tokens, including those promised to it, or the one that has decoded
+  the last of those that the prompt belongs with, on the same condition as above: it need not be sent the KV that it
+  has. However full that is, the request does not wait here: the prefill instance decides how long to wait. If none is
+  named, the prefill instance decodes by itself.
 - A queue is of one model's weights: what was tokenized for others of the same name is refused, and leaves with them.
 - The queue is bounded; a full one refuses. One key occupies no more places than it leaves free.
 - A request that another instance takes over counts there from then on.
@@ -43,7 +44,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from services.gateway.core.affinity import SharedBeginnings
+from services.gateway.core.affinity import Homes, SharedBeginnings
 from services.gateway.core.bookings import (
     ALONE,
     NOTHING,
@@ -128,8 +129,6 @@ class AffinityPolicy:
 
 
 NO_POLICY = AffinityPolicy()
-MAX_HOMES = 65_536
-"""Beginnings of which a gateway knows where the last prompt went, of all models together."""
 _HOME_WORTH, _CHOICE_WORTH = 3.0, 0.5
 """How many times a request's own tokens, times what an instance may have above the mean, it is worth to go where its
 like went, and to where others' gateways would send the next."""
@@ -151,8 +150,7 @@ class Router:
         self._sequences: dict[str, int] = {}
         self._next_sequence = 0
         self._wakes: list[tuple[float, str]] = []
-        self._homes: dict[int, str] = {}
-        """By beginning, the one that was asked for last at the end: where its last prompt went."""
+        self._homes, self._decode_homes = Homes(), Homes()
 
     def queued(self, model: str) -> tuple[int, int]:
         """Waiting requests of a model, and the prompt tokens that they bring."""
@@ -439,8 +437,7 @@ class Router:
         best_rank = queue.takers.rank_of(best, known, context)
         chosen, least = best, float(outstanding[best])
         offers = [(name, _CHOICE_WORTH * worth) for name in queue.places.of(beginning)[: policy.choices]]
-        home = self._homes.pop(beginning, None)
-        if home in outstanding:
+        if (home := self._homes.of(beginning)) in outstanding:
             offers.append((home, _HOME_WORTH * worth))
         for name, less in offers:
             rank = queue.takers.rank_of(name, known, context)
@@ -449,18 +446,25 @@ class Router:
             must_wait = best_rank is not None and rank[0] > best_rank[0]
             if not must_wait and outstanding[name] <= most and outstanding[name] - less < least:
                 chosen, least = name, outstanding[name] - less
-        self._homes[beginning] = chosen
-        if len(self._homes) > MAX_HOMES:
-            del self._homes[next(iter(self._homes))]
+        self._homes.went(beginning, chosen)
         return chosen
 
-    @staticmethod
-    def _choose_decode(queue: _Queue, stream: StreamState) -> Route | None:
+    def _choose_decode(self, queue: _Queue, stream: StreamState) -> Route | None:
         if stream.sampling.max_tokens - len(stream.output_token_ids) <= 1 or stream.alone_tokens:
             # It ends with the token that the prompt's computation gives; or it is watched, in one place.
             return None
-        chosen = queue.decoders.best(0, stream.num_context_tokens, stream.avoid)
-        return queue.routes[chosen] if chosen is not None else None
+        context = stream.num_context_tokens
+        chosen = queue.decoders.best(0, context, stream.avoid)
+        if chosen is None:
+            return None
+        if stream.beginning is not None:
+            home = self._decode_homes.of(stream.beginning)
+            least, there = queue.decoders.rank_of(chosen, 0, context), queue.decoders.rank_of(home, 0, context)
+            worth = _HOME_WORTH * (self._affinity.imbalance - 1) * outstanding_tokens(stream)
+            if least is not None and there is not None and home not in stream.avoid and there[0] - least[0] <= worth:
+                chosen = home
+            self._decode_homes.went(stream.beginning, chosen)
+        return queue.routes[chosen]
 
 
 def _decodes(route: Route) -> bool:

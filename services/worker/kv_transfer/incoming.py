@@ -28,7 +28,8 @@ def kv_tag(ticket: int, layer: int) -> int:
 
 
 class IncomingKv:
-    """Of layers ``first_layer <= i < last_layer``, a message each. Event loop only. The sequence has its blocks."""
+    """Of layers ``first_layer <= i < last_layer``, a message each, of the tokens that are not held here. Event loop
+    only. The sequence has its blocks."""
 
     def __init__(
         self,
@@ -38,12 +39,14 @@ class IncomingKv:
         ticket: int,
         window: Window,
         *,
+        held_tokens: int,
         behind: IncomingKv | None = None,
     ) -> None:
-        """``window``: its share of the memory for KV that is on its way; it is given back here. ``behind``: who brings
-        the layers before."""
+        """``window``: its share of the memory for KV that is on its way; it is given back here. ``held_tokens``: of the
+        context, whose KV is here in all layers. ``behind``: who brings the layers before."""
         self.message = message
         self.ticket = ticket
+        self.held_tokens = held_tokens
         self.num_tokens = sequence.num_tokens
         self._engine = instance.engine.loop.engine
         self.first_layer, self.last_layer = message.first_layer, self._engine.num_layers
@@ -51,7 +54,7 @@ class IncomingKv:
         self._window = window
         self._behind = behind
         self._num_chunks = 0
-        self._last = Chunk(0, 0)
+        self._last = Chunk(held_tokens, held_tokens)
         """Of those chunks."""
         self._inflow: KvInflow | None = None
         self._receiving: asyncio.Task[None] | None = None
@@ -77,7 +80,7 @@ class IncomingKv:
         channel = await peers.channel(self.message.transport_address, self.message.host, lane=TENSOR_LANE)
         self._inflow = connector.inflow(self._engine, channel, self._window, before_each=self._until_before_is_here)
         if not self.message.chunk_tokens:
-            self._add(Chunk(0, self.num_tokens))
+            self._add(Chunk(self.held_tokens, self.num_tokens))
 
     async def _until_before_is_here(self) -> None:
         if self._behind is not None:

@@ -15,6 +15,7 @@ from services.worker.core.kv_admission import room
 from services.worker.core.kv_admission.staging import Window
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.connector import KvConnector
@@ -117,6 +118,7 @@ class KvReceiver(Cooperation):
             host=self._me.host,
             transport_address=self._me.transport_address,
             window_layers=kv.window_layers,
+            held_tokens=kv.held_tokens,
         )
 
     async def _join(self, reservation: DecodeReservation | None, message: ReserveDecode) -> IncomingKv:
@@ -131,8 +133,11 @@ class KvReceiver(Cooperation):
         if kv is not before or layer not in before.can_end_before or message.chunk_tokens:
             raise refusal
         instance = reservation.instance
-        window = self._window(before.num_tokens, instance, before.last_layer - layer)
-        kv = IncomingKv(message, reservation.sequence, instance, next(self._tickets), window, behind=before)
+        held = before.held_tokens
+        window = self._window(before.num_tokens - held, instance, before.last_layer - layer)
+        kv = IncomingKv(
+            *(message, reservation.sequence, instance, next(self._tickets), window), held_tokens=held, behind=before
+        )
         try:
             await kv.connect(self._connector, self._peers)
         except BlitzError as error:
@@ -177,18 +182,14 @@ class KvReceiver(Cooperation):
         sequence.decode_at = None
         room.check_fits(sequence.num_tokens, message.context_tokens, instance.scheduler.limit_tokens)
         await self._give_up_older(request, instance)
-        num_tokens = min(sequence.num_tokens, message.chunk_tokens or sequence.num_tokens)
-        window = self._window(num_tokens, instance, instance.layout.num_layers)
-        call = instance.engine.call(lambda loop: loop.scheduler.reservations.reserve([sequence], behind_waiting=True))
-        reserved = False
+        held = await self._take_blocks(sequence, instance)
+        missing = sequence.num_tokens - held
         try:
-            reserved = await asyncio.wrap_future(call)
-        finally:
-            if not reserved:
-                window.release()
-        if not reserved:
-            raise Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now")
-        kv = IncomingKv(message, sequence, instance, next(self._tickets), window)
+            window = self._window(min(missing, message.chunk_tokens or missing), instance, instance.layout.num_layers)
+        except Overloaded:
+            await self._until_freed(_release(sequence, instance))
+            raise
+        kv = IncomingKv(message, sequence, instance, next(self._tickets), window, held_tokens=held)
         reservation = DecodeReservation(sequence, instance, kv)
         self._inbox.host((request,))
         try:
@@ -202,6 +203,21 @@ class KvReceiver(Cooperation):
         instance.began(DECODES_FOR_OTHERS)
         self._receive(reservation, kv)
         return kv
+
+    @staticmethod
+    async def _take_blocks(sequence: ActiveSequence, instance: Instance) -> int:
+        """A slot, and blocks for its context: so many tokens of it have their KV here. Raises ``Overloaded``."""
+
+        def reserve(loop: EngineLoop) -> int | None:
+            reservations = loop.scheduler.reservations
+            if not reservations.reserve([sequence], behind_waiting=True, remembered=True):
+                return None
+            return sequence.num_remembered * loop.scheduler.pool.block_size
+
+        held = await asyncio.wrap_future(instance.engine.call(reserve))
+        if held is None:
+            raise Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now")
+        return held
 
     async def _give_up_older(self, request: Submit, instance: Instance) -> None:
         """Earlier attempts at a request, whose prefill instance may be dead. Raises ``Conflict`` for a newer one."""
@@ -367,11 +383,12 @@ class KvReceiver(Cooperation):
         """Free what a reservation keeps that is not in ``reservations`` any more."""
         await reservation.stop()  # nothing is written into its blocks any more
         self._inbox.unhost([reservation.sequence])
-        call = reservation.instance.engine.call(
-            lambda loop: loop.scheduler.reservations.release([reservation.sequence])
-        )
+        freed = _release(reservation.sequence, reservation.instance)
         reservation.unpin()
-        freed = asyncio.wrap_future(call)
+        await self._until_freed(freed)
+
+    @staticmethod
+    async def _until_freed(freed: asyncio.Future[None]) -> None:
         await asyncio.wait({freed}, timeout=ENGINE_WAIT_S)
         if freed.done() and (error := freed.exception()) is not None:
             log.debug("the engine freed it: %s", error)
@@ -388,3 +405,8 @@ class KvReceiver(Cooperation):
 
     def _lock(self, request_id: str) -> asyncio.Lock:
         return self._locks.setdefault(request_id, asyncio.Lock())
+
+
+def _release(sequence: ActiveSequence, instance: Instance) -> asyncio.Future[None]:
+    """Give its slot and blocks back."""
+    return asyncio.wrap_future(instance.engine.call(lambda loop: loop.scheduler.reservations.release([sequence])))

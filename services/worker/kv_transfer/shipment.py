@@ -29,8 +29,8 @@ class Shipment:
         self._window = max(1, reserved.window_layers)
         self._chunk_tokens = transfer.chunk_tokens or transfer.num_tokens
         self._is_announced = transfer.chunk_tokens > 0
-        self._start = 0
-        """Of the next chunk."""
+        self._start = reserved.held_tokens
+        """Of the next chunk: what is before it is there."""
         self._sent = self._here = 0
         """Layers, counted over the chunks: those that were posted, and those that are known to be there."""
         self._posted: deque[Transfer] = deque()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from services.worker.core.scheduling.beginnings import Beginnings
 from services.worker.core.scheduling.blocks import BlockPool
@@ -159,14 +159,17 @@ class RequestTable:
         size = cache.block_size
         return cache.find(sequence.block_keys((sequence.num_tokens - 1) // size, size))
 
-    def place(self, sequence: ActiveSequence) -> None:
-        """Give it the blocks of its known context, of which there must be enough. What is found of it is computed."""
-        found = self.found(sequence)
+    def allot(self, sequence: ActiveSequence, found: Sequence[int]) -> None:
+        """Give it the blocks of its known context, of which there must be enough: those ``found`` are its first."""
         if self.cache is not None:
             self.cache.hold(found)  # first: they are not to be given up for the rest
         rest = self.pool.allocate(self.pool.blocks_for(sequence.num_tokens) - len(found))
         sequence.block_table, sequence.num_remembered = [*found, *rest], len(found)
-        sequence.num_computed = len(found) * self.pool.block_size
+
+    def place(self, sequence: ActiveSequence) -> None:
+        """It is about to run: what is found of its context is computed."""
+        self.allot(sequence, self.found(sequence))
+        sequence.num_computed = sequence.num_remembered * self.pool.block_size
         if not sequence.has_begun:
             sequence.num_cached = min(sequence.num_computed, len(sequence.prompt))
             self.cached_tokens_total += sequence.num_cached

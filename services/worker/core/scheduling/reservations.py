@@ -64,12 +64,15 @@ class Reservations:
         spare_blocks = max(spare_blocks, len(table.running))
         return table.pool.can_allocate(sum(map(table.pool.blocks_for, lengths)) + spare_blocks)
 
-    def reserve(self, sequences: Sequence[ActiveSequence], *, behind_waiting: bool = False) -> bool:
+    def reserve(
+        self, sequences: Sequence[ActiveSequence], *, behind_waiting: bool = False, remembered: bool = False
+    ) -> bool:
         """Slots and blocks for contexts that are computed outside of steps, for all or, with False, for none.
 
         Requests that are another instance's so far get their place in the order of arrival here. ``behind_waiting``:
         what waits here to be computed keeps a slot and what it takes to admit the first of it, or it would never begin
-        where others bring as much as ends.
+        where others bring as much as ends. ``remembered``: what the cache has of them is computed, and nobody is to
+        write it (``num_remembered`` blocks).
         """
         table = self._table
         first = [table.waiting[0].num_tokens] if behind_waiting and table.may_admit else []
@@ -79,7 +82,7 @@ class Reservations:
         for sequence in sequences:
             if sequence.id < 0:
                 table.number(sequence)
-            sequence.block_table = table.pool.allocate(table.pool.blocks_for(sequence.num_tokens))
+            table.allot(sequence, table.found(sequence) if remembered else ())
             sequence.reserved = True
             self._for_prefill[id(sequence)] = sequence
         return True

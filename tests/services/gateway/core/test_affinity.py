@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -264,6 +265,31 @@ def test_an_instance_that_failed_it_is_not_its_place() -> None:
     sending.router.enqueue(one, deadline_s=10.0, retry_after_s=1.0)
     (sent,) = sending.router.dispatch("m", now_s=0.0).assignments
     assert sent.route.instance_id != home
+
+
+def test_a_conversation_is_decoded_where_it_was_unless_that_has_much_more_to_do() -> None:
+    router = Router(max_queued_requests=1000, affinity=AffinityPolicy(secret=b"s"))
+    routes = [
+        route("p", running=100, queued_tokens=10**6, role="prefill"),
+        *(route(name, running=100, role="decode") for name in "abc"),
+    ]
+    router.set_routes("m", "", routes)
+
+    def sent(name: str, token_ids: Sequence[int], *, avoid: str = "") -> str:
+        one = prompt(name, token_ids)
+        one.avoid.update(avoid)
+        router.enqueue(one, deadline_s=10.0, retry_after_s=1.0)
+        (assignment,) = router.dispatch("m", now_s=0.0).assignments
+        assert assignment.decode is not None
+        return assignment.decode.instance_id
+
+    assert [sent(f"r{n}", text(n, 2)) for n in range(3)] == ["a", "b", "c"]
+    router.finish("r0", "m")
+    assert sent("r1-again", text(1, 2)) == "b", "a has less to do, by less than it is worth"
+    assert sent("r1-avoids", text(1, 2), avoid="b") == "a"
+    homes = [sent(f"many{n}", text(7, 2)) for n in range(30)]
+    assert set(homes) == set("abc"), "one alone has too much to do"
+    assert sum(here == after for here, after in itertools.pairwise(homes)) > 15
 
 
 def test_the_load_that_is_counted_is_that_of_the_bookings() -> None:

@@ -104,8 +104,8 @@ class FakePrefill:
         return [channel.send(kv, kv_tag(reserved.ticket, layer)) for layer, kv in layers.items()]
 
     async def send_all(self, reserved: DecodeReserved, request: Submit) -> None:
-        """Every layer; when this returns, all have arrived."""
-        layers = dict(enumerate(self.kv(request)))
+        """Every layer of what is not held there; when this returns, all have arrived."""
+        layers = dict(enumerate(self.kv(request, start=reserved.held_tokens)))
         await self.send(reserved, layers)
         while await self.renew(request, reserved, wait_layers=len(layers)) < len(layers):
             pass
@@ -191,6 +191,7 @@ class FakeDecode:
         self.said: list[str] = []
         """What it was asked: reserve, begin, release. Not how often it was asked to keep room."""
         self.window_layers = 8
+        self.held_tokens = 0
         self.reserves: list[ReserveDecode] = []
         self.renews: list[RenewDecode] = []
         self.begins: list[BeginDecode] = []
@@ -249,7 +250,7 @@ class FakeDecode:
             ticket = self._tickets[key] = len(self._tickets)
             self.chunks[ticket], self.layers[ticket], self.transfers[ticket] = [], [], []
             if not message.chunk_tokens:
-                self.expect(ticket, 0, len(request.prompt_token_ids) + len(request.output_token_ids))
+                self.expect(ticket, self.held_tokens, len(request.prompt_token_ids) + len(request.output_token_ids))
         return self.answer(self._tickets[key])
 
     def expect(self, ticket: int, start: int, end: int) -> None:
@@ -278,6 +279,7 @@ class FakeDecode:
             host=f"host-of-{self.worker_id}",
             transport_address=address,
             window_layers=self.window_layers,
+            held_tokens=self.held_tokens,
         )
 
     async def no_receives(self, _: ReserveDecode) -> DecodeReserved:

@@ -30,7 +30,9 @@ class Disaggregated:
         )
         self.prompts: dict[str, tuple[int, ...]] = {}
 
-    async def submit(self, request_id: str, *, max_tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> None:
+    async def submit(
+        self, request_id: str, *, max_tokens: int = 8, prompt: tuple[int, ...] = PROMPT, **fields: object
+    ) -> None:
         """One request more, to be decoded at the other worker."""
         self.prompts[request_id] = prompt
         await self.gateway.submit(
@@ -40,6 +42,7 @@ class Disaggregated:
             prompt=prompt,
             max_tokens=max_tokens,
             decode_at=self.place,
+            **fields,
         )
 
     async def ends(self, request_id: str, *, max_tokens: int = 8) -> None:

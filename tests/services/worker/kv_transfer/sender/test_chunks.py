@@ -25,9 +25,10 @@ LONG = tuple(32 + (7 * j) % 90 for j in range(150))
 
 
 async def whole(alone: LoneWorker, decode: FakeDecode, output: tuple[int, ...] = ()) -> None:
-    """All KV is at the decode instance, and right; so is the first token."""
+    """All KV that it did not hold is at the decode instance, and right; so is the first token."""
     prefill = FakePrefill(alone, "")
-    for got, computed in zip(decode.kv(0), prefill.kv(prefill.request(prompt=LONG, output=output)), strict=True):
+    sent = prefill.kv(prefill.request(prompt=LONG, output=output), start=decode.held_tokens)
+    for got, computed in zip(decode.kv(0), sent, strict=True):
         assert np.array_equal(got, computed)
     await prefill.close()
     assert [b.token_id for b in decode.begins] == [next_token((*LONG, *output))]
@@ -138,6 +139,29 @@ async def test_a_decode_worker_that_does_not_want_a_chunk_does_not_get_the_reque
     await submit(alone, decode, prompt=LONG)
     await kept(alone, prompt=LONG)
     await ended(alone, kept=1)
+
+
+@pytest.mark.parametrize("held", [32, 64, 144])
+async def test_what_the_decode_worker_holds_is_not_sent(alone: LoneWorker, decode: FakeDecode, held: int) -> None:
+    decode.held_tokens = held
+    await submit(alone, decode, prompt=LONG)
+    await ended(alone, moved=1)
+    chunks = decode.chunks[0]
+    assert [chunks[0][0], *(end for _, end in chunks)] == [*(start for start, _ in chunks), len(LONG)]
+    assert chunks[0][0] == held
+    await whole(alone, decode)
+
+
+async def test_a_prompt_of_one_step_leaves_without_what_is_held(alone: LoneWorker, decode: FakeDecode) -> None:
+    decode.held_tokens = 16
+    await submit(alone, decode, prompt=LONG[:40])
+    await ended(alone, moved=1)
+    assert decode.chunks[0] == [(16, 40)]
+    prefill = FakePrefill(alone, "")
+    for got, computed in zip(decode.kv(0), prefill.kv(prefill.request(prompt=LONG[:40]), start=16), strict=True):
+        assert np.array_equal(got, computed)
+    await prefill.close()
+    await clean(alone)
 
 
 async def test_how_much_of_the_transfer_prefill_hid_is_counted(alone: LoneWorker, decode: FakeDecode) -> None:
