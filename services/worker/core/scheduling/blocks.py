@@ -124,6 +124,10 @@ class BlockPool:
                 return
         block_table.extend(self.allocate(1))
 
+    def num_alone(self, blocks: Sequence[int]) -> int:
+        """How many blocks of a request nobody else holds."""
+        return len(blocks)
+
     def count_freed(self) -> Sequence[int]:
         """How often each block was freed since this was first asked; it goes on counting. Who uses blocks later than it
         was told of them sees here whether they are still the same ones."""

@@ -60,19 +60,21 @@ class Moving:
     num_tokens: int
     """That have KV."""
     block_table: Sequence[int]
+    frees: int
+    """Blocks that are free when it has left: others may share the rest."""
 
 
 def to_make_room(movable: Iterable[Moving], lacking: int, takers: Takers) -> list[Moving]:
-    """Few requests that hold ``lacking`` blocks together, and little more: the smallest that suffices alone, or else
+    """Few requests that free ``lacking`` blocks together, and little more: the smallest that suffices alone, or else
     the largest and what is lacking beside it. None if what ``takers`` take is not enough. Uses ``takers`` up."""
     chosen: list[Moving] = []
-    left = sorted(movable, key=lambda moving: len(moving.block_table))
+    left = sorted(movable, key=lambda moving: moving.frees)
     while left and lacking > 0:
-        suffices = (place for place, moving in enumerate(left) if len(moving.block_table) >= lacking)
+        suffices = (place for place, moving in enumerate(left) if moving.frees >= lacking)
         moving = left.pop(next(suffices, -1))
         if takers.take(moving.num_tokens, 0.0, at_most=True) is not None:
             chosen.append(moving)
-            lacking -= len(moving.block_table)
+            lacking -= moving.frees
     return chosen if lacking <= 0 else []
 
 
@@ -98,7 +100,8 @@ def see_off(scheduler: Scheduler, path: KvPath, send_back: SendBack, goes: Error
     if send_back != "none":
         back = to_send_back(scheduler, speed) if send_back == "waiting" else to_hand_back(scheduler)
         scheduler.abort(back, goes)
-    return [Moving(s, s.num_computed, s.block_table) for s in to_move(scheduler, speed, path)]
+    num_alone = scheduler.pool.num_alone
+    return [Moving(s, s.num_computed, s.block_table, num_alone(s.block_table)) for s in to_move(scheduler, speed, path)]
 
 
 def _left_s(sequence: ActiveSequence, step_s: float) -> float:

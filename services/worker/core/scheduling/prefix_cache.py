@@ -9,7 +9,7 @@ contexts before their beginnings.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from services.worker.core.scheduling.blocks import BlockPool
 
@@ -101,6 +101,9 @@ class PrefixCache(BlockPool):
     def num_held(self, blocks: Iterable[int]) -> int:
         """How many of them a request holds already: they cost nothing to hold."""
         return sum(self._num_holders[block] > 0 for block in blocks)
+
+    def num_alone(self, blocks: Sequence[int]) -> int:
+        return sum(self._num_holders[block] == 1 for block in blocks)
 
     def _make_free(self, num_blocks: int) -> None:
         while self._idle and self.num_blocks - self.num_taken < num_blocks:

@@ -140,7 +140,7 @@ def test_an_order_to_move_some_is_not_exceeded() -> None:
 
 def making_room(blocks: Iterable[int], lacking: int, *takers: Destination) -> list[int]:
     """The blocks of those that move, of requests that hold so many; a block has four tokens."""
-    movable = [Moving(request(f"r{i}"), 4 * held, range(held)) for i, held in enumerate(blocks)]
+    movable = [Moving(request(f"r{i}"), 4 * held, range(held), held) for i, held in enumerate(blocks)]
     return [len(moving.block_table) for moving in to_make_room(movable, lacking, Takers(takers))]
 
 
@@ -159,6 +159,12 @@ def test_room_is_made_as_a_whole_or_not_at_all() -> None:
     assert making_room([9, 3, 3], 5, destination("a", 24)) == [3, 3]
     assert making_room([5, 5], 8, destination("a", 20), destination("b", 20)) == [5, 5]
     assert making_room([5, 5], 8, destination("a", 39)) == []
+
+
+def test_what_others_share_is_not_freed() -> None:
+    movable = [Moving(request(f"r{i}"), 40, range(10), frees) for i, frees in enumerate((1, 2, 8))]
+    found = to_make_room(movable, 3, Takers([destination("a", 1000)]))
+    assert [moving.frees for moving in found] == [8]
 
 
 def test_what_is_seen_off_goes_back_with_a_reason_and_the_rest_may_move() -> None:

@@ -74,7 +74,9 @@ def test_blocks_that_requests_share_are_counted_once_and_cost_nothing_to_admit()
     pipeline.schedule()
     starts = {piece.sequence.request_id: piece.start for piece in pipeline.batches[0].slices}
     assert starts == {"a:0@scope": 40, "a:1@scope": 36}
-    assert pipeline.scheduler.pool.num_used == 12
+    pool = pipeline.scheduler.pool
+    assert pool.num_used == 12
+    assert [pool.num_alone(s.block_table) for s in pipeline.scheduler.table.running] == [2, 1]
     run(pipeline)
 
 
