@@ -13,7 +13,6 @@ from services.worker.bootstrap import Parts, worker_info
 from services.worker.config import WorkerConfig
 from services.worker.device.device import Device
 from services.worker.device.host import HOST
-from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.instance.registration import wait_until_retired
 from services.worker.node.facts import NodeFacts
@@ -205,13 +204,9 @@ class WorkerService:
         """Tell gateways of the requests that are left: their attempts end here, and it was no worker's death."""
         leaves = SentBack(f"worker {self._config.worker_id} leaves")
 
-        def end(loop: EngineLoop) -> None:
-            loop.scheduler.abort_all(ErrorInfo.of(leaves))
-            self.parts.inbox.on_output(StepOutput(tuple(loop.scheduler.take_ended())))
-
         with contextlib.suppress(BlitzError, TimeoutError):  # a gateway that is not told asks
             async with asyncio.timeout(HAND_BACK_S):
-                await asyncio.wrap_future(instance.engine.call(end))
+                await asyncio.wrap_future(instance.engine.hand_back(ErrorInfo.of(leaves)))
                 await self.parts.inbox.flushed()
 
     async def _let_go(self, instance: Instance) -> None:

@@ -20,12 +20,15 @@ from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from services.worker.core.scheduling.gateways import Gone
+from services.worker.core.scheduling.leaving import KvPath, Moving, see_off
 from services.worker.core.scheduling.request_table import guides_nobody
+from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.completion import LANDED, Completion, waited
 from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
 from shared.errors import BlitzError, EngineBroken, Unavailable
 from shared.messages.common import ErrorInfo
+from shared.messages.destinations import SendBack
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ def _nothing() -> None:
 
 
 class EngineThread:
-    """Runs ``loop`` until ``stop``.
+    """Runs ``loop`` until ``stop``: a ``ServingEngine``, of whose layers ``call`` can do more.
 
     ``on_output`` gets every step's output, ``on_failure`` the error if the loop itself breaks
     (the thread then ends every request with it, ``EngineBroken``, and stops). Both run on the engine thread and
@@ -89,6 +92,11 @@ class EngineThread:
         """Has memory ready before a step needs it."""
         self._num_prepared = 0
         self._rehearsed: Completion[None] = LANDED
+
+    @property
+    def limits(self) -> SchedulerConfig:
+        """What the scheduler takes."""
+        return self.loop.scheduler.config
 
     def prepare(self) -> None:
         """Begin to have ready what the next requests will use: memory, and what an engine rehearses, for which the
@@ -125,6 +133,30 @@ class EngineThread:
     def cancel_gateway(self, gone: Gone) -> Future[int]:
         """Cancel the requests of gateways that are gone; the number of them."""
         return self.call(lambda loop: len(loop.scheduler.cancel_gateway(gone)))
+
+    def count_requests(self) -> Future[int]:
+        """How many are here. ``stats`` may lag behind a request that was just handed over."""
+        return self.call(lambda loop: loop.num_requests)
+
+    def keep_tbt(self, slo_tbt_s: float) -> None:
+        """Steps keep this time between two tokens from now on; 0: none."""
+        self.call(lambda loop: loop.scheduler.budgets.keep_tbt(slo_tbt_s))
+
+    def see_off(self, bytes_per_s: float, send_back: SendBack, goes: ErrorInfo) -> Future[list[Moving]]:
+        """See ``leaving.see_off``; once everything in flight has landed: what a step brings may be what a request needs
+        to move, and it is not sent back before."""
+        engine = self.loop.engine
+        path = KvPath(engine.num_layers * engine.kv_bytes_per_token_layer, bytes_per_s)
+        return self.call(lambda loop: see_off(loop.scheduler, path, send_back, goes), after=After.ALL)
+
+    def hand_back(self, leaves: ErrorInfo) -> Future[None]:
+        """All that is here ends with this."""
+
+        def end(loop: EngineLoop) -> None:
+            loop.scheduler.abort_all(leaves)
+            self._deliver(StepOutput(tuple(loop.scheduler.take_ended())))
+
+        return self.call(end)
 
     def stop(self, error: BlitzError | None = None) -> None:
         """End the thread once what is begun has landed; requests still here end with ``error`` (``Unavailable``).

@@ -12,6 +12,7 @@ from math import inf
 from services.worker.core.lifecycle import InstanceLifecycle
 from services.worker.core.scheduling.request_checks import check_request
 from services.worker.core.scheduling.sequence import ActiveSequence, sequence_of
+from services.worker.engine.serving import ServingEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.memory.weight_copy import WeightCopy
 from shared.errors import BadRequest, Conflict, Unavailable
@@ -35,7 +36,7 @@ class Instance:
         plan: ScalePlan,
         member: ChainMember,
         copy: WeightCopy,
-        engine: EngineThread,
+        engine: ServingEngine,
         *,
         default_slo_tbt_s: float = 0.0,
     ) -> None:
@@ -53,7 +54,7 @@ class Instance:
         self.epoch = member.epoch
         self.copy = copy
         self.engine = engine
-        self.scheduler = engine.loop.scheduler.config
+        self.scheduler = engine.limits
         self.received_bytes = 0
         self._default_slo_tbt_s = default_slo_tbt_s
         self._slo_tbt_s = 0.0
@@ -78,6 +79,13 @@ class Instance:
     @property
     def layout(self) -> ArenaLayout:
         return self.copy.layout
+
+    @property
+    def layered(self) -> EngineThread:
+        """The engine, for those who use single layers, or KV. Raises ``Conflict`` where it has none for others."""
+        if not isinstance(self.engine, EngineThread):
+            raise Conflict(f"instance {self.instance_id} computes by itself: no layer and no KV of it is another's")
+        return self.engine
 
     @property
     def state(self) -> InstanceState:
@@ -106,7 +114,7 @@ class Instance:
         wanted_s = slo_tbt_s if 0 < slo_tbt_s < inf else self._default_slo_tbt_s
         if wanted_s != self._slo_tbt_s:
             self._slo_tbt_s = wanted_s
-            self.engine.call(lambda loop: loop.scheduler.budgets.keep_tbt(wanted_s))
+            self.engine.keep_tbt(wanted_s)
 
     async def serve(self) -> None:
         """All units are ready: start the engine and take requests."""
@@ -189,7 +197,7 @@ class Instance:
         while self.state == "draining":
             # The thread's own figures may lag behind a request it was just handed.
             try:
-                queued = await asyncio.wrap_future(self.engine.call(lambda loop: loop.num_requests))
+                queued = await asyncio.wrap_future(self.engine.count_requests())
             except Unavailable:
                 return True  # another waiter found it idle first, and stopped the engine
             if queued == 0 and self.num_pins == 0 and self.state == "draining":

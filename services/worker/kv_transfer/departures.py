@@ -161,7 +161,7 @@ class Departures(Cooperation):
     async def left(self, transfer: KvTransfer) -> None:
         """The other instance has it, and a cancel from now on is passed on. What is of a batch that both members of a
         pair ran keeps its blocks until the whole batch is over. Raises ``RequestEnded`` if nobody wants it any more."""
-        sequence, engine = transfer.sequence, transfer.instance.engine
+        sequence, engine = transfer.sequence, transfer.instance.layered
         transfer.check()
         self._inbox.moved([sequence], transfer.place.worker)
         if not transfer.first_layer:
@@ -173,7 +173,7 @@ class Departures(Cooperation):
     def decode_here(self, transfer: KvTransfer) -> None:
         """It goes on here, if it is held."""
         sequence = transfer.sequence
-        transfer.instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
+        transfer.instance.layered.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
 
     async def free(self, transfer: KvTransfer) -> None:
         """By what the engine was told before, the request has ended: if it is held for decode, its blocks are free now.
@@ -185,7 +185,7 @@ class Departures(Cooperation):
                 loop.scheduler.reservations.release_held(sequence)
 
         with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
-            await asyncio.wrap_future(transfer.instance.engine.call(free))
+            await asyncio.wrap_future(transfer.instance.layered.call(free))
 
     async def _end(self, transfer: KvTransfer, error: BlitzError) -> None:
         """The attempt ends here, and the gateway makes another one."""
@@ -197,7 +197,7 @@ class Departures(Cooperation):
                 loop.scheduler.reservations.release([sequence])
 
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
-            await asyncio.wrap_future(transfer.instance.engine.call(end))
+            await asyncio.wrap_future(transfer.instance.layered.call(end))
 
     # --- the end -----------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class IncomingKv:
         self.ticket = ticket
         self.held_tokens = held_tokens
         self.num_tokens = sequence.num_tokens
-        self._engine = instance.engine.loop.engine
+        self._engine = instance.layered.loop.engine
         self.first_layer, self.last_layer = message.first_layer, self._engine.num_layers
         self._sequence = sequence
         self._window = window

@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from services.worker.core.kv_admission.move_history import LOOK_S, MORE_TOKENS, MOVING_AT_ONCE, Key, MoveHistory
-from services.worker.core.scheduling.leaving import KvPath, Moving, Takers, see_off, to_make_room
+from services.worker.core.scheduling.leaving import Moving, Takers, to_make_room
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.thread import After
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.departures import Departures
@@ -94,7 +93,7 @@ class Migrator:
 
     async def _ask_and_leave(self, instance: Instance) -> None:
         with contextlib.suppress(Unavailable):  # the engine has stopped: nothing is left
-            if not await asyncio.wrap_future(instance.engine.call(lambda loop: loop.num_requests)):
+            if not await asyncio.wrap_future(instance.engine.count_requests()):
                 return
         question = GetDestinations(worker_id=self._worker_id, instance_id=instance.instance_id)
         try:
@@ -150,14 +149,8 @@ class Migrator:
 
     async def _look(self, instance: Instance, send_back: SendBack) -> list[Moving]:
         """Send back what is to go that way; what is worth moving. Raises ``Unavailable`` if the engine has stopped."""
-        path = KvPath(self._kv_bytes_per_token(instance), self._history.bytes_per_s)
         goes = ErrorInfo.of(SentBack(f"instance {instance.instance_id} goes", retry_after_s=0.0))
-
-        def look(loop: EngineLoop) -> list[Moving]:
-            return see_off(loop.scheduler, path, send_back, goes)
-
-        # What the step in flight brings may be what a request needs to move: it is not sent back before.
-        return await asyncio.wrap_future(instance.engine.call(look, after=After.ALL))
+        return await asyncio.wrap_future(instance.engine.see_off(self._history.bytes_per_s, send_back, goes))
 
     def _may_try(self, moving: Moving) -> bool:
         """Whether it is not on its way, and has neither come nor tried to leave a short while ago."""
@@ -167,7 +160,7 @@ class Migrator:
 
     @staticmethod
     def _kv_bytes_per_token(instance: Instance) -> int:
-        engine = instance.engine.loop.engine
+        engine = instance.layered.loop.engine
         return engine.num_layers * engine.kv_bytes_per_token_layer
 
     # --- one request ---------------------------------------------------------------------------
@@ -217,7 +210,7 @@ class Migrator:
             return move.lies_in(move.block_table) and loop.scheduler.reservations.hold_to_move(sequence)
 
         try:
-            held = await asyncio.wrap_future(move.instance.engine.call(hold, after=sequence))
+            held = await asyncio.wrap_future(move.instance.layered.call(hold, after=sequence))
         except Unavailable as error:
             raise StaysHere(f"its engine has stopped: {error}") from error
         if not held:

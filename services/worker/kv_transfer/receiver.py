@@ -153,7 +153,7 @@ class KvReceiver(Cooperation):
         return kv
 
     def _window(self, num_tokens: int, instance: Instance, num_layers: int) -> Window:
-        layer_bytes = num_tokens * instance.engine.loop.engine.kv_bytes_per_token_layer
+        layer_bytes = num_tokens * instance.layered.loop.engine.kv_bytes_per_token_layer
         window = self._connector.reserve(layer_bytes, num_layers)
         if window is None:
             raise Overloaded(f"{self._connector.used_bytes} bytes of KV are on their way here already")
@@ -214,7 +214,7 @@ class KvReceiver(Cooperation):
                 return None
             return sequence.num_remembered * loop.scheduler.pool.block_size
 
-        held = await asyncio.wrap_future(instance.engine.call(reserve))
+        held = await asyncio.wrap_future(instance.layered.call(reserve))
         if held is None:
             raise Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now")
         return held
@@ -263,7 +263,7 @@ class KvReceiver(Cooperation):
             await kv.make_room(len(token_ids))
             extended = False
             try:
-                extend = instance.engine.call(lambda loop: loop.scheduler.reservations.extend(sequence, token_ids))
+                extend = instance.layered.call(lambda loop: loop.scheduler.reservations.extend(sequence, token_ids))
                 extended = await asyncio.wrap_future(extend)
             finally:
                 if not extended:
@@ -310,7 +310,7 @@ class KvReceiver(Cooperation):
                 self._inbox.announce([sequence])
 
         try:
-            await asyncio.wrap_future(reservation.instance.engine.call(adopt))
+            await asyncio.wrap_future(reservation.instance.layered.call(adopt))
         except BlitzError as error:
             self._inbox.spans.refused(sequence.key, error)
             raise
@@ -409,4 +409,4 @@ class KvReceiver(Cooperation):
 
 def _release(sequence: ActiveSequence, instance: Instance) -> asyncio.Future[None]:
     """Give its slot and blocks back."""
-    return asyncio.wrap_future(instance.engine.call(lambda loop: loop.scheduler.reservations.release([sequence])))
+    return asyncio.wrap_future(instance.layered.call(lambda loop: loop.scheduler.reservations.release([sequence])))

@@ -81,7 +81,7 @@ class KvSender:
             transfer.computed(block_table, token)
         elif instance is not None:
             # It ended before the event loop had heard of it, held as it may be.
-            instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
+            instance.layered.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
 
     def _transfer(self, sequence: ActiveSequence, num_tokens: int, first_end: int) -> KvTransfer | None:
         """None if there is nothing to send any more."""
@@ -136,7 +136,7 @@ class KvSender:
     async def _keep_rest(self, transfer: KvTransfer) -> str:
         """Decode it here, once the KV of the first layers has been fetched from the target."""
         sequence = transfer.sequence
-        call = transfer.instance.engine.call(lambda loop: loop.scheduler.reservations.stay(sequence))
+        call = transfer.instance.layered.call(lambda loop: loop.scheduler.reservations.stay(sequence))
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
             await asyncio.wrap_future(call)
         return "kept"

@@ -24,7 +24,7 @@ class Shipment:
     def __init__(self, transfer: KvTransfer, client: DecodeClient, reserved: DecodeReserved, channel: Channel) -> None:
         self._transfer = transfer
         self._client = client
-        self._outflow = KvOutflow(transfer.instance.engine.loop.engine, channel)
+        self._outflow = KvOutflow(transfer.instance.layered.loop.engine, channel)
         self._ticket = reserved.ticket
         self._window = max(1, reserved.window_layers)
         self._chunk_tokens = transfer.chunk_tokens or transfer.num_tokens

@@ -90,7 +90,7 @@ class LiveSource(PairMember[SourceMachine]):
                 max_batches=MAX_BATCHES,
                 pull_s=pull_s,
             ),
-            instance.engine,
+            instance.layered,
             decode_interval_s=assignment.slo_tbt_s / 2,
         )
         self.assignment = assignment

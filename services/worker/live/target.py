@@ -85,7 +85,7 @@ class LiveTarget(PairMember[TargetMachine]):
                 limit_tokens=config.limit_tokens,
                 ordered_s=instance.ordered_s,
             ),
-            instance.engine,
+            instance.layered,
             decode_interval_s=assignment.slo_tbt_s / 2,
         )
         self.assignment = assignment
@@ -104,7 +104,7 @@ class LiveTarget(PairMember[TargetMachine]):
 
     def begin(self) -> None:
         """The offer is accepted: hand-overs may come."""
-        self.instance.engine.call(lambda loop: setattr(loop, "partial", self))
+        self.instance.layered.call(lambda loop: setattr(loop, "partial", self))
         self.handle(Begin())
         self.layers_ready()
         self._start(self._watch())

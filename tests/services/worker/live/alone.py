@@ -103,6 +103,7 @@ class Alone:
             layout=SimpleNamespace(num_layers=NUM_LAYERS),
             scheduler=loop.scheduler.config,
             engine=(engine := Engine(loop)),
+            layered=engine,
             copy=SimpleNamespace(layers_ready=0, complete=False),
             ordered_s=0.0,
         )

@@ -80,7 +80,7 @@ class Member:
         loop = make_loop(**scheduler)
         self.scheduler = loop.scheduler.config
         self.outputs: list[StreamPart] = []
-        self.engine = EngineThread(loop, self._collect)
+        self.layered = self.engine = EngineThread(loop, self._collect)
 
     def _collect(self, output: StepOutput) -> None:
         self.outputs += output.outputs
