@@ -18,7 +18,7 @@ TORCH_INDEX ?= $(addprefix https://download.pytorch.org/whl/,$(patsubst gpu-cu12
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-boards test-containers test-containers-short test-gpu test-kernels test-page lint format kubernetes reference boards bench clean install
+.PHONY: help up test test-boards test-containers test-containers-short test-gpu test-kernels test-page test-vllm lint format kubernetes reference boards bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -82,6 +82,20 @@ WITH_KERNELS := $(addprefix tests/services/worker/,device/cuda/test_xxh3.py \
 
 test-kernels: $(KERNELS)/.installed ## Compile kernels for GPUs, and load them, without one (1.9 GB into build/)
 	@$(KERNELS)/bin/python -m pytest -n 0 -v tests/kernels $(WITH_KERNELS) $(ARGS)
+
+# vLLM's own environment: no package of it is shared. The torchvision that comes along is of CUDA and does not load.
+VLLM := build/vllm
+
+$(VLLM)/.installed: tests/vllm/requirements.txt services/worker/vllm/pyproject.toml | $(STAMP)
+	@echo "installing into $(VLLM) ..."
+	@$(BIN)/python -m venv --clear $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/vllm/requirements.txt
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e services/worker/vllm
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM)/.installed ## Test vLLM as a worker's engine, on the CPU (its environment takes gigabytes in build/)
+	@BLITZ_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -n 0 -v tests/vllm $(ARGS)
 
 # One process: there is one GPU. Tests of a machine without one skip these.
 test-gpu: $(STAMP) ## Run the tests that need a GPU, rows of "bench gpu" with little to do (needs CUDA, FlashInfer and CuPy)

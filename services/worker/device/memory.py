@@ -77,10 +77,11 @@ class DeviceMemory(Protocol):
 
 
 class HostMemory:
-    """``DeviceMemory`` of a CPU: an anonymous mapping, committed page by page when first touched, with huge pages where
-    the kernel has them."""
+    """``DeviceMemory`` of a CPU: a mapping, committed page by page when first touched, with huge pages where the kernel
+    has them."""
 
     on_host = True
+    _GIVES_BACK = mmap.MADV_DONTNEED
 
     def __init__(self, capacity_bytes: int, into: Stream = HOST_STREAMS.into) -> None:
         """``into``: copies here are done in its order."""
@@ -88,7 +89,7 @@ class HostMemory:
             raise BadRequest(f"capacity must be positive, not {capacity_bytes} bytes")
         self.capacity_bytes = capacity_bytes
         self._into = into
-        self._map = mmap.mmap(-1, capacity_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = self._mapped(capacity_bytes + HUGE_PAGE_BYTES)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._begin = -base % HUGE_PAGE_BYTES
         self.address = base + self._begin
@@ -96,6 +97,9 @@ class HostMemory:
             self._map, dtype=np.uint8, count=capacity_bytes, offset=self._begin
         )
         self._advise(getattr(mmap, "MADV_HUGEPAGE", None))
+
+    def _mapped(self, num_bytes: int) -> mmap.mmap:
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def _advise(self, advice: int | None) -> None:
         if advice is None:
@@ -144,7 +148,7 @@ class HostMemory:
         """Give all pages back to the system; contents become zeros, views stay valid. About 0.15 s per GB (measured).
         No transfer may be reading or writing."""
         # mmap.madvise would hold the interpreter for as long, and with it the event loop.
-        if _LIBC.madvise(self.address, self.capacity_bytes, mmap.MADV_DONTNEED):
+        if _LIBC.madvise(self.address, self.capacity_bytes, self._GIVES_BACK):
             error = ctypes.get_errno()
             raise OSError(error, f"madvise: {os.strerror(error)}")
 
@@ -167,3 +171,21 @@ class HostMemory:
             return tuple(checksums)
 
         return self._into.run(copy)
+
+
+class SharedMemory(HostMemory):
+    """Memory of a CPU that another process may map, too, by a descriptor: a file without a name, freed with the last
+    who has it."""
+
+    _GIVES_BACK = mmap.MADV_REMOVE
+    """``MADV_DONTNEED`` would only take the pages out of this process's sight."""
+
+    def _mapped(self, num_bytes: int) -> mmap.mmap:
+        self.descriptor = os.memfd_create("blitz-weights", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, num_bytes)
+        return mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED)
+
+    @property
+    def first_byte(self) -> int:
+        """Where byte 0 lies in what the descriptor is of."""
+        return self._begin

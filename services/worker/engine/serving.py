@@ -34,6 +34,9 @@ class ServingEngine(Protocol):
     def start(self) -> None:
         """Take requests, unless it does already."""
 
+    async def until_ready(self) -> None:
+        """It can take requests, all weights being there. Raises ``EngineBroken`` where it never can."""
+
     def stop(self, error: BlitzError | None = None) -> None:
         """End soon; requests still here end with ``error`` (``Unavailable``). Does not wait: ``join`` does."""
 

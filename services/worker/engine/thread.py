@@ -118,6 +118,9 @@ class EngineThread:
         if self._thread.ident is None:
             self._thread.start()
 
+    async def until_ready(self) -> None:
+        """At once: what is handed over waits for the thread."""
+
     def stats(self) -> LoopStats:
         """The figures after the latest step or command, be it between two layers; no locks, never waits."""
         return self._stats

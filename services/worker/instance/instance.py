@@ -120,6 +120,7 @@ class Instance:
         """All units are ready: start the engine and take requests."""
         self._digest = self.copy.digest()
         self._start()
+        await self.engine.until_ready()
         self._lifecycle.move_to("serving")
         self.load_s = time.monotonic() - self._begun_s
 

@@ -1,0 +1,248 @@
+"""Between a worker's socket and vLLM's ``AsyncLLM``: requests in, tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from . import plugin, words
+
+FLUSH_S = 0.1
+"""How often the load is said."""
+MAX_UNREAD_BYTES = 256 << 20
+"""Of a worker that does not read: this process ends."""
+NAMES = (
+    ("vllm", "AsyncEngineArgs"),
+    ("vllm", "SamplingParams"),
+    ("vllm.v1.engine.async_llm", "AsyncLLM"),
+    ("vllm.v1.engine.exceptions", "EngineDeadError"),
+    ("vllm.v1.metrics.loggers", "StatLoggerBase"),
+    ("vllm.v1.sample.logits_processor", "LogitsProcessor"),
+    ("vllm.model_executor.model_loader", "register_model_loader"),
+    ("vllm.sampling_params", "RequestOutputKind"),
+)
+"""What is used of vLLM, looked for at the start."""
+
+
+def imported() -> words.Imported:
+    """Import vLLM, which takes long. Raises ``ImportError`` where it is not there."""
+    import importlib
+
+    import vllm
+
+    lacks = []
+    for module, name in NAMES:
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            lacks.append(f"{module}.{name}")
+    return words.Imported(version=vllm.__version__, lacks=tuple(lacks))
+
+
+class Front:
+    """One model's vLLM. Event loop only."""
+
+    def __init__(self, say: Callable[[msgspec.Struct], None]) -> None:
+        self._say = say
+        self._engine: Any = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._outputs: list[words.Output] = []
+        self._load = words.Load(
+            running=0,
+            waiting=0,
+            kv_usage=0.0,
+            prompt_tokens_total=0,
+            generated_tokens_total=0,
+            preemptions_total=0,
+            num_steps=0,
+        )
+        self._is_dead = False
+
+    def start(self, start: words.Start) -> words.Started:
+        """Blocks for as long as vLLM takes."""
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        began_s = time.monotonic()
+        os.environ[plugin.OURS] = str(os.getpid())
+        how: dict[str, Any] = {}
+        if start.weights:
+            how = {"load_format": "blitz", "model_loader_extra_config": {"socket": start.weights}}
+        arguments = AsyncEngineArgs(
+            model=start.path,
+            tokenizer=start.path,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            trust_remote_code=False,
+            disable_log_stats=False,
+            logits_processors=["blitz_vllm.continued:Continued"],
+            **how,
+            **start.arguments,
+        )
+        self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger])
+        config = self._engine.vllm_config
+        return words.Started(
+            context_tokens=config.model_config.max_model_len,
+            num_blocks=config.cache_config.num_gpu_blocks or 0,
+            block_size=config.cache_config.block_size,
+            seconds=time.monotonic() - began_s,
+        )
+
+    def _stat_logger(self, _config: object, _index: int = 0) -> Any:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        front = self
+
+        class Logger(StatLoggerBase):
+            def __init__(self) -> None:
+                pass
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: object, **__: object) -> None:
+                front._record(scheduler_stats, iteration_stats)
+
+        return Logger()
+
+    def _record(self, scheduler: Any, iteration: Any) -> None:
+        load, changed = self._load, {"num_steps": self._load.num_steps + 1}
+        if scheduler is not None:
+            changed |= {
+                "running": scheduler.num_running_reqs,
+                "waiting": scheduler.num_waiting_reqs,
+                "kv_usage": scheduler.kv_cache_usage,
+            }
+        if iteration is not None:
+            changed |= {
+                "prompt_tokens_total": load.prompt_tokens_total + iteration.num_prompt_tokens,
+                "generated_tokens_total": load.generated_tokens_total + iteration.num_generation_tokens,
+                "preemptions_total": load.preemptions_total + iteration.num_preempted_reqs,
+            }
+        self._load = msgspec.structs.replace(load, **changed)
+
+    async def say_load_forever(self) -> None:
+        """When it has changed."""
+        said = None
+        while True:
+            if self._load is not said:
+                said = self._load
+                self._say(said)
+            await asyncio.sleep(FLUSH_S)
+
+    def add(self, request: words.Add) -> None:
+        """Begin it. One of an id that runs is refused."""
+        if request.id in self._running:
+            self._put(words.Output(id=request.id, finish="error", error="there is one of this id"))
+            return
+        self._running[request.id] = asyncio.create_task(self._run(request))
+
+    def cancel(self, request: words.Cancel) -> None:
+        """End it without a word."""
+        if (task := self._running.pop(request.id, None)) is not None:
+            task.cancel()
+
+    async def _run(self, request: words.Add) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+            if request.cache_salt:
+                prompt["cache_salt"] = request.cache_salt
+            first = True
+            async for result in self._engine.generate(prompt, _params(request), request.id):
+                (choice,) = result.outputs
+                cached = (result.num_cached_tokens or 0) if first else 0
+                self._put(_output(request, choice, cached))
+                first = False
+        except asyncio.CancelledError:
+            raise
+        except EngineDeadError as error:
+            self._die(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever vLLM says of a request is that request's end
+            self._put(words.Output(id=request.id, finish="error", error=f"{type(error).__name__}: {error}"))
+        finally:
+            if self._running.get(request.id) is asyncio.current_task():
+                del self._running[request.id]
+
+    def _put(self, output: words.Output) -> None:
+        if not self._outputs:
+            # What a step brought to all requests is said at once: their tasks run before this does.
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outputs.append(output)
+
+    def _flush(self) -> None:
+        outputs, self._outputs = self._outputs, []
+        self._say(words.Outputs(outputs=tuple(outputs)))
+
+    def _die(self, reason: str) -> None:
+        if not self._is_dead:
+            self._is_dead = True
+            self._say(words.Failed(reason=reason))
+
+    async def watch(self) -> None:
+        """Returns when vLLM's engine is dead."""
+        while not (self._is_dead or self._engine.errored):
+            await asyncio.sleep(0.1)
+        self._die("vLLM's engine process ended")
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+def _params(request: words.Add) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from .continued import NUM_OUTPUT
+
+    how = request.sampling
+    return SamplingParams(
+        max_tokens=how.max_tokens,
+        min_tokens=how.min_tokens,
+        # Another one where it goes on: the same would draw the same numbers again.
+        seed=how.seed + request.num_output,
+        temperature=how.temperature,
+        top_p=how.top_p,
+        top_k=how.top_k,
+        stop_token_ids=list(how.stop_token_ids),
+        ignore_eos=True,
+        frequency_penalty=how.frequency_penalty,
+        presence_penalty=how.presence_penalty,
+        repetition_penalty=how.repetition_penalty,
+        logit_bias=dict(how.logit_bias) or None,
+        logprobs=how.logprobs,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={NUM_OUTPUT: request.num_output} if request.num_output else None,
+    )
+
+
+def _output(request: words.Add, choice: Any, cached_tokens: int) -> words.Output:
+    logprobs = None
+    if request.sampling.logprobs is not None and choice.logprobs is not None:
+        logprobs = tuple(
+            _logprobs(token_id, of, request.sampling.logprobs)
+            for token_id, of in zip(choice.token_ids, choice.logprobs, strict=True)
+        )
+    reason = choice.finish_reason or ""
+    return words.Output(
+        id=request.id,
+        token_ids=tuple(choice.token_ids),
+        logprobs=logprobs,
+        finish=reason if reason in ("", "stop", "length") else "error",
+        error="" if reason in ("", "stop", "length") else f"vLLM ended it: {reason}",
+        cached_tokens=cached_tokens,
+    )
+
+
+def _logprobs(token_id: int, of: dict[int, Any], num_top: int) -> words.Logprobs:
+    best = sorted(of.items(), key=lambda item: item[1].rank)[:num_top]
+    return words.Logprobs(of[token_id].logprob, tuple((other, value.logprob) for other, value in best))

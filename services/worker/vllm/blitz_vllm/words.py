@@ -1,0 +1,148 @@
+"""What the worker and vLLM's process say to each other, in frames: four bytes of length (big endian), then msgpack.
+
+The worker listens on a unix socket in a directory of its own; the process connects, says that vLLM is imported, and is
+told what to serve. The end of the connection is the end of the process.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_FRAME_BYTES = 64 << 20
+LENGTH_BYTES = 4
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens, by vLLM's names. All counts are of what is still to come."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Those that end an answer of the model among them, where the request heeds them."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+
+# --- the worker's words --------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """Serve this model."""
+
+    path: str
+    """Its directory: configuration, and weights unless ``weights`` says where they come from."""
+    arguments: dict[str, int | float | str | bool]
+    """Of vLLM's ``AsyncEngineArgs``, from a short list of names that the worker has checked."""
+    weights: str = ""
+    """The socket at which the worker gives the weights to vLLM's loader (``weights.py``). Empty: from the directory."""
+
+
+class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    """Go on with this text."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    """Prompt and, behind it, what was put out before."""
+    num_output: int = 0
+    """So many of the last of them are output: penalties count them as such."""
+    sampling: Sampling
+    cache_salt: str = ""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Its tokens are not wanted any more."""
+
+    id: str
+
+
+# --- the process's words -------------------------------------------------------------------------
+
+
+class Imported(msgspec.Struct, frozen=True, kw_only=True, tag="imported"):
+    """vLLM can be used. ``lacks``: names of it that this version needs and does not find; empty if all is well."""
+
+    version: str
+    lacks: tuple[str, ...] = ()
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """It takes requests."""
+
+    context_tokens: int
+    num_blocks: int
+    block_size: int
+    seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """It serves nothing, or nothing any more; it ends."""
+
+    reason: str
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of a token, and of the likeliest, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of a request. One of them has a ``finish``: ``stop``, ``length``, or ``error``."""
+
+    id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] | None = None
+    finish: str = ""
+    error: str = ""
+    cached_tokens: int = 0
+
+
+class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
+    """What a step brought."""
+
+    outputs: tuple[Output, ...]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Of the engine now, and counters over its life."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    """0 to 1."""
+    prompt_tokens_total: int
+    generated_tokens_total: int
+    preemptions_total: int
+    num_steps: int
+
+
+ToProcess = Start | Add | Cancel
+ToWorker = Imported | Started | Failed | Outputs | Load
+
+_encoder = msgspec.msgpack.Encoder()
+to_process = msgspec.msgpack.Decoder(ToProcess)
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+
+
+def frame(word: msgspec.Struct) -> bytes:
+    """A word as it is sent. Raises ``ValueError`` for one that is too long."""
+    data = _encoder.encode(word)
+    if len(data) > MAX_FRAME_BYTES:
+        raise ValueError(f"{type(word).__name__} of {len(data)} bytes: at most {MAX_FRAME_BYTES}")
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+def length_of(header: bytes) -> int:
+    """Of the data that follows. Raises ``ValueError`` for more than there may be."""
+    length = int.from_bytes(header, "big")
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length} bytes: at most {MAX_FRAME_BYTES}")
+    return length

@@ -1,0 +1,324 @@
+"""An unmodified vLLM as the engine of an instance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
+
+from services.worker.core.scheduling.gateways import Gone
+from services.worker.core.scheduling.leaving import Moving
+from services.worker.core.scheduling.schedule import SchedulerConfig, SchedulerLoad
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.core.scheduling.speed import Speed
+from services.worker.engine.loop import LoopStats, StepOutput
+from services.worker.vllm.blitz_vllm import words
+from services.worker.vllm.front_process import FrontProcess
+from services.worker.vllm.weights_server import WeightsServer
+from shared.errors import BlitzError, Conflict, EngineBroken, Internal, Overloaded, Unavailable, UnsupportedParameter
+from shared.messages.common import ErrorInfo
+from shared.messages.destinations import SendBack
+from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+T = TypeVar("T")
+START_S = 600.0
+"""Longest that vLLM may take from the start of its process until it serves."""
+FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "error": "error"}
+
+
+class VllmEngine:
+    """``ServingEngine``. Event loop only, but for ``join``."""
+
+    def __init__(
+        self,
+        limits: SchedulerConfig,
+        path: str,
+        arguments: Mapping[str, int | float | str | bool],
+        weights: WeightsServer,
+        on_output: Callable[[StepOutput], None],
+        on_failure: Callable[[BlitzError], None],
+        *,
+        python: str,
+        threads: int,
+        kv_gib: int,
+    ) -> None:
+        """``path``: the model's directory. ``arguments``: of vLLM's engine, checked. ``on_failure``: it serves nothing
+        any more."""
+        self.limits = limits
+        self._path = path
+        self._arguments = dict(arguments)
+        self._weights = weights
+        self._on_output = on_output
+        self._on_failure = on_failure
+        self._threads = threads
+        self._kv_gib = kv_gib
+        self._front = FrontProcess(python, self._on_word, self._on_end)
+        self._requests: dict[Key, ActiveSequence] = {}
+        self._load = words.Load(
+            running=0,
+            waiting=0,
+            kv_usage=0.0,
+            prompt_tokens_total=0,
+            generated_tokens_total=0,
+            preemptions_total=0,
+            num_steps=0,
+        )
+        self._ended_requests = self._ended_tokens = self._cached_tokens = 0
+        self._busy_s, self._loaded_at_s = 0.0, time.monotonic()
+        self._starting: asyncio.Task[None] | None = None
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._started.add_done_callback(lambda started: started.cancelled() or started.exception())
+        self._stop_error: BlitzError | None = None
+        self._closing: asyncio.Future[None] | None = None
+
+    # --- its life ------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """The process starts: it imports vLLM, and takes the weights as they come."""
+        self._starting = asyncio.create_task(self._start())
+
+    async def _start(self) -> None:
+        try:
+            self._weights.listen(str(self._front.folder / "weights.sock"))
+            await self._front.start(threads=self._threads, kv_gib=self._kv_gib)
+        except (BlitzError, OSError) as error:
+            self._on_end(str(error))
+
+    def start(self) -> None:
+        """Nothing: it has been starting since ``prepare``."""
+
+    async def until_ready(self) -> None:
+        """See ``ServingEngine``."""
+        try:
+            async with asyncio.timeout(START_S):
+                await asyncio.shield(self._started)
+        except TimeoutError:
+            raise EngineBroken(f"vLLM did not start within {START_S:g} s: {self._front.last_words}") from None
+
+    def stop(self, error: BlitzError | None = None) -> None:
+        """See ``ServingEngine``."""
+        if self._stop_error is None:
+            self._stop_error = error or Unavailable("the engine stopped")
+        self._end_all(ErrorInfo.of(self._stop_error))
+        self._front.close()
+        self._closing = asyncio.ensure_future(self._weights.close())
+
+    def join(self, timeout_s: float) -> bool:
+        """See ``ServingEngine``."""
+        return self._front.join(timeout_s)
+
+    def _on_word(self, word: words.ToWorker) -> None:
+        if isinstance(word, words.Outputs):
+            self._take(word.outputs)
+        elif isinstance(word, words.Load):
+            self._take_load(word)
+        elif isinstance(word, words.Imported):
+            if word.lacks:
+                self._on_end(f"vLLM {word.version} has no {', '.join(word.lacks)}")
+                return
+            socket = str(self._front.folder / "weights.sock")
+            self._front.say(words.Start(path=self._path, arguments=self._arguments, weights=socket))
+        elif isinstance(word, words.Started):
+            log.info("vLLM takes requests after %.1f s: %s", word.seconds, word)
+            if not self._started.done():
+                self._started.set_result(None)
+        else:
+            self._on_end(word.reason)
+
+    def _on_end(self, why: str) -> None:
+        """It serves nothing, or nothing any more."""
+        if self._stop_error is not None:
+            return
+        self._stop_error = EngineBroken(why)
+        self._front.close()
+        if not self._started.done():
+            self._started.set_exception(self._stop_error)
+            return  # the load fails, and nobody's request is here
+        self._end_all(ErrorInfo.of(self._stop_error))
+        self._on_failure(self._stop_error)
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def submit(self, sequence: ActiveSequence) -> Future[None]:
+        """See ``ServingEngine``."""
+        return self._answer(lambda: self._submit(sequence))
+
+    def _submit(self, sequence: ActiveSequence) -> None:
+        if sequence.key in self._requests:
+            raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
+        if sequence.is_guided:
+            raise UnsupportedParameter("vLLM's instances keep no answer to a grammar yet", param="response_format")
+        if len(self._requests) >= self.limits.max_num_sequences + self.limits.max_queued_requests:
+            raise Overloaded(f"{len(self._requests)} requests are here")
+        sequence.arrived_s = time.monotonic()
+        self._requests[sequence.key] = sequence
+        self._front.say(_add(sequence, self.limits.limit_tokens))
+
+    def cancel(self, request_id: str, attempt: int) -> Future[bool]:
+        """See ``ServingEngine``."""
+        return self._answer(lambda: self._drop([(request_id, attempt)]) > 0)
+
+    def cancel_gateway(self, gone: Gone) -> Future[int]:
+        """See ``ServingEngine``."""
+        theirs = [key for key, s in self._requests.items() if gone.had(s.gateway_id, s.gateway_incarnation)]
+        return self._answer(lambda: self._drop(theirs))
+
+    def _drop(self, keys: Iterable[Key]) -> int:
+        """Forget these; how many were here."""
+        count = 0
+        for key in keys:
+            if (sequence := self._requests.pop(key, None)) is not None:
+                sequence.finished = True
+                self._front.say(words.Cancel(id=_id(key)))
+                count += 1
+        return count
+
+    def count_requests(self) -> Future[int]:
+        """See ``ServingEngine``."""
+        return self._answer(lambda: len(self._requests))
+
+    def keep_tbt(self, slo_tbt_s: float) -> None:
+        """vLLM sizes its steps by itself."""
+
+    def see_off(self, _bytes_per_s: float, send_back: SendBack, goes: ErrorInfo) -> Future[list[Moving]]:
+        """All go back: none is moved with its KV."""
+
+        def see_off() -> list[Moving]:
+            if send_back != "none":
+                self._end_all(goes)
+            return []
+
+        return self._answer(see_off)
+
+    def hand_back(self, leaves: ErrorInfo) -> Future[None]:
+        """See ``ServingEngine``."""
+        return self._answer(lambda: self._end_all(leaves))
+
+    def _end_all(self, error: ErrorInfo) -> None:
+        ended = [sequence.end("error", error) for sequence in self._requests.values()]
+        self._drop(list(self._requests))
+        if ended:
+            self._on_output(StepOutput(tuple(ended)))
+
+    def _answer(self, answer: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            if self._stop_error is not None:
+                raise self._stop_error
+            future.set_result(answer())
+        except BlitzError as error:
+            future.set_exception(error)
+        return future
+
+    # --- what vLLM says ------------------------------------------------------------------------
+
+    def _take(self, outputs: Iterable[words.Output]) -> None:
+        parts = [part for output in outputs if (part := self._part(output)) is not None]
+        if parts:
+            self._on_output(StepOutput(tuple(parts)))
+
+    def _part(self, output: words.Output) -> StreamPart | None:
+        sequence = self._requests.get(_key(output.id))
+        if sequence is None:
+            return None  # it was cancelled
+        offset, first = len(sequence.output), sequence.num_emitted == 0
+        sequence.append_all(list(output.token_ids))
+        if first and output.token_ids:
+            sequence.first_scheduled_s = time.monotonic()
+            sequence.num_cached = min(output.cached_tokens, len(sequence.prompt))
+            self._cached_tokens += sequence.num_cached
+        finish = FINISH.get(output.finish)
+        if finish is not None:
+            sequence.finished = True
+            del self._requests[sequence.key]
+            if finish != "error":
+                self._ended_requests += 1
+                self._ended_tokens += len(sequence.output)
+        elif not output.token_ids:
+            return None
+        logprobs = output.logprobs
+        return StreamPart(
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            offset=offset,
+            token_ids=output.token_ids,
+            logprobs=None
+            if logprobs is None
+            else tuple(TokenLogprobs(logprob=one.logprob, top=one.top) for one in logprobs),
+            finish_reason=finish,
+            error=ErrorInfo.of(Internal(output.error)) if finish == "error" else None,
+            cached_tokens=sequence.num_cached if first else 0,
+        )
+
+    def _take_load(self, load: words.Load) -> None:
+        now_s = time.monotonic()
+        if self._load.running or load.running:
+            self._busy_s += now_s - self._loaded_at_s
+        self._load, self._loaded_at_s = load, now_s
+
+    def stats(self) -> LoopStats:
+        """See ``ServingEngine``. Speeds are not known: those of a profile are used, if there is one."""
+        load, requests = self._load, self._requests.values()
+        waiting = [sequence for sequence in requests if not sequence.num_emitted]
+        running = len(requests) - len(waiting)
+        limits = self.limits
+        return LoopStats(
+            SchedulerLoad(
+                queued_requests=len(waiting),
+                queued_tokens=sum(sequence.num_tokens for sequence in waiting),
+                running_requests=running,
+                running_tokens=sum(sequence.num_tokens for sequence in requests if sequence.num_emitted),
+                kv_blocks_used=round(load.kv_usage * limits.num_blocks),
+                kv_blocks_total=limits.num_blocks,
+                prefill_tokens_total=load.prompt_tokens_total,
+                decode_tokens_total=load.generated_tokens_total,
+                preemptions_total=load.preemptions_total,
+                oldest_arrived_s=min((s.arrived_s for s in waiting if s.arrived_s is not None), default=None),
+                kv_block_tokens=limits.block_size,
+                ended_requests_total=self._ended_requests,
+                ended_tokens_total=self._ended_tokens,
+                cached_tokens_total=self._cached_tokens,
+            ),
+            self._busy_s,
+            Speed(),
+        )
+
+
+def _id(key: Key) -> str:
+    return f"{key[1]}:{key[0]}"
+
+
+def _key(name: str) -> Key:
+    attempt, _, request_id = name.partition(":")
+    return request_id, int(attempt)
+
+
+def _add(sequence: ActiveSequence, limit_tokens: int) -> words.Add:
+    """A request in vLLM's words: what was put out is part of its prompt, and its limits are of what is to come."""
+    params, num_output = sequence.params, len(sequence.output)
+    return words.Add(
+        id=_id(sequence.key),
+        token_ids=tuple(sequence.tokens),
+        num_output=num_output,
+        cache_salt=sequence.cache_scope,
+        sampling=words.Sampling(
+            max_tokens=max(1, min(params.max_tokens - num_output, limit_tokens - sequence.num_tokens)),
+            min_tokens=max(0, params.min_tokens - num_output),
+            seed=params.seed,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            stop_token_ids=tuple(sorted(sequence.stop_ids)),
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
+            logprobs=params.logprobs,
+        ),
+    )

@@ -1,0 +1,167 @@
+"""vLLM's process and its socket, from the worker's side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from services.worker.vllm.blitz_vllm import words
+from shared.errors import EngineBroken
+
+log = logging.getLogger(__name__)
+
+LAST_LINES = 20
+MAX_LINE_CHARACTERS = 400
+MAX_UNSENT_BYTES = 256 << 20
+"""Of a process that does not read."""
+LEAVE_S = 2.0
+"""From the end of its connection until it is killed, with all that it has started."""
+_OURS = {
+    "VLLM_PLUGINS": "blitz",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # vLLM would bind the threads of all engines of a host to the same cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+_NOT_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_NATS_PASSWORD", "BLITZ_NATS_URL", "BLITZ_REDIS_URL")
+"""Of this process's environment: it has other packages, and what is secret here is none of vLLM's business."""
+
+
+class FrontProcess:
+    """Event loop only, but for ``join``."""
+
+    def __init__(self, python: str, on_word: Callable[[words.ToWorker], None], on_end: Callable[[str], None]) -> None:
+        """``on_end(why)``: called once, unless it was ``close`` that ended it."""
+        self._python = python
+        self._on_word = on_word
+        self._on_end = on_end
+        self.folder = Path(tempfile.mkdtemp(prefix="blitz-vllm-"))  # 0700
+        self._process: subprocess.Popen[bytes] | None = None
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._is_over = False
+        self.ended = threading.Event()
+        """The process and all that it started are gone."""
+
+    async def start(self, *, threads: int, kv_gib: int) -> None:
+        """Raises ``EngineBroken`` where there is no such interpreter."""
+        path = self.folder / "front.sock"
+        self._server = await asyncio.start_unix_server(self._connected, path)
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
+        environment |= _OURS | {
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        }
+        try:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once; the operator names it
+                [self._python, "-m", "blitz_vllm", str(path)],
+                env=environment,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.ended.set()
+            raise EngineBroken(f"BLITZ_VLLM_PYTHON={self._python}: {error.strerror}") from error
+        threading.Thread(target=self._read_lines, name="vllm-log", daemon=True).start()
+        self._watching = asyncio.create_task(self._watch(self._process))
+
+    def _read_lines(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                text = line.decode(errors="replace").rstrip()[:MAX_LINE_CHARACTERS]
+                self._lines.append(text)
+                log.debug("vllm: %s", text)
+
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Until it has ended; then whatever it has started ends, too."""
+        await asyncio.to_thread(process.wait)
+        self._kill()
+        self.ended.set()
+        self._over(f"vLLM's process ended with {process.returncode}: {self.last_words}")
+
+    @property
+    def last_words(self) -> str:
+        """The end of its log, in one line."""
+        return " / ".join(list(self._lines)[-5:]) or "it said nothing"
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _over(self, why: str) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._on_end(why)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._writer is not None:
+            writer.close()
+            return
+        self._writer = writer
+        try:
+            while True:
+                length = words.length_of(await reader.readexactly(words.LENGTH_BYTES))
+                word = words.to_worker.decode(await reader.readexactly(length))
+                if not self._is_over:
+                    self._on_word(word)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except (ValueError, msgspec.MsgspecError) as error:
+            log.error("vLLM's process says what cannot be read: %s", error)
+        except Exception:  # a word that cannot be taken is as bad as one that cannot be read
+            log.exception("a word of vLLM's process")
+        # Without a connection it is of no use, whatever it does: ``_watch`` says that it has ended.
+        await asyncio.to_thread(self.ended.wait, LEAVE_S)
+        self._kill()
+
+    def say(self, word: msgspec.Struct) -> None:
+        """Nothing, once it has ended. Raises ``ValueError`` for what is too long."""
+        writer = self._writer
+        if writer is None or self._is_over:
+            return
+        writer.write(words.frame(word))
+        if writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            log.error("vLLM's process does not read what it is told")
+            self._kill()
+
+    def close(self) -> None:
+        """End it; does not wait."""
+        self._is_over = True
+        if self._server is not None:
+            self._server.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is None:
+            self.ended.set()
+        elif not self.ended.is_set():
+            threading.Timer(LEAVE_S, self._kill).start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end, and that of all that it has started; False if it is still there."""
+        if not self.ended.wait(timeout_s):
+            return False
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return True

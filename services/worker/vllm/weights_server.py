@@ -1,0 +1,104 @@
+"""Gives the worker's weights to vLLM's loader, unit by unit as they become ready (``blitz_vllm.weights``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from math import prod
+
+import msgspec
+
+from services.worker.memory.weight_copy import WeightCopy
+from services.worker.vllm.blitz_vllm import weights, words
+from shared.aio import OwnedTasks
+from shared.layout import ArenaLayout, Unit
+from shared.model_spec import DTYPE_BYTES
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.005
+"""How often it is looked whether more is ready, while weights come."""
+
+
+def manifest_of(layout: ArenaLayout, first_byte: int) -> weights.Manifest:
+    """By the names of the checkpoint: parts of fused tensors are rows of them. ``first_byte``: where the arena begins
+    in the memory that is shared."""
+    dtype = layout.spec.dtype
+    units = tuple(_tensors(unit, first_byte, DTYPE_BYTES[dtype]) for unit in layout.units)
+    return weights.Manifest(num_bytes=first_byte + layout.num_bytes, dtype=dtype, units=units)
+
+
+def _tensors(unit: Unit, first_byte: int, item_bytes: int) -> tuple[weights.Tensor, ...]:
+    return tuple(
+        weights.Tensor(
+            part.checkpoint_name, part.shape, first_byte + slot.offset + part.row * prod(slot.shape[1:]) * item_bytes
+        )
+        for slot in unit.slots
+        for part in slot.parts
+    )
+
+
+def order_of(layout: ArenaLayout) -> Sequence[int]:
+    """Numbers of the units, as a forward pass uses them."""
+    first, last = layout.units.index(layout.embed), layout.units.index(layout.final)
+    return [first, *range(layout.num_layers), last]
+
+
+class WeightsServer:
+    """Of one copy. Event loop only."""
+
+    def __init__(self, copy: WeightCopy, descriptor: int, first_byte: int) -> None:
+        """``descriptor``: of the memory that the copy lies in, from ``first_byte`` on; it stays the caller's."""
+        self._copy = copy
+        self._descriptor = descriptor
+        self._first_byte = first_byte
+        self._socket: socket.socket | None = None
+        self._tasks = OwnedTasks()
+
+    def listen(self, path: str) -> None:
+        """Raises ``OSError``."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(path)
+        self._socket.listen(8)
+        self._tasks.start(self._accept(self._socket))
+
+    async def _accept(self, listening: socket.socket) -> None:
+        while True:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listening)
+            self._tasks.start(self._give(connection))
+
+    async def _give(self, connection: socket.socket) -> None:
+        loop, layout = asyncio.get_running_loop(), self._copy.layout
+        order = order_of(layout)
+        manifest = manifest_of(layout, self._first_byte)
+        ordered = msgspec.structs.replace(manifest, units=tuple(manifest.units[number] for number in order))
+        with connection, contextlib.suppress(ConnectionError):
+            await self._send_descriptor(connection, words.frame(ordered))
+            given = 0
+            while given < len(order):
+                ready = given
+                while ready < len(order) and self._copy.is_ready(order[ready]):
+                    ready += 1
+                if ready == given:
+                    await asyncio.sleep(LOOK_S)
+                    continue
+                await loop.sock_sendall(connection, words.frame(weights.Ready(units=tuple(range(given, ready)))))
+                given = ready
+
+    async def _send_descriptor(self, connection: socket.socket, frame: bytes) -> None:
+        read_only = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY)
+        try:
+            sent = socket.send_fds(connection, [frame[: words.LENGTH_BYTES]], [read_only])
+        finally:
+            os.close(read_only)
+        await asyncio.get_running_loop().sock_sendall(connection, frame[sent:])
+
+    async def close(self) -> None:
+        """Give no more: who still waits sees the end of the connection."""
+        await self._tasks.close()
+        if self._socket is not None:
+            self._socket.close()

@@ -1,0 +1,145 @@
+"""One vLLM for all tests of a module: it takes half a minute to start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import ActiveSequence
+from services.worker.device.memory import SharedMemory
+from services.worker.engine.loop import StepOutput
+from services.worker.memory.arena import Arena
+from services.worker.memory.loader import load_unit
+from services.worker.memory.weight_copy import WeightCopy
+from services.worker.vllm.engine import VllmEngine
+from services.worker.vllm.weights_server import WeightsServer, order_of
+from shared.checkpoint import inspect_checkpoint
+from shared.errors import BlitzError
+from shared.messages.generation import SamplingParams, StreamPart
+from tests.checkpoints import build_model, write_tokenizer
+
+PYTHON = os.environ.get("BLITZ_VLLM_PYTHON", "")
+CONTEXT_TOKENS = 512
+PATIENCE_S = 400.0
+"""A first start reads a gigabyte of cold files."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def python() -> str:
+    if not PYTHON:
+        pytest.fail("BLITZ_VLLM_PYTHON names no interpreter that has vLLM")
+    return PYTHON
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    model = build_model("llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=8)
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+class Serving:
+    """An engine, the weights that it gets, and what it put out."""
+
+    def __init__(self, path: Path) -> None:
+        self.checkpoint = inspect_checkpoint(path)
+        layout = self.checkpoint.layout
+        self.memory = SharedMemory(layout.num_bytes)
+        self.arena = Arena(self.memory)
+        # What has not come must not be read: no layer of NaN computes a token.
+        self.memory.bytes[:] = 0xFF
+        self.copy = WeightCopy(layout, self.arena, self.checkpoint.unit_digests)
+        self.parts: dict[str, list[StreamPart]] = {}
+        self.failures: list[BlitzError] = []
+        self.engine = VllmEngine(
+            SchedulerConfig(num_blocks=128, block_size=16, context_tokens=CONTEXT_TOKENS, max_num_sequences=8),
+            str(path),
+            {"dtype": "float32", "max_model_len": CONTEXT_TOKENS, "max_num_seqs": 8, "enforce_eager": True},
+            WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte),
+            self._put,
+            self.failures.append,
+            python=PYTHON,
+            threads=1,
+            kv_gib=1,
+        )
+
+    def _put(self, output: StepOutput) -> None:
+        for part in output.outputs:
+            self.parts.setdefault(part.request_id, []).append(part)
+
+    async def fill(self, *, pause_s: float = 0.0) -> None:
+        """Its weights come, unit by unit."""
+        layout = self.copy.layout
+        for number in order_of(layout):
+            await asyncio.to_thread(load_unit, self.checkpoint, layout, layout.units[number], self.arena)
+            assert self.copy.seal(number)
+            self.copy.mark_ready(number)
+            await asyncio.sleep(pause_s)
+
+    async def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        output: Sequence[int] = (),
+        stops: tuple[int, ...] = (),
+        **how: object,
+    ) -> None:
+        params = SamplingParams(**{"max_tokens": 16, "seed": 1, "temperature": 0.0, **how})  # type: ignore[arg-type]
+        sequence = ActiveSequence(
+            request_id=name,
+            attempt=1,
+            gateway_id="g",
+            prompt=tuple(prompt),
+            output=list(output),
+            params=params,
+            eos_token_ids=stops,
+        )
+        await asyncio.wrap_future(self.engine.submit(sequence))
+
+    async def ends(self, name: str) -> StreamPart:
+        """Its last part."""
+        deadline_s = time.monotonic() + 120
+        while not self.parts.get(name) or self.parts[name][-1].finish_reason is None:
+            assert time.monotonic() < deadline_s, f"{name} does not end"
+            await asyncio.sleep(0.01)
+        return self.parts[name][-1]
+
+    def tokens(self, name: str) -> list[int]:
+        parts, tokens = self.parts[name], []
+        for part in parts:
+            assert part.offset == parts[0].offset + len(tokens)
+            tokens += part.token_ids
+        return tokens
+
+    async def run(self, name: str, prompt: Sequence[int], **how: object) -> list[int]:
+        """Its tokens."""
+        await self.submit(name, prompt, **how)  # type: ignore[arg-type]
+        end = await self.ends(name)
+        assert end.finish_reason in ("stop", "length"), end
+        return self.tokens(name)
+
+    async def close(self) -> None:
+        self.engine.stop()
+        assert await asyncio.to_thread(self.engine.join, 30.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def serving(checkpoint: Path) -> AsyncIterator[Serving]:
+    """Its weights came while vLLM was starting, one unit after the other."""
+    serving = Serving(checkpoint)
+    serving.engine.prepare()
+    async with asyncio.timeout(PATIENCE_S):
+        await serving.fill(pause_s=0.2)
+        await serving.engine.until_ready()
+    yield serving
+    await serving.close()

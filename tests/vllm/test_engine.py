@@ -1,0 +1,154 @@
+"""Requests of a worker, served by vLLM with the worker's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.worker.core.scheduling.gateways import Gone
+from services.worker.vllm.engine import VllmEngine
+from shared.errors import EngineBroken, SentBack
+from shared.messages.common import ErrorInfo
+from tests.checkpoints import EOS_ID
+from tests.vllm.conftest import Serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPTS = [[1 + (7 * i + 3 * j) % 255 for j in range(3 + 9 * i)] for i in range(12)]
+"""Without the token 0, which ``transformers`` takes for padding."""
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()  # type: ignore[no-any-return]
+
+
+def greedy(model: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    out = model.generate(  # type: ignore[operator]
+        torch.tensor([list(prompt)]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return out[0].tolist()[len(prompt) :]  # type: ignore[no-any-return]
+
+
+async def test_greedy_tokens_are_those_of_the_model(serving: Serving, model: torch.nn.Module) -> None:
+    for number, prompt in enumerate(PROMPTS):
+        await serving.submit(f"greedy{number}", prompt, max_tokens=24)
+    for number, prompt in enumerate(PROMPTS):
+        assert (await serving.ends(f"greedy{number}")).finish_reason == "length"
+        assert serving.tokens(f"greedy{number}") == greedy(model, prompt, 24)
+
+
+async def test_logprobs_are_those_of_the_model(serving: Serving, model: torch.nn.Module) -> None:
+    prompt = PROMPTS[3]
+    tokens = await serving.run("logprobs", prompt, logprobs=3, max_tokens=8)
+    expected = torch.log_softmax(model(torch.tensor([prompt + tokens])).logits[0].float(), dim=-1)[len(prompt) - 1 :]
+    logprobs = [one for part in serving.parts["logprobs"] for one in part.logprobs or ()]
+    assert len(logprobs) == len(tokens)
+    for row, token, said in zip(expected, tokens, logprobs, strict=False):
+        assert said.logprob == pytest.approx(float(row[token]), abs=1e-3)
+        assert [value for _, value in said.top] == pytest.approx(torch.topk(row, 3).values.tolist(), abs=1e-3)
+
+
+async def test_an_end_token_ends_it_and_is_put_out(serving: Serving) -> None:
+    tokens = await serving.run("without", PROMPTS[2], max_tokens=24)
+    place = next(i for i, token in enumerate(tokens) if token not in tokens[:i] and i > 2)
+    assert await serving.run("with", PROMPTS[2], max_tokens=24, stops=(tokens[place],)) == tokens[: place + 1]
+    assert serving.parts["with"][-1].finish_reason == "stop"
+    heeded = await serving.run("min", PROMPTS[2], max_tokens=24, stops=(tokens[place],), min_tokens=place + 4)
+    assert len(heeded) > place + 4
+    assert heeded[:place] == tokens[:place]
+    assert EOS_ID not in tokens
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"presence_penalty": 1.3, "frequency_penalty": 0.6},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": -0.8, "repetition_penalty": 1.2, "min_tokens": 20},
+        {"logit_bias": ((7, 5.0), (9, -100.0))},
+    ],
+    ids=["greedy", "penalties", "repetition", "all", "bias"],
+)
+async def test_an_answer_goes_on_where_it_was_cut(serving: Serving, how: dict[str, object]) -> None:
+    name, prompt = f"cut-{sorted(how)}", PROMPTS[4]
+    whole = await serving.run(name, prompt, max_tokens=24, **how)
+    for cut in (1, 7, 23):
+        rest = await serving.run(f"{name}-{cut}", prompt, output=whole[:cut], max_tokens=24, **how)
+        assert whole[:cut] + rest == whole
+        assert serving.parts[f"{name}-{cut}"][0].offset == cut
+
+
+async def test_what_is_cancelled_says_nothing_more(serving: Serving) -> None:
+    await serving.submit("cancelled", PROMPTS[1], max_tokens=400)
+    assert await asyncio.wrap_future(serving.engine.cancel("cancelled", 1))
+    assert not await asyncio.wrap_future(serving.engine.cancel("cancelled", 1))
+    before = len(serving.parts.get("cancelled", ()))
+    await asyncio.sleep(0.5)
+    assert len(serving.parts.get("cancelled", ())) == before
+    await serving.submit("orphan", PROMPTS[1], max_tokens=400)
+    assert await asyncio.wrap_future(serving.engine.cancel_gateway(Gone("g", "", others=False))) == 1
+    assert await asyncio.wrap_future(serving.engine.count_requests()) == 0
+
+
+async def test_requests_go_back_with_what_they_have_put_out(serving: Serving, model: torch.nn.Module) -> None:
+    await serving.submit("back", PROMPTS[5], max_tokens=300)
+    while len(serving.parts.get("back", ())) < 3:
+        await asyncio.sleep(0.01)
+    goes = ErrorInfo.of(SentBack("it goes", retry_after_s=0.0))
+    assert await asyncio.wrap_future(serving.engine.see_off(1e9, "none", goes)) == []
+    assert await asyncio.wrap_future(serving.engine.see_off(1e9, "all", goes)) == []
+    end = await serving.ends("back")
+    assert end.error == goes
+    tokens = serving.tokens("back")
+    assert end.offset == len(tokens)
+    rest = await serving.run("went", PROMPTS[5], output=tokens, max_tokens=len(tokens) + 10)
+    assert tokens + rest == greedy(model, PROMPTS[5], len(tokens) + 10)
+
+
+async def test_its_load_is_said(serving: Serving) -> None:
+    await serving.run("counted", PROMPTS[0], max_tokens=5)
+    await asyncio.sleep(0.3)
+    load = serving.engine.stats().load
+    assert (load.running_requests, load.queued_requests) == (0, 0)
+    assert load.ended_requests_total > 0
+    assert load.decode_tokens_total > 5
+    assert load.kv_blocks_total == 128
+
+
+def processes_of(engine: VllmEngine) -> list[int]:
+    """All that vLLM's process has started, itself included."""
+    group = engine._front._process.pid  # type: ignore[union-attr]
+    listed = subprocess.run(["ps", "-eo", "pid,pgid,stat"], check=True, capture_output=True, text=True).stdout
+    rows = [line.split() for line in listed.splitlines()[1:]]
+    return [int(pid) for pid, of, state in rows if int(of) == group and not state.startswith("Z")]
+
+
+async def test_killed_it_is_noticed_and_nothing_of_it_stays(serving: Serving) -> None:
+    """The last one: it ends the module's engine."""
+    front = serving.engine._front._process
+    assert front is not None
+    started = processes_of(serving.engine)
+    assert len(started) > 1
+    await serving.submit("dies", PROMPTS[1], max_tokens=400)
+    killed_s = time.monotonic()
+    os.kill(max(pid for pid in started if pid != front.pid), signal.SIGKILL)
+    end = await serving.ends("dies")
+    assert time.monotonic() - killed_s < 5.0
+    assert end.error is not None
+    assert end.error.code == EngineBroken.code
+    assert [type(error) for error in serving.failures] == [EngineBroken]
+    with pytest.raises(EngineBroken):
+        await asyncio.wrap_future(serving.engine.count_requests())
+    assert await asyncio.to_thread(serving.engine.join, 30.0)
+    assert processes_of(serving.engine) == []
