@@ -1,22 +1,113 @@
-"""Whether two JSON schemas can be shown to have no value in common, as the alternatives of a ``oneOf`` must."""
+"""Whether two JSON schemas can be shown to have no value in common, as the alternatives of a ``oneOf`` must.
+
+Alternatives are compared pairwise, and may share all that they refer to: what is found out about a part is kept, so
+that a pair costs little however large its parts are.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+from dataclasses import dataclass
 from typing import Any
 
 _MAX_REFERENCES = 16
+_MAX_INDEX_DIGITS = 6
 
 
-def are_disjoint(one: Any, other: Any, root: Any) -> bool:
-    """By their types, their constants, or a member that tells them apart. False: it is not known."""
-    one, other = _resolved(one, root), _resolved(other, root)
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return one is False or other is False
-    if _no_common(_types(one), _types(other)) or _no_common(_constants(one), _constants(other)):
-        return True
-    return one.get("type") == other.get("type") == "object" and _members_differ(one, other, root)
+class Disjointness:
+    """Of schemas in one document, which stays as it is."""
+
+    def __init__(self, root: Any) -> None:
+        self._document = _Document(root)
+        self._traits: dict[int, _Traits] = {}
+        self._constants: dict[int, frozenset[str] | None] = {}
+        """By the identity of the schema, as ``_traits``."""
+
+    def are_disjoint(self, one: Any, other: Any) -> bool:
+        """By their types, their constants, or a member that tells them apart. False: it is not known."""
+        one, other = self._document.resolved(one), self._document.resolved(other)
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return one is False or other is False
+        return self._traits_of(one).differ(self._traits_of(other))
+
+    def _traits_of(self, schema: dict[str, Any]) -> _Traits:
+        found = self._traits.get(id(schema))
+        if found is None:
+            properties = _properties(schema)
+            members = {name: self._document.resolved(member) for name, member in properties.items()}
+            constants = {name: self._constants_of(m) for name, m in members.items() if isinstance(m, dict)}
+            closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+            found = self._traits[id(schema)] = _Traits(
+                types=_types(schema),
+                constants=self._constants_of(schema),
+                is_object=schema.get("type") == "object",
+                required=frozenset(_required(schema)),
+                tags={name: values for name, values in constants.items() if values is not None},
+                names=frozenset(properties) if closed else None,
+            )
+        return found
+
+    def _constants_of(self, schema: dict[str, Any]) -> frozenset[str] | None:
+        if id(schema) not in self._constants:
+            self._constants[id(schema)] = _constants(schema)
+        return self._constants[id(schema)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What tells a schema's values from those of others. None: nothing is known of it."""
+
+    types: frozenset[str] | None
+    constants: frozenset[str] | None
+    is_object: bool
+    required: frozenset[str]
+    tags: dict[str, frozenset[str]]
+    """The constants of members that have any."""
+    names: frozenset[str] | None
+    """All that a member may have."""
+
+    def differ(self, other: _Traits) -> bool:
+        if _no_common(self.types, other.types) or _no_common(self.constants, other.constants):
+            return True
+        return self.is_object and other.is_object and self._members_differ(other)
+
+    def _members_differ(self, other: _Traits) -> bool:
+        """By the constants of a member that one of them must have, or one that one must have and one must not."""
+        required = self.required | other.required
+        if any(names is not None and not required <= names for names in (self.names, other.names)):
+            return True
+        both = self.tags.keys() & other.tags.keys() & required
+        return any(_no_common(self.tags[name], other.tags[name]) for name in both)
+
+
+class _Document:
+    """Where references lead."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._targets: dict[str, Any] = {}
+
+    def resolved(self, schema: Any) -> Any:
+        """What a schema that is nothing but a reference refers to."""
+        for _ in range(_MAX_REFERENCES):
+            reference = schema.get("$ref") if isinstance(schema, dict) else None
+            if not isinstance(reference, str) or "type" in schema:
+                return schema
+            if reference not in self._targets:
+                self._targets[reference] = self._target(reference)
+            schema = self._targets[reference]
+        return schema
+
+    def _target(self, reference: str) -> Any:
+        found = self._root
+        for step in reference.removeprefix("#").removeprefix("/").split("/") if len(reference) > 2 else ():
+            if isinstance(found, list):
+                is_index = step.isdecimal() and len(step) <= _MAX_INDEX_DIGITS
+                found = found[int(step)] if is_index and int(step) < len(found) else None
+            else:
+                found = found.get(step) if isinstance(found, dict) else None
+        return found
 
 
 def with_tags(schema: Any) -> Any:
@@ -25,6 +116,8 @@ def with_tags(schema: Any) -> Any:
     if "discriminator" not in json.dumps(schema):
         return schema
     root = copy.deepcopy(schema)
+    document = _Document(root)
+    tags: dict[int, tuple[dict[str, Any], set[str]]] = {}
     waiting = [root]
     while waiting:
         found = waiting.pop()
@@ -33,42 +126,16 @@ def with_tags(schema: Any) -> Any:
             tag = found.get("discriminator")
             name = tag.get("propertyName") if isinstance(tag, dict) else None
             for alternative in found["oneOf"]:
-                one = _resolved(alternative, root)
+                one = document.resolved(alternative)
                 if isinstance(one, dict) and isinstance(name, str) and name in _properties(one):
-                    one["required"] = sorted({*_required(one), name})
+                    tags.setdefault(id(one), (one, set()))[1].add(name)
+    for one, names in tags.values():
+        one["required"] = sorted({*_required(one), *names})
     return root
 
 
-def _members_differ(one: dict[str, Any], other: dict[str, Any], root: Any) -> bool:
-    """Of objects: by the constants of a member that one of them must have, or one that the other must not have."""
-    for name in {*_required(one), *_required(other)}:
-        found = [_resolved(_properties(schema).get(name, True), root) for schema in (one, other)]
-        constants = [_constants(member) if isinstance(member, dict) else None for member in found]
-        if _no_common(*constants):
-            return True
-        if any(name not in _properties(s) and s.get("additionalProperties") is False and not s.get("patternProperties")
-               for s in (one, other)):  # fmt: skip
-            return True
-    return False
-
-
 def _no_common(one: frozenset[str] | None, other: frozenset[str] | None) -> bool:
-    return one is not None and other is not None and not one & other
-
-
-def _resolved(schema: Any, root: Any) -> Any:
-    """What a schema that is nothing but a reference refers to."""
-    for _ in range(_MAX_REFERENCES):
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str) or "type" in schema:
-            return schema
-        schema = root
-        for step in reference.removeprefix("#").removeprefix("/").split("/") if len(reference) > 2 else ():
-            if isinstance(schema, list):
-                schema = schema[int(step)] if step.isdecimal() and int(step) < len(schema) else None
-            else:
-                schema = schema.get(step) if isinstance(schema, dict) else None
-    return schema
+    return one is not None and other is not None and one.isdisjoint(other)
 
 
 def _types(schema: dict[str, Any]) -> frozenset[str] | None:

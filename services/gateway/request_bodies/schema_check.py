@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway.request_bodies.body import shown
-from services.gateway.request_bodies.disjoint import are_disjoint, with_tags
+from services.gateway.request_bodies.disjoint import Disjointness, with_tags
 from services.gateway.request_bodies.expressions import check_expression
 
 MAX_WEIGHT = 1024
@@ -29,6 +29,8 @@ MAX_MULTIPLE = 128
 """A multiple of 100,000 has an automaton with as many states."""
 MAX_ALTERNATIVES = 64
 """Of a ``oneOf``: any two are compared."""
+MAX_COMPARED = 4096
+"""Such pairs in all."""
 _MAX_EXACT = 2**53
 
 _SCHEMA = ("additionalProperties", "items")
@@ -107,10 +109,14 @@ class _Check:
         depth = self._heights["#"] + sum(self._heights[found] for found in set(self._references.values()))
         if depth > MAX_DEPTH:
             raise SchemaError("", f"schemas are nested {depth} deep; at most {MAX_DEPTH} are allowed")
+        disjointness, num_compared = Disjointness(self._root), 0
         for at, alternatives in self._one_ofs:
+            num_compared += len(alternatives) * (len(alternatives) - 1) // 2
+            if num_compared > MAX_COMPARED:
+                raise SchemaError(at, f"too many alternatives; at most {MAX_COMPARED} pairs of them may be in a schema")
             pairs = ((i, j) for j in range(len(alternatives)) for i in range(j))
             for i, j in pairs:
-                if not are_disjoint(alternatives[i], alternatives[j], self._root):
+                if not disjointness.are_disjoint(alternatives[i], alternatives[j]):
                     raise SchemaError(at, f"{i} and {j} may both hold, which is not checked: use anyOf")
 
     def _weigh(self, weight: int, path: str) -> None:

@@ -106,6 +106,8 @@ def test_what_is_not_enforced_is_refused_by_name(keyword: str) -> None:
         (".$ref", {"$ref": "#/$defs/none"}),
         (".$ref", {"$ref": "https://example.org/a"}),
         (".$ref", {"$ref": "#/$defs/a/default", "$defs": {"a": {"default": {"not": {}}}}}),
+        (".oneOf[0].$ref", {"oneOf": [{"$ref": "#/$defs/" + "1" * 5000}], "discriminator": {"propertyName": "k"}}),
+        (".oneOf[0].$ref", {"oneOf": [{"$ref": "#/oneOf/" + "1" * 5000}], "discriminator": {"propertyName": "k"}}),
         (".minProperties", {"type": "object", "minProperties": 2}),
         (".const", {"const": 2**53 + 1}),
         (".exclusiveMinimum", {"minimum": 1, "exclusiveMinimum": True}),
