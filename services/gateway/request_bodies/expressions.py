@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 MAX_EXPRESSION_SIZE = 4096
 """Characters, classes and escapes of one expression. Of one text of that length a mask takes up to 10 ms at first."""
@@ -16,14 +17,15 @@ MAX_LARK_DEFINITIONS = 256
 """The library's parser calls itself for each rule of a chain: a few thousand take more stack than there is."""
 
 _MANY = 10**9
-_REPEATED = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+# Possessive, and none passes where another may begin: each character is looked at a few times at most.
+_REPEATED = re.compile(r"\{\s*+(\d*+)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 _VERBOSE = re.compile(r"\(\?[a-zA-Z-]*x")
-_BRACED_ESCAPE = re.compile(r"\\[pPxuU]\{[^}]*\}")
+_BRACED_ESCAPE = re.compile(r"\\[pPxuU]\{[^{}]*+\}")
 _LARK = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
     |(?P<text>"(?:\\.|[^"\\\n])*"i?)
     |(?P<expression>/(?:\\.|[^/\\])+/[a-z]*)
-    |(?P<repeated>\{\s*\d*\s*(?:,\s*\d*\s*)?\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
+    |(?P<repeated>\{\s*+\d*+\s*+(?:,\s*+\d*+\s*+)?+\}|~\s*+\d++(?:\s*+\.\.\s*+\d++)?+)
     |(?P<directive>%[a-z]+)
     |(?P<special><[^<>\s]+>)
     |(?P<name>[!?_]*[A-Za-z][A-Za-z0-9_-]*)
@@ -135,17 +137,21 @@ def _definitions(text: str) -> Iterator[tuple[str, Tokens]]:
             check_expression(body)
         if (kind, value) == ("name", "temperature"):
             raise ValueError("temperature is not supported")
-    colons = [i for i, (kind, _) in enumerate(tokens) if kind == "colon"]
+    colons, names = [], []
+    first = ""
+    for i, (kind, value) in enumerate(tokens):
+        if kind == "colon":
+            # Between a name and its colon may be a priority, attributes or a parameter: the line's first name it is.
+            colons.append(i)
+            names.append(first)
+        elif value == "\n":
+            first = ""
+        elif kind == "name":
+            first = first or value
     if len(colons) > MAX_LARK_DEFINITIONS:
         raise ValueError(f"it has {len(colons)} definitions; at most {MAX_LARK_DEFINITIONS} are allowed")
-    for number, colon in enumerate(colons):
-        # Between a name and its colon may be a priority, attributes or a parameter: the line's first name it is.
-        begin = colon
-        while begin > 0 and tokens[begin - 1][1] != "\n":
-            begin -= 1
-        name = next((value for kind, value in tokens[begin:colon] if kind == "name"), "")
-        end = colons[number + 1] if number + 1 < len(colons) else len(tokens)
-        yield f"{name} {number}", tokens[colon + 1 : end]
+    for number, (colon, end) in enumerate(pairwise([*colons, len(tokens)])):
+        yield f"{names[number]} {number}", tokens[colon + 1 : end]
 
 
 class _TerminalSizes:
