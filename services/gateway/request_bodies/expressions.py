@@ -130,6 +130,9 @@ def _definitions(text: str) -> Iterator[tuple[str, Tokens]]:
             raise ValueError(f"{value} is not supported ({' and '.join(_DIRECTIVES)} are)")
         if kind == "special":
             raise ValueError(f"tokens by name or id ({value[:80]}) are not supported")
+        if kind == "other" and value in "&~":
+            # What is in two expressions, or not in one, may take as many states as there are sets of theirs.
+            raise ValueError(f"{value} is not supported")
         if kind == "expression":
             body, _, flags = value[1:].rpartition("/")
             if "x" in flags:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway.request_bodies.body import shown
+from services.gateway.request_bodies.conjunctions import MAX_MULTIPLE, Conjunctions, digits_of
 from services.gateway.request_bodies.disjoint import Disjointness, with_tags
 from services.gateway.request_bodies.expressions import check_expression
 
@@ -25,8 +26,6 @@ MAX_OPTIONAL = 240
 """Members of one object: each that may come next is four of the 1,000 items that a row may have."""
 MAX_PATTERNS = 16
 """Of names: any two must be shown to have no name in common."""
-MAX_MULTIPLE = 128
-"""A multiple of 100,000 has an automaton with as many states."""
 MAX_ALTERNATIVES = 64
 """Of a ``oneOf``: any two are compared."""
 MAX_COMPARED = 4096
@@ -75,6 +74,9 @@ class _Check:
         self._weight = self._values = self._patterns = 0
         self._heights: dict[str, int] = {}
         """Of the schema at each place that a reference may name."""
+        self._schemas: dict[str, dict[str, Any]] = {}
+        self._paths: dict[str, str] = {}
+        """Of these, by the same places."""
         self._references: dict[str, str] = {}
         self._one_ofs: list[tuple[str, list[Any]]] = []
 
@@ -88,6 +90,7 @@ class _Check:
             return schema
         if not isinstance(schema, dict):
             raise SchemaError(path, f"a schema must be an object, not {shown(schema)}")
+        self._schemas[pointer], self._paths[pointer] = schema, path
         cleaned: dict[str, Any] = {}
         heights = [0]
         for keyword, value in schema.items():
@@ -109,6 +112,11 @@ class _Check:
         depth = self._heights["#"] + sum(self._heights[found] for found in set(self._references.values()))
         if depth > MAX_DEPTH:
             raise SchemaError("", f"schemas are nested {depth} deep; at most {MAX_DEPTH} are allowed")
+        conjunctions = Conjunctions(self._schemas)
+        for pointer, path in self._paths.items():
+            why = conjunctions.why_not(pointer)
+            if why:
+                raise SchemaError(path, why)
         disjointness, num_compared = Disjointness(self._root), 0
         for at, alternatives in self._one_ofs:
             num_compared += len(alternatives) * (len(alternatives) - 1) // 2
@@ -226,11 +234,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _multiple(value: float, at: str) -> None:
-    """The digits of a multiple without the zeros behind them, but for those before the point."""
-    digits = f"{value:.15g}"
-    _check("e" not in digits, at, "a number with few digits", value)
-    coefficient = int(digits.replace(".", "").replace("-", ""))
-    _check(0 < coefficient <= MAX_MULTIPLE, at, f"a positive number whose digits are at most {MAX_MULTIPLE}", value)
+    _check("e" not in f"{value:.15g}", at, "a number with few digits", value)
+    is_taken = value > 0 and digits_of(value) <= MAX_MULTIPLE
+    _check(is_taken, at, f"a positive number whose digits are at most {MAX_MULTIPLE}", value)
 
 
 def _min_properties(least: int, schema: dict[str, Any], at: str) -> None:

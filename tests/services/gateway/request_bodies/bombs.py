@@ -47,6 +47,10 @@ def _tagged(num_names: int, num_alternatives: int) -> bytes:
     return _schema(**{"$defs": {"a": shared}, "oneOf": [{"$ref": "#/$defs/a"}] * num_alternatives}, discriminator=tag)
 
 
+def _all_of(*keywords: dict[str, Any]) -> bytes:
+    return _schema(allOf=list(keywords))
+
+
 _CONSTANTS = {f"d{i}": {"const": i} for i in range(64)}
 _ANY_CONSTANT = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in _CONSTANTS]}
 
@@ -61,6 +65,14 @@ BOMBS = {
     "brackets": _chat(guided_regex="[" * 30_000),
     "parentheses": _chat(guided_regex="(" * 30_000),
     "many members that may come": _schema(properties={f"p{i}": {"type": "string"} for i in range(240)}),
+    "multiples of several": _all_of(*({"type": "integer", "multipleOf": m} for m in (127, 113, 109))),
+    "multiples of several, inside": _all_of(*({"items": {"multipleOf": m}} for m in (127, 113, 109))),
+    "expressions that must all hold": _all_of(*({"pattern": f"(.*{chr(97 + i)}.{{{9 + i}}}).*"} for i in range(16))),
+    "constants with a format": _schema(enum=[f"a{i}@b.com" for i in range(4000)], format="email"),
+    "what is not in an expression": _chat(
+        guided_grammar="start: A\nA: ~(/x/ ~/(.|\\n)*c(.|\\n){400}/ ~/(.|\\n)*d(.|\\n){400}/)"
+    ),
+    "what is in three expressions": _chat(guided_grammar="start: A\nA: /.*a.{12}/ & /.*b.{11}/ & /.*c.{13}/"),
     "a wide expression": _schema(type="string", pattern="(.*a){30}"),
 }
 """By what they are made of."""

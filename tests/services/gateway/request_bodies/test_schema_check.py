@@ -114,6 +114,12 @@ def test_what_is_not_enforced_is_refused_by_name(keyword: str) -> None:
         (".items", {"items": [{"type": "string"}]}),
         (".format", {"type": "string", "format": "password"}),
         (".multipleOf", {"multipleOf": 99991}),
+        ("", {"allOf": [{"multipleOf": 9}, {"anyOf": [{"multipleOf": 5}, {"multipleOf": 16}]}]}),
+        (".items", {"items": {"$ref": "#/items/$defs/a", "multipleOf": 9, "$defs": {"a": {"multipleOf": 16}}}}),
+        ("", {"allOf": [{"items": {"multipleOf": 9}}, {"items": {"items": {"multipleOf": 16}}}]}),
+        ("", {"allOf": [{"items": {"$ref": "#"}}, {"items": {"multipleOf": 9, "items": {"multipleOf": 16}}}]}),
+        (".properties.a", {"properties": {"a": {"allOf": [{"pattern": letter} for letter in "abcde"]}}}),
+        ("", {"enum": [str(number) for number in range(300)], "pattern": "^1"}),
         (".minItems", {"minItems": 10**9}),
         (".pattern", {"pattern": "(a{99}){99}"}),
         (".type", {"type": "king"}),
@@ -124,6 +130,22 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(at: str, schema: dict
     with pytest.raises(BadRequest) as caught:
         read_and_check(schema)
     assert caught.value.param == f"guided_json{at}"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "string", "format": name} for name in ("date", "time", "uri", "email", "uuid")]},
+        {"properties": {"a": {"$ref": "#"}, **{f"p{i}": {"type": "string", "pattern": f"^{i}"} for i in range(9)}}},
+        {"properties": {"a": {"enum": [str(i) for i in range(300)]}, "b": {"type": "string", "format": "date"}}},
+        {"properties": {f"p{i}": {"type": "integer", "multipleOf": i} for i in (7, 9, 11, 13)}},
+        {"allOf": [{"multipleOf": 0.01}, {"multipleOf": 5}, {"multipleOf": 0.1}]},
+        {"allOf": [{"properties": {"a": {"type": "string", "format": "date"}}},
+                   {"properties": {"b": {"type": "string", "pattern": "^b"}}}]},
+    ],
+)  # fmt: skip
+def test_what_is_asked_of_different_values_does_not_add_up(schema: dict[str, Any]) -> None:
+    read_and_check(schema)
 
 
 def read_and_check(schema: dict[str, Any]) -> None:
