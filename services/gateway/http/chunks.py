@@ -45,6 +45,10 @@ class ChunkedFormat(AnswerFormat):
         reply = self.reply
         return {"id": reply.response_id, "object": name, "created": reply.created_s, "model": reply.model}
 
+    def finish_reason(self, finish: ChoiceEnd) -> str:
+        """As OpenAI and vLLM say it: a call of the function that the caller named ends with ``stop``."""
+        return "stop" if self.reply.call_is_named and finish.reason == "tool_calls" else finish.reason
+
     def whole(self, results: Sequence[ChoiceResult], usage: TokenUsage) -> bytes:
         choices = [self.choice_json(index, result) for index, result in enumerate(results)]
         return _encode({**self.head(self.whole_object), "choices": choices, "usage": _usage_json(usage)})
@@ -78,6 +82,7 @@ class ChunkFormat(ChoiceEvents):
         self._plain_end = self._closing + end + self._tail
         self._opening = head + format_.opening + end if format_.opening else b""
         self._continuous_usage = format_.reply.continuous_usage
+        self._finish_reason = format_.finish_reason
 
     def opening(self, usage: TokenUsage) -> bytes:
         if not self._opening:
@@ -107,7 +112,7 @@ class ChunkFormat(ChoiceEvents):
     def _event(
         self, content: bytes, logprobs: dict[str, Any] | None, finish: ChoiceEnd | None, usage: TokenUsage | None
     ) -> bytes:
-        reason = _encode(finish.reason) if finish is not None else b"null"
+        reason = _encode(self._finish_reason(finish)) if finish is not None else b"null"
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + reason + b"}]"
         tail = _usage_tail(usage) if usage is not None else self._tail
         return self._prefix + content + self._closing + rest + tail

@@ -46,6 +46,8 @@ class Reply:
     """And all of them the usage so far."""
     repeated: bytes = b""
     """What the answer repeats of its request: ``GenerationRequest.repeated``."""
+    call_is_named: bool = False
+    """The caller said which function it calls."""
 
 
 @dataclass(frozen=True, slots=True)

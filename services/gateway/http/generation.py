@@ -102,6 +102,7 @@ class Generation:
                         include_usage=options.include_usage,
                         continuous_usage=options.continuous_usage,
                         repeated=prepared.repeated,
+                        call_is_named=options.tools is not None and options.tools.is_named,
                     )
                 )
                 with closing(

@@ -60,7 +60,7 @@ class ChatFormat(ChunkedFormat):
             "index": index,
             "message": message,
             "logprobs": result.logprobs,
-            "finish_reason": result.finish.reason,
+            "finish_reason": self.finish_reason(result.finish),
         }
 
 

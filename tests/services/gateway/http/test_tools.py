@@ -184,6 +184,9 @@ async def test_ids_are_such_as_templates_take(
     assert all(re.fullmatch(pattern, found, re.ASCII) for found in ids)
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
 async def test_the_reason_is_tool_calls_if_one_was_made_and_the_model_ended(hermes: Stack) -> None:
     [worker] = hermes.workers
     reasons = {}
@@ -196,13 +199,16 @@ async def test_the_reason_is_tool_calls_if_one_was_made_and_the_model_ended(herm
         ("full", CALL + "x", {"max_tokens": len(CALL)}),
         ("stop", CALL + " STOP", {"stop": "STOP"}),
         ("stop inside", CALL, {"stop": "Os"}),
+        ("required", CALL, {"tool_choice": "required"}),
+        ("named", CALL, {"tool_choice": NAMED}),
+        ("named, long", CALL, {"tool_choice": NAMED, "max_tokens": cut}),
     ):
         worker.script = say(written)
         reasons[name] = (await whole(hermes, **extra))["finish_reason"]
         assert joined(await events(hermes, **extra))[2] == reasons[name]
     assert reasons == {
         "made": "tool_calls", "none": "stop", "cut": "stop", "long": "length", "full": "length", "stop": "tool_calls",
-        "stop inside": "stop",
+        "stop inside": "stop", "required": "tool_calls", "named": "stop", "named, long": "length",
     }  # fmt: skip
 
 
@@ -439,7 +445,7 @@ def test_arguments_of_a_template_cannot_replace_its_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=["required", "named"]
+    "choice", ["required", NAMED], ids=["required", "named"]
 )
 async def test_a_call_that_must_be_made_is_a_grammar(hermes: Stack, choice: Any) -> None:
     called = await whole(hermes, tools=[FULL, *TOOLS[:2]], tool_choice=choice)
