@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -105,7 +106,7 @@ class ChunkFormat(ChoiceEvents):
         finish: ChoiceEnd | None,
         usage: TokenUsage | None,
     ) -> bytes:
-        shown = _encode([_delta_json(delta) for delta in calls])
+        shown = _encode([_delta_json(delta) for delta in _one_per_call(calls)])
         content = (_encode(text) if text else b"null") + b',"tool_calls":' + shown
         return self._event(content, logprobs, finish, usage)
 
@@ -116,6 +117,15 @@ class ChunkFormat(ChoiceEvents):
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + reason + b"}]"
         tail = _usage_tail(usage) if usage is not None else self._tail
         return self._prefix + content + self._closing + rest + tail
+
+
+def _one_per_call(calls: Sequence[CallDelta]) -> list[CallDelta]:
+    """The parts of a call as one. OpenAI's client loses what is in a call's second entry of its first event."""
+    joined: dict[int, CallDelta] = {}
+    for delta in calls:
+        begun = joined.get(delta.index)
+        joined[delta.index] = delta if begun is None else replace(begun, arguments=begun.arguments + delta.arguments)
+    return list(joined.values())
 
 
 def _delta_json(delta: CallDelta) -> dict[str, Any]:

@@ -251,6 +251,9 @@ async def test_a_token_of_text_has_an_event_and_one_of_a_call_if_there_is_someth
     assert all(delta["content"] is None for delta in called)
     # The first one has the opening brace, too.
     assert len(called) == len('{"city": "Oslo"}')
+    # Of one call one entry: openai 3.3 puts a first event's two together as two calls.
+    assert [len(delta["tool_calls"]) for delta in called] == [1] * len(called)
+    assert called[0]["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{"}
 
 
 async def test_a_call_at_once_has_its_role_with_the_first_token(hermes: Stack) -> None:
