@@ -18,7 +18,7 @@ TORCH_INDEX ?= $(addprefix https://download.pytorch.org/whl/,$(patsubst gpu-cu12
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-boards test-containers test-containers-short test-gpu test-kernels test-page test-vllm lint format kubernetes reference boards bench clean install
+.PHONY: help up test test-boards test-clients test-containers test-containers-short test-gpu test-kernels test-page test-vllm lint format kubernetes reference boards bench clean install
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -96,6 +96,20 @@ $(VLLM)/.installed: tests/vllm/requirements.txt services/worker/vllm/pyproject.t
 
 test-vllm: $(VLLM)/.installed ## Test vLLM as a worker's engine, on the CPU (its environment takes gigabytes in build/)
 	@BLITZ_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -n 0 -v tests/vllm $(ARGS)
+
+# An environment of its own, without .venv's packages, of which clients want other versions. All of it is pinned, and so
+# nothing is resolved. Made again: tests/clients/requirements.txt says how.
+CLIENTS := build/clients
+
+$(CLIENTS)/.installed: $(wildcard tests/clients/*.txt) | $(STAMP)
+	@echo "installing into $(CLIENTS) ..."
+	@$(BIN)/python -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+		-r tests/clients/constraints.txt
+	@touch $@
+
+test-clients: $(CLIENTS)/.installed ## Test other people's clients against a stack (1.3 GB into build/)
+	@$(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini -v tests/clients $(ARGS)
 
 # One process: there is one GPU. Tests of a machine without one skip these.
 test-gpu: $(STAMP) ## Run the tests that need a GPU, rows of "bench gpu" with little to do (needs CUDA, FlashInfer and CuPy)

@@ -89,7 +89,7 @@ def build_model(kind: str, **overrides: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def _byte_alphabet() -> list[str]:
+def byte_alphabet() -> list[str]:
     """The 256 printable stand-ins of byte-level tokenizers, in the order of the bytes."""
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = iter(range(256, 512))
@@ -98,7 +98,7 @@ def _byte_alphabet() -> list[str]:
 
 def write_tokenizer(path: Path) -> None:
     """``tokenizer.json`` (one token per byte) and ``tokenizer_config.json`` with a chat template."""
-    vocab = {symbol: byte for byte, symbol in enumerate(_byte_alphabet())}
+    vocab = {symbol: byte for byte, symbol in enumerate(byte_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
