@@ -27,6 +27,7 @@ from compose.cli.options import (
     Served,
     SloTbt,
     SloTtft,
+    ToolParsed,
     Url,
     Weight,
     ask,
@@ -52,10 +53,11 @@ _OPTIONS = {
     "weight": "--weight",
     "advise": "--advise",
     "prefix_cache": "--prefix-cache",
+    "tool_parser": "--tool-parser",
 }
 
 
-_SETTINGS = ("as", "max", "TTFT ms", "TBT ms", "keep s", "no room s", "weight", "advise", "prefix")
+_SETTINGS = ("as", "max", "TTFT ms", "TBT ms", "keep s", "no room s", "weight", "advise", "prefix", "tools")
 _COLUMNS = ("name", "serving", "min", *_SETTINGS, "MiB", "what", "copies", "path")
 _USUAL = ("-", "1")
 """Of a setting. A column of nothing else is left out."""
@@ -93,6 +95,7 @@ def add(
     weight: Weight = None,
     advise: Advise = None,
     prefix_cache: PrefixCached = None,
+    tool_parser: ToolParsed = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
@@ -119,6 +122,7 @@ def add(
         "weight": weight,
         "advise": advise,
         "prefix_cache": prefix_cache,
+        "tool_parser": tool_parser,
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
     said = f"added {added.name}" if before is None else f"{added.name} is already registered"
@@ -175,6 +179,7 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
         f"{model.weight:g}",
         "yes" if model.advise else "-",
         "-" if model.prefix_cache else "no",
+        "-" if model.tool_parser == "auto" else model.tool_parser,
         shown_mib(model.weights_bytes),
         " ".join(text for text in (model.architecture, model.dtype) if text) or "-",
         model.copies or "-",
@@ -205,6 +210,7 @@ def set_(
     weight: Weight = None,
     advise: Advise = None,
     prefix_cache: PrefixCached = None,
+    tool_parser: ToolParsed = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
@@ -220,6 +226,7 @@ def set_(
         weight=weight,
         advise=advise,
         prefix_cache=prefix_cache,
+        tool_parser=tool_parser,
     )
     if changes == SetModelBody():
         raise NotChanged(f"nothing to change: give at least one of {', '.join(_OPTIONS.values())}")
@@ -230,6 +237,7 @@ def set_(
     shown = [f"{option} {value}" for option, value in zip(_OPTIONS.values(), settings, strict=False)]
     shown.append("--advise" if now.advise else "--no-advise")
     shown.append("--prefix-cache" if now.prefix_cache else "--no-prefix-cache")
+    shown.append(f"--tool-parser {now.tool_parser}")
     _print(f"changed {now.name}: {', '.join(shown)}", now, as_json)
 
 

@@ -18,7 +18,7 @@ from compose.admin import AdminClient
 from compose.cli.tables import Lines
 from compose.config import DEFAULT_URL, URL_VARIABLE, admin_key, default_state_dir
 from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_NO_ROOM_TIMEOUT_S, MAX_WEIGHT
-from shared.messages.common import Serving
+from shared.messages.common import Serving, ToolParserName
 
 T = TypeVar("T")
 
@@ -215,6 +215,14 @@ PrefixCached = Annotated[
     typer.Option(
         "--prefix-cache/--no-prefix-cache",
         help="Requests find KV of earlier ones that begin alike. By default they do.",
+        show_default=False,
+    ),
+]
+ToolParsed = Annotated[
+    ToolParserName | None,
+    typer.Option(
+        "--tool-parser",
+        help="What reads the calls that it writes. By default (auto) its chat template says so.",
         show_default=False,
     ),
 ]

@@ -69,6 +69,7 @@ class ModelAdmin:
                 weight=request.weight,
                 advise=request.advise,
                 prefix_cache=request.prefix_cache,
+                tool_parser=request.tool_parser,
                 no_room_timeout_s=request.no_room_timeout_s,
             )
             async with self.changing:

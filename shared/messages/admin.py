@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from shared.messages.common import SERVED_BY, LiveChoice, Role, Serving
+from shared.messages.common import SERVED_BY, LiveChoice, Role, Serving, ToolParserName
 from shared.messages.decisions import DecisionRecord, RoleVerdict
 from shared.messages.operations import Advice, Unplanned
 from shared.messages.traffic import WorkerTraffic
@@ -65,6 +65,9 @@ class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """What the load asks for is shown and recorded, and not carried out."""
     prefix_cache: bool | None = None
     """Whether requests find KV of earlier ones that begin alike; by default they do."""
+    tool_parser: ToolParserName | None = None
+    """What reads the calls that the model writes; ``auto``, the default: what its chat template says. With ``none``
+    functions are refused."""
     no_room_timeout_s: NoRoomTimeout | None = None
     """How long a request waits while the model has no instance and the planner can start none; then 503
     ``no_capacity``. 0: no longer than the planner takes to say so. Without one ``BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S``
@@ -90,6 +93,7 @@ class SetModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     weight: Weight | None = None
     advise: bool | None = None
     prefix_cache: bool | None = None
+    tool_parser: ToolParserName | None = None
     no_room_timeout_s: NoRoomTimeout | Literal["default"] | None = None
     """``default``: that of the gateway again."""
 
@@ -140,6 +144,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     advise: bool = False
     prefix_cache: bool = True
+    tool_parser: ToolParserName = "auto"
     no_room_timeout_s: float | None = None
     """Null: the gateway's default."""
     added_at_s: float = 0.0

@@ -50,6 +50,9 @@ def is_scaled_by_load(serving: Serving, role: Role) -> bool:
     return bool(serving) or role == "colocated"
 
 
+ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "none", "pythonic"]
+"""What reads the calls that a model writes, by vLLM's names. ``auto``: as its chat template has them; ``none``:
+nothing, and functions are refused."""
 InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]
 KindName = Annotated[str, Meta(min_length=1, max_length=64)]
 """Of an engine or a device. Text, for others may know more of them than a reader does; who needs to know one checks."""

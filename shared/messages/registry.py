@@ -18,6 +18,7 @@ from shared.messages.common import (
     Role,
     Serving,
     SignedFigure,
+    ToolParserName,
 )
 from shared.model_spec import ModelSpec
 from shared.subjects import Process
@@ -68,6 +69,8 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     advise: bool = False
     prefix_cache: bool = True
     """Whether its requests find KV of earlier ones that begin alike."""
+    tool_parser: ToolParserName = "auto"
+    """What reads its calls of functions."""
     no_room_timeout_s: float | None = None
     """How long its requests wait where no instance can be started. None: the gateway's default; 0: not at all."""
 
@@ -212,6 +215,7 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     weight: float = 1.0
     advise: bool = False
     prefix_cache: bool = True
+    tool_parser: ToolParserName = "auto"
     no_room_timeout_s: float | None = None
 
 
@@ -228,6 +232,7 @@ class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
     weight: float | None = None
     advise: bool | None = None
     prefix_cache: bool | None = None
+    tool_parser: ToolParserName | None = None
     no_room_timeout_s: float | Literal["default"] | None = None
     """``default``: none of its own any more, for 0 is one."""
 

@@ -163,7 +163,7 @@ class Generation:
         return kind(
             buffer,
             format_.events(index, buffer.keep),
-            text_output(options, stream, prepared.tokenizer),
+            text_output(prepared, stream),
             self._gateway.metrics.of(prepared.model.record.name),
             stream=stream,
             arrived_s=arrived_s,

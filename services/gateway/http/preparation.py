@@ -28,6 +28,7 @@ from services.gateway.http import asgi
 from services.gateway.http.endpoints.endpoint import Endpoint
 from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
 from services.gateway.memory import MemoryClaim
+from services.gateway.model_parsers import tool_parser_of
 from services.gateway.request_bodies.body import read_body, required
 from services.gateway.request_bodies.grammar_check import check_grammar
 from services.gateway.request_bodies.guided import bounded_grammar, read_schema
@@ -62,6 +63,8 @@ class PreparedRequest:
     """The longest prompt plus output that may be asked for."""
     tokenizer: ModelTokenizer
     options: Options
+    tool_parser: type[ToolParser] | None
+    """What reads the calls; None: there may be none."""
     prompts: tuple[Prompt, ...]
     repeated: bytes
     """What the answer repeats of the request."""
@@ -110,8 +113,9 @@ class Preparation:
         if grammar is not None:
             await gateway.offload.run(check_grammar, grammar, options.guide_param)
         tokenizer = await gateway.tokenizers.get(record)
-        if options.tools is not None and options.tools.forced:
-            options = await gateway.offload.run(_forced_to_call, options, options.tools, tokenizer)
+        tool_parser = tool_parser_of(record, tokenizer) if options.tools is not None else None
+        if options.tools is not None and options.tools.forced and tool_parser is not None:
+            options = await gateway.offload.run(_forced_to_call, options, options.tools, tool_parser, tokenizer)
         prompts = await endpoint.prompts(request, PromptMaker(record, tokenizer, gateway.offload, limits))
         return PreparedRequest(
             endpoint.id_prefix + secrets.token_hex(16),
@@ -119,6 +123,7 @@ class Preparation:
             gateway.dispatcher.context_tokens(model),
             tokenizer,
             options,
+            tool_parser,
             tuple(prompts),
             request.repeated,
             endpoint.prompt_param,
@@ -129,9 +134,8 @@ class Preparation:
         return step() if len(self._raw) <= INLINE_BODY_BYTES else await self._gateway.offload.run(step)
 
 
-def _forced_to_call(options: Options, tools: ChatTools, tokenizer: ModelTokenizer) -> Options:
+def _forced_to_call(options: Options, tools: ChatTools, kind: type[ToolParser], tokenizer: ModelTokenizer) -> Options:
     """With the grammar of calls as this model writes them."""
-    kind = _parser_of(tokenizer)
     schema = call_schema(tools.forced, kind.arguments_field)
     param = "tool_choice"
     check_grammar(bounded_grammar("json_schema", json.dumps(read_schema(schema, "tools")), "tools"), "tools")
@@ -230,30 +234,20 @@ def _sampling_of(
     return structs.replace(options.sampling, max_tokens=max_tokens, seed=seed % 2**63)
 
 
-def text_output(options: Options, stream: StreamState, tokenizer: ModelTokenizer) -> TextOutput:
+def text_output(prepared: PreparedRequest, stream: StreamState) -> TextOutput:
     """The text side of a stream: a ``CallOutput`` where functions may be called."""
+    options, tokenizer = prepared.options, prepared.tokenizer
     detokenizer = tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
     scanner = StopScanner(options.stop, include=options.include_stop_string) if options.stop else None
     hidden_ids = frozenset[int]() if options.include_stop_string else stream.end_token_ids
     min_tokens = options.sampling.min_tokens
-    if options.tools is None:
+    kind = prepared.tool_parser
+    if options.tools is None or kind is None:
         return TextOutput(detokenizer, scanner=scanner, hidden_ids=hidden_ids, min_tokens=min_tokens)
-    kind = _parser_of(tokenizer)
     parser = kind(options.tools.names, partial(_call_id, kind), parallel=options.tools.parallel)
     # Special tokens that are shown come as text, and so do the parser's.
     marks = tokenizer.special_tokens(kind.marks) if options.skip_special_tokens else {}
     return CallOutput(detokenizer, parser, marks, scanner=scanner, hidden_ids=hidden_ids, min_tokens=min_tokens)
-
-
-def _parser_of(tokenizer: ModelTokenizer) -> type[ToolParser]:
-    """Raises ``UnsupportedParameter`` for a model whose calls are not read."""
-    template = tokenizer.tool_template
-    if template is None or template.tool_parser is None:
-        raise UnsupportedParameter(
-            "tools: the chat template of this model has no tools, or calls of a format that is not supported",
-            param="tools",
-        )
-    return template.tool_parser
 
 
 def _call_id(kind: type[ToolParser]) -> str:

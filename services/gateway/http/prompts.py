@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.gateway.chat_template import ChatTemplate
+from services.gateway.model_parsers import tool_parser_of
 from services.gateway.offload import Offload
 from services.gateway.request_bodies.body import refuse_large_text
 from services.gateway.request_bodies.chat_request import ChatRequest
 from services.gateway.template_sandbox import RenderingTooLarge
 from services.gateway.tokenizer import ModelTokenizer
-from shared.errors import BadRequest, UnsupportedParameter
+from shared.errors import BadRequest
 from shared.messages.registry import ModelRecord
 
 INLINE_CHARACTERS = 4096
@@ -76,17 +77,13 @@ class PromptMaker:
 
     async def render(self, chat: ChatRequest, *, param: str) -> str:
         """A conversation, which came as that parameter, as its model's prompt. Raises ``BadRequest``, also when that
-        takes too much, and ``PayloadTooLarge``."""
+        takes too much, ``UnsupportedParameter``, and ``PayloadTooLarge``."""
         tools = chat.options.tools
         template = self._tokenizer.template if tools is None else self._tokenizer.tool_template
         if template is None:
             raise BadRequest(f"model {self._record.name!r} has no chat template; use /v1/completions", param=param)
-        if tools is not None and template.tool_parser is None:
-            raise UnsupportedParameter(
-                f"tools: the chat template of model {self._record.name!r} has no tools, or calls of a format that is "
-                "not supported",
-                param="tools",
-            )
+        if tools is not None:
+            tool_parser_of(self._record, self._tokenizer)
         text = await self._rendered(template, chat, param)
         refuse_large_text(text, max_bytes=self._limits.max_bytes, param=param)
         return text

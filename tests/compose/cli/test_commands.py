@@ -467,7 +467,7 @@ def test_settings_that_are_given_are_sent_and_all_are_shown(
     assert gateway.requests[-1][1] == {"min_instances": 0, "slo_ttft_s": 0.0, "slo_tbt_s": 0.0625, "keep_alive_s": 90.5}
     shown = (
         "--min-instances 0, --max-instances 3, --slo-ttft -, --slo-tbt 62.5, --keep-alive 90.5, "
-        "--no-room-timeout -, --serving -, --weight 1, --no-advise, --prefix-cache"
+        "--no-room-timeout -, --serving -, --weight 1, --no-advise, --prefix-cache, --tool-parser auto"
     )
     assert capsys.readouterr().out == f"changed org/demo: {shown}\n"
     assert run(["models", "set", "org/demo", "--max-instances", "3"]) == 0
@@ -475,8 +475,23 @@ def test_settings_that_are_given_are_sent_and_all_are_shown(
 
 
 def test_how_a_model_is_served_is_given_and_shown(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    served = {"served_as": "disaggregated", "weight": 2.5, "advise": True, "prefix_cache": False}
-    options = ["--serving", "disaggregated", "--weight", "2.5", "--advise", "--no-prefix-cache"]
+    served = {
+        "served_as": "disaggregated",
+        "weight": 2.5,
+        "advise": True,
+        "prefix_cache": False,
+        "tool_parser": "hermes",
+    }
+    options = [
+        "--serving",
+        "disaggregated",
+        "--weight",
+        "2.5",
+        "--advise",
+        "--no-prefix-cache",
+        "--tool-parser",
+        "hermes",
+    ]
     gateway.answers["GET /admin/models"] = (200, {"models": []})
     gateway.answers["POST /admin/models"] = (201, {"name": "m"} | served)
     assert run(["models", "add", "/over/there", *options]) == 0
@@ -485,9 +500,13 @@ def test_how_a_model_is_served_is_given_and_shown(gateway: FakeGateway, capsys: 
     capsys.readouterr()
     assert run(["models", "set", "m", *options]) == 0
     assert gateway.requests[-1][1] == served
-    assert capsys.readouterr().out.endswith("--serving disaggregated, --weight 2.5, --advise, --no-prefix-cache\n")
+    shown = "--serving disaggregated, --weight 2.5, --advise, --no-prefix-cache, --tool-parser hermes\n"
+    assert capsys.readouterr().out.endswith(shown)
     assert run(["models", "set", "m", "--serving", "", "--no-advise"]) == 0
     assert gateway.requests[-1][1] == {"served_as": "", "advise": False}
+    assert run(["models", "set", "m", "--tool-parser", "hermes2"]) == 2
+    refusal = capsys.readouterr().err
+    assert all(name in refusal for name in ("hermes2", "auto", "llama3_json", "mistral", "none", "pythonic"))
 
 
 def test_a_models_own_patience_is_given_shown_and_lifted(

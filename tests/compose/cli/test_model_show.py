@@ -69,6 +69,14 @@ def test_a_model_without_a_prefix_cache_is_shown_as_such(demo: FakeGateway, caps
     assert "weight 1; no prefix cache" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_models_parsers_are_shown(demo: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    status, answer = demo.answers["GET /admin/status"]
+    models = [model | {"tool_parser": "pythonic"} for model in answer["models"]]
+    demo.answers["GET /admin/status"] = (status, answer | {"models": models})
+    assert run(["models", "show", "demo"]) == 0
+    assert "parsers tools pythonic" in " ".join(capsys.readouterr().out.split())
+
+
 def test_as_json_and_without_a_planner(demo: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     demo.answers["GET /admin/why/demo"] = (200, {"model": "demo", "silent": ["planner"]})
     del demo.answers["GET /admin/scale"]

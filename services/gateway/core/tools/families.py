@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from services.gateway.core.tools.hermes import HermesParser
 from services.gateway.core.tools.llama import LlamaParser
 from services.gateway.core.tools.mistral import MistralParser
 from services.gateway.core.tools.parser import ToolParser
 from services.gateway.core.tools.pythonic import PythonicParser
+from shared.messages.common import ToolParserName
 
+_NAMED: Mapping[ToolParserName, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": LlamaParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+}
 _OTHERS = ("<function=", "<arg_key>", "<parameter=")
 """Of formats that begin like one of these families', but are none."""
 _SIGNS: tuple[tuple[str, type[ToolParser]], ...] = (
@@ -25,3 +34,8 @@ def family_of(template: str) -> type[ToolParser] | None:
     if "tools" not in template or any(other in template for other in _OTHERS):
         return None
     return next((parser for sign, parser in _SIGNS if sign in template), None)
+
+
+def chosen_family(name: ToolParserName, found: type[ToolParser] | None) -> type[ToolParser] | None:
+    """The parser that a model's setting names; ``found``: what its template says (``family_of``)."""
+    return found if name == "auto" else _NAMED.get(name)

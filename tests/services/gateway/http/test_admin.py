@@ -217,9 +217,11 @@ async def test_a_models_objectives_reach_the_pool(stack: Stack) -> None:
 
 
 async def test_how_a_model_is_served_reaches_the_pool(stack: Stack) -> None:
-    body = {"path": "/m", "served_as": "disaggregated", "weight": 0.5, "advise": True}
+    body = {"path": "/m", "served_as": "disaggregated", "weight": 0.5, "advise": True, "tool_parser": "hermes"}
     assert (await stack.http.post("/admin/models", json=body)).status_code == 200
-    assert stack.pool.added == [AddModel(path="/m", serving="disaggregated", weight=0.5, advise=True)]
+    assert stack.pool.added == [
+        AddModel(path="/m", serving="disaggregated", weight=0.5, advise=True, tool_parser="hermes")
+    ]
     response = await stack.http.patch("/admin/models/tiny", json={"served_as": "colocated", "weight": 2})
     assert (response.json()["served_as"], response.json()["weight"]) == ("colocated", 2.0)
     assert stack.pool.changed == [SetModel(name="tiny", serving="colocated", weight=2.0)]
@@ -276,6 +278,8 @@ async def test_what_is_given_of_a_models_settings_reaches_the_pool_and_shows_at_
         ({"no_room_timeout_s": True}, "no_room_timeout_s"),
         ({"served_as": "apart"}, "served_as"),
         ({"served_as": True}, "served_as"),
+        ({"tool_parser": "qwen"}, "tool_parser"),
+        ({"tool_parser": 1}, "tool_parser"),
         ({"weight": 0}, "weight"),
         ({"weight": -1}, "weight"),
         ({"weight": 1e7}, "weight"),

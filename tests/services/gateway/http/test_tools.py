@@ -155,6 +155,35 @@ async def test_a_template_for_tools_is_taken_where_a_checkpoint_has_one(
     assert "# Tools" in await prompt_of(stack, tools=TOOLS[:1])
 
 
+async def test_a_models_setting_names_the_parser_whatever_its_template_says(hermes: Stack) -> None:
+    [worker] = hermes.workers
+    worker.script = say("[now(), add(a=1)]")
+    assert (await whole(hermes))["message"]["content"] == "[now(), add(a=1)]"
+    answer = await hermes.http.patch("/admin/models/tiny", json={"tool_parser": "pythonic"})
+    assert answer.json()["tool_parser"] == "pythonic"
+    assert [c["function"]["name"] for c in (await whole(hermes))["message"]["tool_calls"]] == ["now", "add"]
+    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
+    refused = await hermes.http.post(CHAT, json=body | {"tool_choice": "required"})
+    check(refused, 400, "invalid_request_error", "unsupported_parameter", "tool_choice")
+    await hermes.http.patch("/admin/models/tiny", json={"tool_parser": "none"})
+    refused = await hermes.http.post(CHAT, json=body)
+    assert "none" in check(refused, 400, "invalid_request_error", "unsupported_parameter", "tools")
+    refused = await hermes.http.post("/tokenize", json=body)
+    check(refused, 400, "invalid_request_error", "unsupported_parameter", "tools")
+    await hermes.http.patch("/admin/models/tiny", json={"tool_parser": "auto"})
+    worker.script = say(CALL)
+    assert len((await whole(hermes))["message"]["tool_calls"]) == 1
+
+
+async def test_a_parser_may_be_set_where_a_template_has_no_tools(stack: Stack) -> None:
+    stack.workers[0].script = say(CALL)
+    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
+    refused = await stack.http.post(CHAT, json=body)
+    check(refused, 400, "invalid_request_error", "unsupported_parameter", "tools")
+    assert (await stack.http.patch("/admin/models/tiny", json={"tool_parser": "hermes"})).status_code == 200
+    assert len((await whole(stack))["message"]["tool_calls"]) == 1
+
+
 @pytest.mark.parametrize("family", TRANSCRIPTS)
 async def test_transcripts_come_whole_as_they_come_streamed(
     make_stack: StackFactory, tmp_path: Path, family: str
