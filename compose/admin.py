@@ -25,7 +25,7 @@ from shared.messages.admin import (
     WorkerList,
     WorkerStatus,
 )
-from shared.messages.common import LiveChoice, Role, Serving, ToolParserName
+from shared.messages.common import LiveChoice, ReasoningParserName, Role, Serving, ToolParserName
 from shared.messages.operations import ScaleRecord, ScaleRecords
 from shared.messages.registry import GpuTimeReport
 
@@ -124,6 +124,7 @@ class AdminClient:
         advise: bool | None = None,
         prefix_cache: bool | None = None,
         tool_parser: ToolParserName | None = None,
+        reasoning_parser: ReasoningParserName | None = None,
         no_room_timeout_s: float | None = None,
     ) -> ModelStatus:
         """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``.
@@ -145,6 +146,7 @@ class AdminClient:
             advise=advise,
             prefix_cache=prefix_cache,
             tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
             no_room_timeout_s=no_room_timeout_s,
         )
         return await self._call("POST", "/admin/models", ModelStatus, body=body, timeout_s=ADD_TIMEOUT_S)

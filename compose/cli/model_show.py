@@ -137,7 +137,7 @@ def _settings(found: ModelShown) -> Iterator[tuple[str, str]]:
     limits = f"{model.min_instances} to {most} instances"
     without = "" if model.prefix_cache else "; no prefix cache"
     yield "limits", f"{limits}; served as {model.served_as or 'colocated'}; weight {model.weight:g}{without}"
-    yield "parsers", f"tools {model.tool_parser}"
+    yield "parsers", f"tools {model.tool_parser}, reasoning {model.reasoning_parser}"
     objectives = f"first token {shown_ms(model.slo_ttft_s)} ms, between tokens {shown_ms(model.slo_tbt_s)} ms"
     yield "objectives", objectives
     times = f"keep-alive {shown_s(model.keep_alive_s)} s, without room {shown_timeout(model.no_room_timeout_s)} s"

@@ -24,6 +24,7 @@ from compose.cli.options import (
     NewSloTtft,
     NoRoomTimeout,
     PrefixCached,
+    ReasoningParsed,
     Served,
     SloTbt,
     SloTtft,
@@ -54,10 +55,23 @@ _OPTIONS = {
     "advise": "--advise",
     "prefix_cache": "--prefix-cache",
     "tool_parser": "--tool-parser",
+    "reasoning_parser": "--reasoning-parser",
 }
 
 
-_SETTINGS = ("as", "max", "TTFT ms", "TBT ms", "keep s", "no room s", "weight", "advise", "prefix", "tools")
+_SETTINGS = (
+    "as",
+    "max",
+    "TTFT ms",
+    "TBT ms",
+    "keep s",
+    "no room s",
+    "weight",
+    "advise",
+    "prefix",
+    "tools",
+    "reasoning",
+)
 _COLUMNS = ("name", "serving", "min", *_SETTINGS, "MiB", "what", "copies", "path")
 _USUAL = ("-", "1")
 """Of a setting. A column of nothing else is left out."""
@@ -96,6 +110,7 @@ def add(
     advise: Advise = None,
     prefix_cache: PrefixCached = None,
     tool_parser: ToolParsed = None,
+    reasoning_parser: ReasoningParsed = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
@@ -123,6 +138,7 @@ def add(
         "advise": advise,
         "prefix_cache": prefix_cache,
         "tool_parser": tool_parser,
+        "reasoning_parser": reasoning_parser,
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
     said = f"added {added.name}" if before is None else f"{added.name} is already registered"
@@ -180,6 +196,7 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
         "yes" if model.advise else "-",
         "-" if model.prefix_cache else "no",
         "-" if model.tool_parser == "auto" else model.tool_parser,
+        "-" if model.reasoning_parser == "auto" else model.reasoning_parser,
         shown_mib(model.weights_bytes),
         " ".join(text for text in (model.architecture, model.dtype) if text) or "-",
         model.copies or "-",
@@ -211,6 +228,7 @@ def set_(
     advise: Advise = None,
     prefix_cache: PrefixCached = None,
     tool_parser: ToolParsed = None,
+    reasoning_parser: ReasoningParsed = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
@@ -227,6 +245,7 @@ def set_(
         advise=advise,
         prefix_cache=prefix_cache,
         tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     if changes == SetModelBody():
         raise NotChanged(f"nothing to change: give at least one of {', '.join(_OPTIONS.values())}")
@@ -237,7 +256,7 @@ def set_(
     shown = [f"{option} {value}" for option, value in zip(_OPTIONS.values(), settings, strict=False)]
     shown.append("--advise" if now.advise else "--no-advise")
     shown.append("--prefix-cache" if now.prefix_cache else "--no-prefix-cache")
-    shown.append(f"--tool-parser {now.tool_parser}")
+    shown += f"--tool-parser {now.tool_parser}", f"--reasoning-parser {now.reasoning_parser}"
     _print(f"changed {now.name}: {', '.join(shown)}", now, as_json)
 
 

@@ -18,7 +18,7 @@ from compose.admin import AdminClient
 from compose.cli.tables import Lines
 from compose.config import DEFAULT_URL, URL_VARIABLE, admin_key, default_state_dir
 from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_NO_ROOM_TIMEOUT_S, MAX_WEIGHT
-from shared.messages.common import Serving, ToolParserName
+from shared.messages.common import ReasoningParserName, Serving, ToolParserName
 
 T = TypeVar("T")
 
@@ -223,6 +223,14 @@ ToolParsed = Annotated[
     typer.Option(
         "--tool-parser",
         help="What reads the calls that it writes. By default (auto) its chat template says so.",
+        show_default=False,
+    ),
+]
+ReasoningParsed = Annotated[
+    ReasoningParserName | None,
+    typer.Option(
+        "--reasoning-parser",
+        help="What tells its thoughts from its answers. By default (auto) its chat template says so.",
         show_default=False,
     ),
 ]

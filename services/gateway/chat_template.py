@@ -18,6 +18,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from services.gateway.core.thoughts import format_in
 from services.gateway.core.tools.families import family_of
 from services.gateway.template_sandbox import MeteredSandbox, RenderBudget, RenderingTooLarge, budget_of_rendering
 from shared.errors import BadRequest
@@ -80,6 +81,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.tool_parser = family_of(source)
         """For the calls of a model that is asked so; None: for tools it is of no use."""
+        self.thoughts = format_in(source)
+        """Those of a model that is asked so; None: it has none."""
 
     def render(
         self,

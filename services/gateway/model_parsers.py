@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.gateway.core.thoughts import ThoughtFormat, chosen_format
 from services.gateway.core.tools.families import chosen_family
 from services.gateway.core.tools.parser import ToolParser
 from services.gateway.tokenizer import ModelTokenizer
@@ -22,3 +23,9 @@ def tool_parser_of(record: ModelRecord, tokenizer: ModelTokenizer) -> type[ToolP
         "(its tool parser may be set)",
         param="tools",
     )
+
+
+def thoughts_of(record: ModelRecord, tokenizer: ModelTokenizer) -> ThoughtFormat | None:
+    """How it thinks. None: it does not, or in a format that is not read."""
+    template = tokenizer.template or tokenizer.tool_template
+    return chosen_format(record.reasoning_parser, template.thoughts if template is not None else None)

@@ -70,6 +70,7 @@ class ModelAdmin:
                 advise=request.advise,
                 prefix_cache=request.prefix_cache,
                 tool_parser=request.tool_parser,
+                reasoning_parser=request.reasoning_parser,
                 no_room_timeout_s=request.no_room_timeout_s,
             )
             async with self.changing:

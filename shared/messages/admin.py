@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from shared.messages.common import SERVED_BY, LiveChoice, Role, Serving, ToolParserName
+from shared.messages.common import SERVED_BY, LiveChoice, ReasoningParserName, Role, Serving, ToolParserName
 from shared.messages.decisions import DecisionRecord, RoleVerdict
 from shared.messages.operations import Advice, Unplanned
 from shared.messages.traffic import WorkerTraffic
@@ -68,6 +68,9 @@ class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tool_parser: ToolParserName | None = None
     """What reads the calls that the model writes; ``auto``, the default: what its chat template says. With ``none``
     functions are refused."""
+    reasoning_parser: ReasoningParserName | None = None
+    """What tells the model's thoughts from its answers; ``auto``, the default: what its chat template says. With
+    ``none`` all is its answer."""
     no_room_timeout_s: NoRoomTimeout | None = None
     """How long a request waits while the model has no instance and the planner can start none; then 503
     ``no_capacity``. 0: no longer than the planner takes to say so. Without one ``BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S``
@@ -94,6 +97,7 @@ class SetModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     advise: bool | None = None
     prefix_cache: bool | None = None
     tool_parser: ToolParserName | None = None
+    reasoning_parser: ReasoningParserName | None = None
     no_room_timeout_s: NoRoomTimeout | Literal["default"] | None = None
     """``default``: that of the gateway again."""
 
@@ -145,6 +149,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     advise: bool = False
     prefix_cache: bool = True
     tool_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     no_room_timeout_s: float | None = None
     """Null: the gateway's default."""
     added_at_s: float = 0.0

@@ -53,6 +53,9 @@ def is_scaled_by_load(serving: Serving, role: Role) -> bool:
 ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "none", "pythonic"]
 """What reads the calls that a model writes, by vLLM's names. ``auto``: as its chat template has them; ``none``:
 nothing, and functions are refused."""
+ReasoningParserName = Literal["auto", "deepseek_r1", "none", "qwen3"]
+"""What tells a model's thought from its answer, by vLLM's names. ``auto``: as its chat template has thoughts; ``none``:
+nothing, and whatever it writes is its answer."""
 InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]
 KindName = Annotated[str, Meta(min_length=1, max_length=64)]
 """Of an engine or a device. Text, for others may know more of them than a reader does; who needs to know one checks."""

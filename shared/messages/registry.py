@@ -15,6 +15,7 @@ from shared.messages.common import (
     Figure,
     InstanceState,
     KindName,
+    ReasoningParserName,
     Role,
     Serving,
     SignedFigure,
@@ -71,6 +72,8 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     """Whether its requests find KV of earlier ones that begin alike."""
     tool_parser: ToolParserName = "auto"
     """What reads its calls of functions."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """What tells its thoughts from its answers."""
     no_room_timeout_s: float | None = None
     """How long its requests wait where no instance can be started. None: the gateway's default; 0: not at all."""
 
@@ -216,6 +219,7 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     advise: bool = False
     prefix_cache: bool = True
     tool_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     no_room_timeout_s: float | None = None
 
 
@@ -233,6 +237,7 @@ class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
     advise: bool | None = None
     prefix_cache: bool | None = None
     tool_parser: ToolParserName | None = None
+    reasoning_parser: ReasoningParserName | None = None
     no_room_timeout_s: float | Literal["default"] | None = None
     """``default``: none of its own any more, for 0 is one."""
 

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from services.gateway.core.text_output import Detokenizer, StopScanner, TextOutput
 from services.gateway.core.tools.deltas import CallDelta, ParsedText
-from services.gateway.core.tools.parser import ToolParser
+
+
+class AnswerParser(Protocol):
+    """What reads an answer's text as it comes: ``ToolParser`` says who calls what."""
+
+    @property
+    def in_text(self) -> bool: ...
+
+    @property
+    def num_complete(self) -> int: ...
+
+    def push(self, text: str) -> ParsedText: ...
+
+    def mark(self, mark: str) -> ParsedText: ...
+
+    def flush(self) -> ParsedText: ...
 
 
 class CallOutput(TextOutput):
@@ -21,7 +37,7 @@ class CallOutput(TextOutput):
     def __init__(
         self,
         detokenizer: Detokenizer,
-        parser: ToolParser,
+        parser: AnswerParser,
         marks: Mapping[int, str],
         *,
         scanner: StopScanner | None,

@@ -262,6 +262,7 @@ class _Admin:
             advise=bool(body.advise),
             prefix_cache=body.prefix_cache is not False,
             tool_parser=body.tool_parser or "auto",
+            reasoning_parser=body.reasoning_parser or "auto",
             no_room_timeout_s=body.no_room_timeout_s,
         )
         known = {name: model.record.added_at_s for name, model in self._gateway.routes.models.items()}
@@ -274,7 +275,7 @@ class _Admin:
         """Change a model's settings; those that are not given stay, and 0 lifts an objective or the keep-alive.
 
         ``{"min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?, "keep_alive_s"?, "served_as"?, "weight"?,
-        "advise"?, "prefix_cache"?, "tool_parser"?, "no_room_timeout_s"?}``
+        "advise"?, "prefix_cache"?, "tool_parser"?, "reasoning_parser"?, "no_room_timeout_s"?}``
         """
         body = await _body(request, self._gateway, SetModelBody)
         settings = msgspec.structs.asdict(body)

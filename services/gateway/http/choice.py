@@ -72,6 +72,11 @@ class Choice(ABC):
         return self._output.num_tokens
 
     @property
+    def num_thought_tokens(self) -> int | None:
+        """Of these, those that the model thought with; None: it does not think."""
+        return None
+
+    @property
     def counts_prompt(self) -> bool:
         """Whether an answer's usage has its prompt from here: that of one choice of each prompt."""
         return not self._number
@@ -169,10 +174,12 @@ class Choice(ABC):
 def usage_of(choices: Sequence[Choice]) -> TokenUsage:
     """Of an answer with these choices: each prompt counts once, however many choices it has."""
     of_prompts = [choice for choice in choices if choice.counts_prompt]
+    thought = [number for choice in choices if (number := choice.num_thought_tokens) is not None]
     return TokenUsage(
         sum(choice.num_prompt_tokens for choice in of_prompts),
         sum(choice.num_tokens for choice in choices),
         sum(choice.num_cached_tokens for choice in of_prompts),
+        sum(thought) if thought else None,
     )
 
 
@@ -225,6 +232,11 @@ class WholeChoice(Choice):
         return "".join(self._texts)
 
     @property
+    def thought(self) -> str:
+        """What comes before it; empty: nothing."""
+        return ""
+
+    @property
     def logprobs_json(self) -> dict[str, Any] | None:
         return self._logprobs.join(self._entries) if self._logprobs is not None else None
 
@@ -238,7 +250,7 @@ class WholeChoice(Choice):
         """Once it has ended."""
         assert self.finish_reason is not None
         finish = ChoiceEnd(self.finish_reason, self._output.stop_string)
-        return ChoiceResult(self.text, self.calls, finish, self.logprobs_json)
+        return ChoiceResult(self.text, self.calls, finish, self.logprobs_json, self.thought)
 
     def _emit(self, text: str, entry: Any) -> None:
         self._texts.append(text)

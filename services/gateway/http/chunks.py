@@ -19,12 +19,15 @@ _encode = msgspec.json.encode
 
 
 def _usage_json(usage: TokenUsage) -> dict[str, Any]:
-    return {
+    counts = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return counts
 
 
 def _usage_tail(usage: TokenUsage) -> bytes:
@@ -77,6 +80,7 @@ class ChunkFormat(ChoiceEvents):
     def __init__(self, format_: ChunkedFormat, index: int) -> None:
         before, behind = format_.around_text
         head = b"data: " + _encode(format_.head(format_.chunk_object))[:-1] + b',"choices":[{"index":%d,' % index
+        self._head = head
         self._prefix, self._closing = head + before, behind
         self._tail = b',"usage":null}\n\n' if format_.reply.include_usage else b"}\n\n"
         end = b',"logprobs":null,"finish_reason":null}]'
@@ -110,13 +114,22 @@ class ChunkFormat(ChoiceEvents):
         content = (_encode(text) if text else b"null") + b',"tool_calls":' + shown
         return self._event(content, logprobs, finish, usage)
 
+    def thought_chunk(self, thought: str, logprobs: dict[str, Any] | None, usage: TokenUsage | None) -> bytes:
+        # Clients read either: DeepSeek's and SGLang's name, vLLM's and OpenRouter's.
+        shown = _encode(thought)
+        delta = b'%b"delta":{"reasoning_content":%b,"reasoning":%b}' % (self._head, shown, shown)
+        return delta + self._rest(logprobs, None, usage)
+
     def _event(
         self, content: bytes, logprobs: dict[str, Any] | None, finish: ChoiceEnd | None, usage: TokenUsage | None
     ) -> bytes:
+        return self._prefix + content + self._closing + self._rest(logprobs, finish, usage)
+
+    def _rest(self, logprobs: dict[str, Any] | None, finish: ChoiceEnd | None, usage: TokenUsage | None) -> bytes:
+        """Behind a delta."""
         reason = _encode(self._finish_reason(finish)) if finish is not None else b"null"
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + reason + b"}]"
-        tail = _usage_tail(usage) if usage is not None else self._tail
-        return self._prefix + content + self._closing + rest + tail
+        return rest + (_usage_tail(usage) if usage is not None else self._tail)
 
 
 def _one_per_call(calls: Sequence[CallDelta]) -> list[CallDelta]:

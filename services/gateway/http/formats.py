@@ -14,14 +14,15 @@ from services.gateway.core.tools.deltas import CallDelta
 from shared.errors import BlitzError
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUsage:
+class TokenUsage(NamedTuple):
     """Token counts of a response."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     """Of the prompts', those that nobody had to compute."""
+    reasoning_tokens: int | None = None
+    """Of the completion's, those that the model thought with; None: it does not think."""
 
 
 class ChoiceEnd(NamedTuple):
@@ -63,6 +64,13 @@ class MadeCall:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeThought:
+    """What the model thought before an answer, whole."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceResult:
     """One choice of an answer that is not streamed."""
 
@@ -70,10 +78,12 @@ class ChoiceResult:
     calls: tuple[MadeCall, ...]
     finish: ChoiceEnd
     logprobs: dict[str, Any] | None
+    thought: str = ""
+    """What comes before all else; empty: there is none."""
 
-    def parts(self) -> list[str | MadeCall]:
-        """Its text, cut where calls come between, and the calls."""
-        parts: list[str | MadeCall] = []
+    def parts(self) -> list[MadeThought | str | MadeCall]:
+        """Its thought; its text, cut where calls come between, and the calls."""
+        parts: list[MadeThought | str | MadeCall] = [MadeThought(self.thought)] if self.thought else []
         at = 0
         for call in self.calls:
             parts += [self.text[at : call.text_before], call]
@@ -109,6 +119,10 @@ class ChoiceEvents(ABC):
         usage: TokenUsage | None,
     ) -> bytes:
         """Of a token with parts of calls, at least one, and maybe text."""
+
+    @abstractmethod
+    def thought_chunk(self, thought: str, logprobs: dict[str, Any] | None, usage: TokenUsage | None) -> bytes:
+        """Of a token of the thought, before those of all else."""
 
 
 Keep = Callable[[int], None]

@@ -34,6 +34,7 @@ from services.gateway.http.preparation import (
     warm_up,
 )
 from services.gateway.http.request_log import REQUEST, RequestLog
+from services.gateway.http.thought_choice import StreamedThinkingChoice, WholeThinkingChoice
 from services.gateway.memory import ResponseBuffer
 from services.gateway.request_bodies.options import Options, SharedBody
 from services.gateway.service import Gateway
@@ -156,19 +157,22 @@ class Generation:
         of_prompt, number = divmod(index, options.n)
         wants_logprobs = options.sampling.logprobs is not None
         kind: type[Choice]
-        if options.tools is None:
+        prompt = prepared.prompts[of_prompt]
+        if prompt.thinking is not None:
+            kind = StreamedThinkingChoice if options.stream else WholeThinkingChoice
+        elif options.tools is None:
             kind = StreamedChoice if options.stream else WholeChoice
         else:
             kind = StreamedCallingChoice if options.stream else WholeCallingChoice
         return kind(
             buffer,
             format_.events(index, buffer.keep),
-            text_output(prepared, stream),
+            text_output(prepared, prompt, stream),
             self._gateway.metrics.of(prepared.model.record.name),
             stream=stream,
             arrived_s=arrived_s,
             logprobs=self._endpoint.logprobs(prepared.tokenizer) if wants_logprobs else None,
-            opening_text=prepared.prompts[of_prompt].echo,
+            opening_text=prompt.echo,
             continuous_usage=options.continuous_usage,
             trace_id=trace_id,
             number=number,

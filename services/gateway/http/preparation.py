@@ -18,10 +18,12 @@ from typing import TypeVar
 from msgspec import structs
 from starlette.types import Receive, Scope
 
-from services.gateway.core.call_output import CallOutput
+from services.gateway.core.call_output import AnswerParser, CallOutput
 from services.gateway.core.routes import ModelRoutes
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import StopScanner, TextOutput
+from services.gateway.core.thinking_output import ThinkingOutput
+from services.gateway.core.thoughts import PlainText, ThoughtParser
 from services.gateway.core.tools.call_grammar import call_schema, calls_grammar
 from services.gateway.core.tools.parser import ToolParser
 from services.gateway.http import asgi
@@ -234,19 +236,30 @@ def _sampling_of(
     return structs.replace(options.sampling, max_tokens=max_tokens, seed=seed % 2**63)
 
 
-def text_output(prepared: PreparedRequest, stream: StreamState) -> TextOutput:
-    """The text side of a stream: a ``CallOutput`` where functions may be called."""
+def text_output(prepared: PreparedRequest, prompt: Prompt, stream: StreamState) -> TextOutput:
+    """The text side of a stream of that prompt: a ``CallOutput`` where functions may be called, a ``ThinkingOutput``
+    where the model may think."""
     options, tokenizer = prepared.options, prepared.tokenizer
     detokenizer = tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
     scanner = StopScanner(options.stop, include=options.include_stop_string) if options.stop else None
     hidden_ids = frozenset[int]() if options.include_stop_string else stream.end_token_ids
     min_tokens = options.sampling.min_tokens
-    kind = prepared.tool_parser
-    if options.tools is None or kind is None:
+    tools, kind, thinking = options.tools, prepared.tool_parser, prompt.thinking
+    if kind is None and thinking is None:
         return TextOutput(detokenizer, scanner=scanner, hidden_ids=hidden_ids, min_tokens=min_tokens)
-    parser = kind(options.tools.names, partial(_call_id, kind), parallel=options.tools.parallel)
+    parser: AnswerParser = PlainText()
+    texts: tuple[str, ...] = ()
+    if kind is not None and tools is not None:
+        parser, texts = kind(tools.names, partial(_call_id, kind), parallel=tools.parallel), kind.marks
+    if thinking is not None:
+        texts += thinking.format.begin, thinking.format.end
     # Special tokens that are shown come as text, and so do the parser's.
-    marks = tokenizer.special_tokens(kind.marks) if options.skip_special_tokens else {}
+    marks = tokenizer.special_tokens(texts) if options.skip_special_tokens else {}
+    if thinking is not None:
+        thoughts = ThoughtParser(thinking, parser)
+        return ThinkingOutput(
+            detokenizer, thoughts, marks, scanner=scanner, hidden_ids=hidden_ids, min_tokens=min_tokens
+        )
     return CallOutput(detokenizer, parser, marks, scanner=scanner, hidden_ids=hidden_ids, min_tokens=min_tokens)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.gateway.chat_template import ChatTemplate
-from services.gateway.model_parsers import tool_parser_of
+from services.gateway.core.thoughts import Thinking
+from services.gateway.model_parsers import thoughts_of, tool_parser_of
 from services.gateway.offload import Offload
 from services.gateway.request_bodies.body import refuse_large_text
 from services.gateway.request_bodies.chat_request import ChatRequest
@@ -36,6 +37,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     echo: str
     """Its text, if the output is to begin with it."""
+    thinking: Thinking | None = None
+    """What comes behind it; None: an answer without a thought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ class PromptMaker:
         """A conversation, which came as that parameter. Raises as ``render`` and ``encode``."""
         text = await self.render(chat, param=param)
         [token_ids] = await self.encode([text], add_special_tokens=chat.add_special_tokens, param=param)
-        return Prompt(token_ids, "")
+        thoughts = thoughts_of(self._record, self._tokenizer)
+        return Prompt(token_ids, "", thoughts.behind(text) if thoughts is not None else None)
 
     async def render(self, chat: ChatRequest, *, param: str) -> str:
         """A conversation, which came as that parameter, as its model's prompt. Raises ``BadRequest``, also when that

@@ -11,7 +11,16 @@ import msgspec
 from services.gateway.core.tools.deltas import CallDelta
 from services.gateway.http.choice import TOKEN_BYTES
 from services.gateway.http.error_forms import OpenAIErrors
-from services.gateway.http.formats import AnswerFormat, ChoiceEnd, ChoiceResult, Keep, MadeCall, Reply, TokenUsage
+from services.gateway.http.formats import (
+    AnswerFormat,
+    ChoiceEnd,
+    ChoiceResult,
+    Keep,
+    MadeCall,
+    MadeThought,
+    Reply,
+    TokenUsage,
+)
 from services.gateway.http.part_events import PartEvents
 from shared.errors import BlitzError, Overloaded
 
@@ -36,13 +45,23 @@ def _usage_json(usage: TokenUsage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 
 def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
+
+
+def _thought_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _thought_item(item_id: str, text: str | None, status: str) -> dict[str, Any]:
+    """``text``: None before there is any."""
+    content = [] if text is None else [_thought_part(text)]
+    return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
 
 
 def _message_item(item_id: str, text: str | None, status: str) -> dict[str, Any]:
@@ -102,9 +121,11 @@ class ResponsesFormat(AnswerFormat):
         output = [self._item(index, part, s) for index, (part, s) in enumerate(zip(parts, statuses, strict=True))]
         return bytes(self.response(status, output, usage=usage))
 
-    def _item(self, index: int, part: str | MadeCall, status: str) -> dict[str, Any]:
+    def _item(self, index: int, part: MadeThought | str | MadeCall, status: str) -> dict[str, Any]:
         if isinstance(part, str):
             return _message_item(self.item_id("msg", index), part, status)
+        if isinstance(part, MadeThought):
+            return _thought_item(self.item_id("rs", index), part.text, status)
         return _call_item(self.item_id("fc", index), part.call_id, part.name, part.arguments, status)
 
     def events(self, index: int, keep: Keep) -> ResponsesEvents:  # noqa: ARG002 - there is one answer
@@ -151,6 +172,7 @@ class ResponsesEvents(PartEvents):
         self._pieces: list[str] = []
         """Of the text, or the arguments, of the item that is open."""
         self._call_begun: CallDelta | None = None
+        self._is_thought = False
         self._delta_head = b""
 
     def lifecycle(self, name: str, response: msgspec.Raw) -> bytes:
@@ -159,7 +181,7 @@ class ResponsesEvents(PartEvents):
 
     def items_so_far(self) -> list[Any]:
         """Those that have ended, and what there is of the one that has not."""
-        return [*self.items, self._item("incomplete")] if self._in_text or self._in_call else [*self.items]
+        return [*self.items, self._item("incomplete")] if self._open else [*self.items]
 
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -177,7 +199,8 @@ class ResponsesEvents(PartEvents):
         """The one that is open."""
         text = "".join(self._pieces)
         if self._call_begun is None:
-            return _message_item(self._item_id, text, status)
+            item = _thought_item if self._is_thought else _message_item
+            return item(self._item_id, text, status)
         return _call_item(self._item_id, self._call_begun.call_id, self._call_begun.name, text, status)
 
     def _begin_item(self, item: dict[str, Any], delta: str, fields: dict[str, Any]) -> bytes:
@@ -192,7 +215,7 @@ class ResponsesEvents(PartEvents):
         ended = self._event("response.output_item.done", {"output_index": len(self.items), "item": item})
         self._keep(len(bytes(item)))
         self.items.append(item)
-        self._pieces, self._call_begun = [], None
+        self._pieces, self._call_begun, self._is_thought = [], None, False
         return ended
 
     def _delta(self, piece: str) -> bytes:
@@ -202,11 +225,29 @@ class ResponsesEvents(PartEvents):
         return self._delta_head + _encode(piece) + b',"sequence_number":%d}\n\n' % number
 
     def _finished(self, end: ChoiceEnd) -> bytes:
-        if self.items or self._in_text or self._in_call:
+        if self.items or self._open:
             return super()._finished(end)
-        # There is a message always.
-        self._in_text = True
+        # There is an item always.
+        self._open = "text"
         return self._begin_text() + super()._finished(end)
+
+    def _begin_thought(self) -> bytes:
+        self._is_thought = True
+        self._item_id = self._format.item_id("rs", len(self.items))
+        item = _thought_item(self._item_id, None, "in_progress")
+        begun = self._begin_item(item, "response.reasoning_text.delta", {"content_index": 0})
+        part = {**self._place, "content_index": 0, "part": _thought_part("")}
+        return begun + self._event("response.content_part.added", part)
+
+    def _add_thought(self, thought: str) -> bytes:
+        return self._delta(thought)
+
+    def _end_thought(self, *, whole: bool) -> bytes:
+        text = "".join(self._pieces)
+        place = {**self._place, "content_index": 0}
+        done = self._event("response.reasoning_text.done", {**place, "text": text})
+        done += self._event("response.content_part.done", {**place, "part": _thought_part(text)})
+        return done + self._end_item(whole=whole)
 
     def _begin_text(self) -> bytes:
         self._item_id = self._format.item_id("msg", len(self.items))

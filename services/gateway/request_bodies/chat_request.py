@@ -17,6 +17,7 @@ from services.gateway.request_bodies.options import (
     read_options,
     refuse_unsupported,
 )
+from services.gateway.request_bodies.thinking import Effort, told_of_effort
 from services.gateway.request_bodies.tools import MessageCall, called, read_tools, refuse_many_arguments
 from shared.errors import BadRequest, PayloadTooLarge, UnsupportedParameter
 
@@ -29,6 +30,14 @@ MAX_ELEMENTS = 65_536
 MAX_JSON_PER_BYTE = 4
 """Bytes of JSON that one byte of a prompt may take: escapes, names, brackets."""
 MAX_TEMPLATE_ARGUMENTS_BYTES = 65_536
+_RESERVED = {
+    "messages": "give messages beside it",
+    "tools": "give tools beside it",
+    "add_generation_prompt": "give add_generation_prompt beside it",
+    "chat_template": "a chat template from the caller is not supported",
+    "tokenize": "a prompt is always tokenized",
+}
+"""What of a template's arguments is not the caller's."""
 MESSAGE_CHARACTERS = 128
 """What rendering a message costs, however short it is, in characters."""
 
@@ -48,6 +57,9 @@ class ChatMessage(msgspec.Struct):
     name: str | None = None
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, as others call it."""
 
 
 class ChatBody(SharedBody, kw_only=True):
@@ -62,6 +74,7 @@ class ChatBody(SharedBody, kw_only=True):
     tools: Raw = Raw(b"null")
     tool_choice: Raw = Raw(b"null")
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +96,8 @@ class ChatRequest:
         """About how much there is to render."""
         tools = self.options.tools
         listed = tools.num_characters if tools is not None else 0
-        return listed + self.called_characters + sum(MESSAGE_CHARACTERS + len(m["content"]) for m in self.messages)
+        said = sum(MESSAGE_CHARACTERS + len(m["content"]) + len(m.get("reasoning", "")) for m in self.messages)
+        return listed + self.called_characters + said
 
 
 def read_chat_request(raw: bytes, body: ChatBody, *, vocab_size: int, max_prompt_bytes: int) -> ChatRequest:
@@ -96,7 +110,7 @@ def read_chat_request(raw: bytes, body: ChatBody, *, vocab_size: int, max_prompt
         messages=messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         add_special_tokens=body.add_special_tokens is True,
-        template_arguments=_template_arguments(body.chat_template_kwargs),
+        template_arguments=told_of_effort(body.reasoning_effort, _template_arguments(body.chat_template_kwargs)),
         options=read_options(
             body,
             vocab_size=vocab_size,
@@ -116,7 +130,17 @@ def _template_arguments(raw: Raw) -> dict[str, Any]:
             param="chat_template_kwargs",
         )
     arguments: dict[str, Any] | None = read_json(raw, dict[str, Any] | None, "chat_template_kwargs")
+    reserved = next((name for name in _RESERVED if name in arguments), None) if arguments else None
+    if reserved is not None:
+        raise BadRequest(
+            f"chat_template_kwargs.{reserved}: {_RESERVED[reserved]}", param=f"chat_template_kwargs.{reserved}"
+        )
     return arguments or {}
+
+
+def thought_of(thought: str) -> dict[str, str]:
+    """Of a message of the assistant, as templates read it."""
+    return {"reasoning_content": thought, "reasoning": thought}
 
 
 def _messages(raw: Raw, max_prompt_bytes: int) -> tuple[tuple[dict[str, Any], ...], int]:
@@ -152,6 +176,9 @@ def _message(message: ChatMessage, name: str) -> dict[str, Any]:
                 param=f"{name}.tool_calls",
             )
         result["tool_calls"] = called(message.tool_calls, f"{name}.tool_calls")
+    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if thought and role == "assistant":
+        result |= thought_of(thought)
     if message.tool_call_id is not None:
         result["tool_call_id"] = message.tool_call_id
     return result

@@ -35,6 +35,7 @@ class InputItem(msgspec.Struct):
     name: Raw = Raw(b"null")
     arguments: Raw = Raw(b"null")
     output: Raw = Raw(b"null")
+    summary: Raw = Raw(b"null")
 
 
 _ROLE = Annotated[_Role, Meta(description="one of assistant, developer, system, user")]
@@ -88,7 +89,21 @@ def _read_output(item: InputItem, name: str, conversation: Conversation) -> None
     conversation.answer(call_id, _content(item.output, f"{name}.output"))
 
 
-_READERS = {"message": _read_message, "function_call": _read_call, "function_call_output": _read_output}
+def _read_thought(item: InputItem, name: str, conversation: Conversation) -> None:
+    """The thought itself, else a summary of it. Of another system's there may be neither that can be read."""
+    for field, raw, kind in (("content", item.content, "reasoning_text"), ("summary", item.summary, "summary_text")):
+        parts: list[InputPart] = read_json(raw, list[InputPart] | None, f"{name}.{field}") or []
+        if parts:
+            conversation.think(_joined(parts, f"{name}.{field}", (kind,)))
+            return
+
+
+_READERS = {
+    "message": _read_message,
+    "reasoning": _read_thought,
+    "function_call": _read_call,
+    "function_call_output": _read_output,
+}
 
 
 def _field(raw: Raw, kind: Any, name: str) -> Any:
@@ -99,15 +114,19 @@ def _content(raw: Raw, name: str) -> str:
     content: str | list[InputPart] = _field(raw, str | list[InputPart], name)
     if isinstance(content, str):
         return content
-    if len(content) > MAX_PARTS:
-        raise BadRequest(f"{name} has {len(content)} parts; at most {MAX_PARTS} are allowed", param=name)
-    return "\n".join(_part_text(part, f"{name}[{index}]") for index, part in enumerate(content))
+    return _joined(content, name, ("input_text", "output_text"))
 
 
-def _part_text(part: InputPart, name: str) -> str:
-    if part.type not in ("input_text", "output_text"):
+def _joined(parts: list[InputPart], name: str, kinds: tuple[str, ...]) -> str:
+    if len(parts) > MAX_PARTS:
+        raise BadRequest(f"{name} has {len(parts)} parts; at most {MAX_PARTS} are allowed", param=name)
+    return "\n".join(_part_text(part, f"{name}[{index}]", kinds) for index, part in enumerate(parts))
+
+
+def _part_text(part: InputPart, name: str, kinds: tuple[str, ...]) -> str:
+    if part.type not in kinds:
         raise UnsupportedParameter(
-            f"{name}.type: parts of type {shown(part.type)} are not supported (input_text and output_text are)",
+            f"{name}.type: parts of type {shown(part.type)} are not supported here (only {' and '.join(kinds)})",
             param=f"{name}.type",
         )
     return required(part.text, f"{name}.text")

@@ -14,6 +14,8 @@ from services.gateway.request_bodies.tools import FunctionName
 from shared.errors import BadRequest, UnsupportedParameter
 
 PARAM = "messages"
+_NO_TEXTS = ("tool_use", "thinking", "redacted_thinking")
+"""Blocks of the assistant's. What is redacted nobody here can read: it is passed over."""
 
 
 class TextBlock(msgspec.Struct):
@@ -32,6 +34,7 @@ class MessageBlock(msgspec.Struct):
     name: Raw = Raw(b"null")
     input: Raw = Raw(b"null")
     tool_use_id: Raw = Raw(b"null")
+    thinking: Raw = Raw(b"null")
     content: Raw = Raw(b"null")
 
 
@@ -81,13 +84,20 @@ def _refuse_many_blocks(blocks: list[Any], name: str) -> None:
 
 
 def _read_assistant(blocks: list[MessageBlock], name: str, conversation: Conversation) -> None:
-    """One message, whatever the order of its texts and calls."""
+    """One message, whatever the order of its thoughts, texts and calls."""
     called = [(index, block) for index, block in enumerate(blocks) if block.type == "tool_use"]
-    texts = [
-        _text(block, f"{name}[{index}]", "text and tool_use")
+    thoughts = [
+        str(_field(block.thinking, str, f"{name}[{index}].thinking"))
         for index, block in enumerate(blocks)
-        if block.type != "tool_use"
+        if block.type == "thinking"
     ]
+    texts = [
+        _text(block, f"{name}[{index}]", "text, thinking and tool_use")
+        for index, block in enumerate(blocks)
+        if block.type not in _NO_TEXTS
+    ]
+    if any(thoughts):
+        conversation.think("\n".join(thoughts))
     conversation.say("assistant", "\n".join(texts))
     for index, block in called:
         where = f"{name}[{index}]"

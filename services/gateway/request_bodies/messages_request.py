@@ -14,12 +14,14 @@ from services.gateway.request_bodies.guided import read_format
 from services.gateway.request_bodies.message_blocks import Texts, read_texts, read_turns
 from services.gateway.request_bodies.options import (
     MAX_STOP_STRINGS,
+    Count,
     SharedBody,
     StopString,
     read_options,
     refuse_more_choices,
     refuse_unsupported,
 )
+from services.gateway.request_bodies.thinking import switched
 from services.gateway.request_bodies.tools import (
     FORCED,
     NEVER,
@@ -40,6 +42,7 @@ _REFUSED = {
 }
 """What this system has none of: any value except null, false, empty or zero is refused."""
 _LONGEST_HARMLESS_BYTES = 64
+_THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 
 StopSequences = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 
@@ -48,6 +51,8 @@ class ThinkingConfig(msgspec.Struct):
     """Whether the model is to think first."""
 
     type: Any = None
+    budget_tokens: Count | None = None
+    """Taken, and not kept to."""
 
 
 class OutputConfig(msgspec.Struct):
@@ -92,7 +97,7 @@ def read_messages_request(
     """Raises ``BadRequest``, ``UnsupportedParameter`` and ``PayloadTooLarge``, naming the parameter. ``answered``: the
     length of an answer must be given."""
     refuse_unsupported(raw, body, supported=("tools", "tool_choice"))
-    _refuse_unsupported(raw, body)
+    _refuse_unsupported(raw)
     refuse_more_choices(body)
     if answered:
         required(body.max_tokens, "max_tokens")
@@ -106,7 +111,7 @@ def read_messages_request(
         messages=tuple(conversation.messages),
         add_generation_prompt=True,
         add_special_tokens=False,
-        template_arguments={},
+        template_arguments=_template_arguments(body.thinking),
         options=read_options(
             body,
             vocab_size=vocab_size,
@@ -119,14 +124,21 @@ def read_messages_request(
     )
 
 
-def _refuse_unsupported(raw: bytes, body: MessagesBody) -> None:
+def _refuse_unsupported(raw: bytes) -> None:
     for name, value in zip(_REFUSED, read_fields(raw, tuple(_REFUSED)), strict=True):
         if value and (len(value) > _LONGEST_HARMLESS_BYTES or msgspec.json.decode(value)):
             raise UnsupportedParameter(f"{name}: {_REFUSED[name]}", param=name)
-    if body.thinking is not None and body.thinking.type != "disabled":
+
+
+def _template_arguments(thinking: ThinkingConfig | None) -> dict[str, Any]:
+    if thinking is None:
+        return {}
+    on = _THINKS.get(thinking.type) if isinstance(thinking.type, str) else None
+    if on is None:
         raise UnsupportedParameter(
-            f"thinking: {shown(body.thinking.type)} is not supported (disabled is)", param="thinking"
+            f"thinking.type: {shown(thinking.type)} is not supported ({', '.join(_THINKS)} are)", param="thinking.type"
         )
+    return switched(on)
 
 
 def _read_tools(body: MessagesBody) -> ChatTools | None:

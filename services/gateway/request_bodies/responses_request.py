@@ -20,6 +20,7 @@ from services.gateway.request_bodies.options import (
     refuse_more_choices,
     refuse_unsupported,
 )
+from services.gateway.request_bodies.thinking import Effort, told_of_effort
 from services.gateway.request_bodies.tools import (
     ChatTools,
     FlatNamedTool,
@@ -66,6 +67,12 @@ class TextConfig(msgspec.Struct):
     format: Raw = Raw(b"null")
 
 
+class ReasoningConfig(msgspec.Struct):
+    """How much to think."""
+
+    effort: Effort | None = None
+
+
 class ResponsesBody(SharedBody, kw_only=True):
     """The body as it comes."""
 
@@ -79,6 +86,7 @@ class ResponsesBody(SharedBody, kw_only=True):
     truncation: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
+    reasoning: ReasoningConfig | None = None
 
 
 class FlatTool(FunctionBody):
@@ -108,7 +116,7 @@ def read_responses_request(raw: bytes, body: ResponsesBody, *, vocab_size: int, 
         messages=tuple(conversation.messages),
         add_generation_prompt=True,
         add_special_tokens=False,
-        template_arguments={},
+        template_arguments=told_of_effort(body.reasoning.effort if body.reasoning is not None else None, {}),
         options=options,
         called_characters=len(bytes(body.input)) if conversation.has_calls else 0,
         repeated=_repeated(body, options),
@@ -148,7 +156,7 @@ def _repeated(body: ResponsesBody, options: Options) -> bytes:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         "service_tier": "default",
         "store": False,
         "temperature": options.sampling.temperature,

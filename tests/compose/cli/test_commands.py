@@ -467,7 +467,8 @@ def test_settings_that_are_given_are_sent_and_all_are_shown(
     assert gateway.requests[-1][1] == {"min_instances": 0, "slo_ttft_s": 0.0, "slo_tbt_s": 0.0625, "keep_alive_s": 90.5}
     shown = (
         "--min-instances 0, --max-instances 3, --slo-ttft -, --slo-tbt 62.5, --keep-alive 90.5, "
-        "--no-room-timeout -, --serving -, --weight 1, --no-advise, --prefix-cache, --tool-parser auto"
+        "--no-room-timeout -, --serving -, --weight 1, --no-advise, --prefix-cache, --tool-parser auto, "
+        "--reasoning-parser auto"
     )
     assert capsys.readouterr().out == f"changed org/demo: {shown}\n"
     assert run(["models", "set", "org/demo", "--max-instances", "3"]) == 0
@@ -481,6 +482,7 @@ def test_how_a_model_is_served_is_given_and_shown(gateway: FakeGateway, capsys: 
         "advise": True,
         "prefix_cache": False,
         "tool_parser": "hermes",
+        "reasoning_parser": "qwen3",
     }
     options = [
         "--serving",
@@ -491,6 +493,8 @@ def test_how_a_model_is_served_is_given_and_shown(gateway: FakeGateway, capsys: 
         "--no-prefix-cache",
         "--tool-parser",
         "hermes",
+        "--reasoning-parser",
+        "qwen3",
     ]
     gateway.answers["GET /admin/models"] = (200, {"models": []})
     gateway.answers["POST /admin/models"] = (201, {"name": "m"} | served)
@@ -500,7 +504,8 @@ def test_how_a_model_is_served_is_given_and_shown(gateway: FakeGateway, capsys: 
     capsys.readouterr()
     assert run(["models", "set", "m", *options]) == 0
     assert gateway.requests[-1][1] == served
-    shown = "--serving disaggregated, --weight 2.5, --advise, --no-prefix-cache, --tool-parser hermes\n"
+    shown = "--serving disaggregated, --weight 2.5, --advise, --no-prefix-cache, --tool-parser hermes, "
+    shown += "--reasoning-parser qwen3\n"
     assert capsys.readouterr().out.endswith(shown)
     assert run(["models", "set", "m", "--serving", "", "--no-advise"]) == 0
     assert gateway.requests[-1][1] == {"served_as": "", "advise": False}

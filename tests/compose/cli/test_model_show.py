@@ -71,10 +71,10 @@ def test_a_model_without_a_prefix_cache_is_shown_as_such(demo: FakeGateway, caps
 
 def test_a_models_parsers_are_shown(demo: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     status, answer = demo.answers["GET /admin/status"]
-    models = [model | {"tool_parser": "pythonic"} for model in answer["models"]]
+    models = [model | {"tool_parser": "pythonic", "reasoning_parser": "none"} for model in answer["models"]]
     demo.answers["GET /admin/status"] = (status, answer | {"models": models})
     assert run(["models", "show", "demo"]) == 0
-    assert "parsers tools pythonic" in " ".join(capsys.readouterr().out.split())
+    assert "parsers tools pythonic, reasoning none" in " ".join(capsys.readouterr().out.split())
 
 
 def test_as_json_and_without_a_planner(demo: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:

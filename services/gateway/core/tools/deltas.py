@@ -1,4 +1,4 @@
-"""What a parser of calls gives out."""
+"""What a parser of answers gives out."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class ParsedText(NamedTuple):
     text: str
     """For the client."""
     calls: tuple[CallDelta, ...]
+    thought: str = ""
+    """Before both."""
 
 
 NOTHING = ParsedText("", ())

@@ -56,6 +56,10 @@ class ChatFormat(ChunkedFormat):
         if result.calls:
             message["content"] = result.text or None
             message["tool_calls"] = [_call_json(call) for call in result.calls]
+        if result.thought:
+            # Both names, as in chunks.
+            message["content"] = result.text or None
+            message["reasoning_content"] = message["reasoning"] = result.thought
         return {
             "index": index,
             "message": message,

@@ -218,9 +218,12 @@ async def test_a_models_objectives_reach_the_pool(stack: Stack) -> None:
 
 async def test_how_a_model_is_served_reaches_the_pool(stack: Stack) -> None:
     body = {"path": "/m", "served_as": "disaggregated", "weight": 0.5, "advise": True, "tool_parser": "hermes"}
+    body["reasoning_parser"] = "qwen3"
     assert (await stack.http.post("/admin/models", json=body)).status_code == 200
     assert stack.pool.added == [
-        AddModel(path="/m", serving="disaggregated", weight=0.5, advise=True, tool_parser="hermes")
+        AddModel(
+            path="/m", serving="disaggregated", weight=0.5, advise=True, tool_parser="hermes", reasoning_parser="qwen3"
+        )
     ]
     response = await stack.http.patch("/admin/models/tiny", json={"served_as": "colocated", "weight": 2})
     assert (response.json()["served_as"], response.json()["weight"]) == ("colocated", 2.0)
@@ -280,6 +283,8 @@ async def test_what_is_given_of_a_models_settings_reaches_the_pool_and_shows_at_
         ({"served_as": True}, "served_as"),
         ({"tool_parser": "qwen"}, "tool_parser"),
         ({"tool_parser": 1}, "tool_parser"),
+        ({"reasoning_parser": "qwen"}, "reasoning_parser"),
+        ({"reasoning_parser": False}, "reasoning_parser"),
         ({"weight": 0}, "weight"),
         ({"weight": -1}, "weight"),
         ({"weight": 1e7}, "weight"),

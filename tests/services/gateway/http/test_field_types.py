@@ -62,6 +62,8 @@ def chat_bodies(value: Any) -> list[dict[str, Any]]:
         {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": value, "arguments": "{}"}}]},
         {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": value}}]},
         {"role": "tool", "content": "x", "tool_call_id": value},
+        {"role": "assistant", "content": "x", "reasoning_content": value},
+        {"role": "assistant", "content": "x", "reasoning": value},
     ]
     tools: list[Any] = [
         value,
@@ -77,7 +79,8 @@ def chat_bodies(value: Any) -> list[dict[str, Any]]:
         *({"messages": MESSAGES, "tools": [tool]} for tool in tools),
         {"messages": MESSAGES, "tools": tools[1:2], "tool_choice": value},
         {"messages": MESSAGES, "logprobs": True, "top_logprobs": value},
-        {"messages": MESSAGES, "chat_template_kwargs": {"tools": value, "bos_token": value, "messages": value}},
+        {"messages": MESSAGES, "chat_template_kwargs": {"documents": value, "bos_token": value, "thinking": value}},
+        {"messages": MESSAGES, "reasoning_effort": value, "chat_template_kwargs": {"tools": value}},
         {"messages": MESSAGES, "response_format": {"type": value}},
         {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": value}},
         {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"schema": value}}},
@@ -121,11 +124,15 @@ def responses_bodies(value: Any) -> list[dict[str, Any]]:
         {"type": "function_call_output", "call_id": value, "output": "x"},
         {"type": "function_call_output", "call_id": "c", "output": value},
         {"type": "function_call_output", "call_id": "c", "output": [value]},
+        {"type": "reasoning", "content": value},
+        {"type": "reasoning", "content": [value]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": value}]},
     ]
     tools: list[Any] = [value, *({"type": "function", "name": "f", n: value} for n in ("type", "name", "parameters"))]
     return [
         *({"input": [item]} for item in items),
         *({"input": "a", "tools": [tool]} for tool in tools),
+        {"input": "a", "reasoning": {"effort": value}},
         {"input": "a", "text": {"format": value}},
         {"input": "a", "text": {"format": {"type": value}}},
         {"input": "a", "metadata": {"a": value}},
@@ -152,6 +159,7 @@ def turn_bodies(value: Any) -> list[dict[str, Any]]:
         {"messages": MESSAGES, "stop_sequences": [value]},
         {"messages": MESSAGES, "tool_choice": {"type": value}},
         {"messages": MESSAGES, "thinking": {"type": value}},
+        {"messages": MESSAGES, "thinking": {"type": "enabled", "budget_tokens": value}},
         {"messages": MESSAGES, "output_config": {"format": value}},
     ]
 

@@ -157,6 +157,13 @@ CHAT_WRONG: list[tuple[str, dict[str, Any]]] = [
     ("logprobs", {"messages": MESSAGES, "logprobs": 3}),
     ("max_completion_tokens", {"messages": MESSAGES, "max_completion_tokens": 0}),
     ("chat_template_kwargs", {"messages": MESSAGES, "chat_template_kwargs": 1}),
+    ("chat_template_kwargs.messages", {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}),
+    ("chat_template_kwargs.tools", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1, "tools": None}}),
+    ("chat_template_kwargs.chat_template", {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "a"}}),
+    ("reasoning_effort", {"messages": MESSAGES, "reasoning_effort": "max"}),
+    ("reasoning_effort", {"messages": MESSAGES, "reasoning_effort": 1}),
+    ("messages[0].reasoning_content", {"messages": [{**MESSAGES[0], "reasoning_content": 1}]}),
+    ("messages[0].reasoning", {"messages": [{**MESSAGES[0], "reasoning": ["a"]}]}),
 ]
 
 

@@ -27,6 +27,7 @@ from tests.services.gateway.http.test_tools import CALL, stack_of
 PATH = "/v1/responses"
 NAMES = ["weather", "now"]
 TOOLS: list[dict[str, Any]] = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in NAMES]
+THOUGHT_PART = {"type": "reasoning_text", "text": "a"}
 NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
 
@@ -266,7 +267,13 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("unsupported_parameter", "tools[0].type", {"tools": [{"type": "web_search"}]}),
     ("unsupported_parameter", "n", {"n": 2}),
     ("unsupported_parameter", "n", {"n": 2, "best_of": 2, "stream": True}),
-    ("unsupported_parameter", "input[0].type", items({"type": "reasoning", "summary": []})),
+    ("unsupported_parameter", "input[0].content[0].type", items({"type": "reasoning", "content": [{"type": "text"}]})),
+    ("bad_request", "input[0].summary", items({"type": "reasoning", "summary": "a"})),
+    ("bad_request", "input[0].content", items({"type": "reasoning", "content": [THOUGHT_PART] * 1025})),
+    ("bad_request", "input[0].content[0].text", items({"type": "reasoning", "content": [{"type": "reasoning_text"}]})),
+    ("bad_request", "reasoning.effort", {"reasoning": {"effort": "max"}}),
+    ("bad_request", "reasoning.effort", {"reasoning": {"effort": 1}}),
+    ("bad_request", "reasoning", {"reasoning": "high"}),
     ("unsupported_parameter", "input[1].type", items(ITEMS[0], {"type": "item_reference", "id": "x"})),
     ("unsupported_parameter", "input[0].type", items({"type": 5})),
     ("unsupported_parameter", "input[0].content[0].type", said([{"type": "input_image"}])),

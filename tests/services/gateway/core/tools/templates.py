@@ -97,3 +97,30 @@ PYTHONIC = """
 {%- endif %}
 {%- for message in messages %}{{- '<|header_start|>' + message.role + '<|header_end|>' + message.content + '<|eot|>' }}{%- endfor %}
 """
+
+QWEN3 = """
+{%- if tools %}{{- '<|im_start|>system\\n# Tools <tool_call>' }}{{- tools | tojson }}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and message.reasoning_content is string %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content }}
+{%- if message.tool_calls %}{%- for call in message.tool_calls %}{{- '[' + call.function.name + ']' }}{%- endfor %}{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if reasoning_effort is defined %}{{- 'effort ' + reasoning_effort + '\\n' }}{%- endif %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+
+DEEPSEEK_R1 = """
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|Assistant|>' + message.content.split('</think>')[-1] + '<|end|>' }}
+{%- else %}{{- '<|User|>' + message.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|><think>\\n' }}{%- endif %}
+"""
