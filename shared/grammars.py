@@ -13,6 +13,8 @@ from typing import Any
 
 from shared.messages.generation import Grammar
 
+ANSWER = "@answer"
+"""In ``Grammar.before``: the grammar itself."""
 OPTIONS_KEYWORD = "x-guidance"
 """With which a schema would set llguidance's options, which are ours to set."""
 _OPTIONS = {"coerce_one_of": True}
@@ -50,7 +52,10 @@ def limits_of(grammar: Grammar) -> GrammarLimits:
 
 def llguidance_text(grammar: Grammar) -> str:
     """The grammar as llguidance reads it. Raises ``ValueError`` for a text that is not of its kind."""
-    return json.dumps({"grammars": [_TEXTS[grammar.kind](grammar.text)]})
+    answer = _TEXTS[grammar.kind](grammar.text)
+    if not grammar.before:
+        return json.dumps({"grammars": [answer]})
+    return json.dumps({"grammars": [{"lark_grammar": grammar.before}, {"name": ANSWER[1:], **answer}]})
 
 
 def _of_schema(text: str) -> dict[str, Any]:

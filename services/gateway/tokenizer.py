@@ -128,6 +128,11 @@ class ModelTokenizer:
         """Those of the texts that are special tokens, by id."""
         return {i: text for i, text in self._special_tokens.items() if text in texts}
 
+    def token_ids(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of the texts that are one token each, by their text."""
+        found = {text: self._tokenizer.token_to_id(text) for text in texts}
+        return {text: token_id for text, token_id in found.items() if token_id is not None}
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token alone stands for."""
         if self._byte_table is not None:

@@ -18,6 +18,7 @@ from shared.subjects import Process
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_BEFORE_BYTES = 1024
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +28,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
     """At most ``MAX_GRAMMAR_BYTES`` in UTF-8. The schema (an object) or the array of strings as JSON, the expression,
     or llguidance's Lark; of ``calls``, which gateways make, too."""
+    before: Annotated[str, Meta(max_length=MAX_BEFORE_BYTES)] = ""
+    """What comes before it: rules of llguidance's Lark, made by gateways, in which ``@answer`` is this grammar. Empty:
+    nothing."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

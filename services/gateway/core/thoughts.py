@@ -4,7 +4,7 @@ A thought is at the beginning of an output, or there is none. The prompt says wh
 itself ends with ``<think>``, one that turns thinking off with ``</think>``; behind any other the model may open one
 itself. What is behind the thought is read by the answer's own parser, so nothing inside of a thought is a call.
 
-Blanks around a thought are nobody's: templates put them there again.
+Blanks around a thought, and the newlines behind its end, are nobody's: templates put them there again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from shared.messages.common import ReasoningParserName
 MAX_BLANKS = 256
 """Of those that may turn out to be before a thought, or behind it: more than these are text."""
 _BLANK = " \t\r\n"
+_NEWLINES = "\r\n"
 
 State = Literal["before", "thought", "behind", "answer"]
 
@@ -123,7 +124,7 @@ class ThoughtParser:
         if self._state == "thought":
             text = self._read_thought(text)
         if self._state == "behind":
-            text = text.lstrip(_BLANK)
+            text = text.lstrip(_NEWLINES)
             if text:
                 self._state = "answer"
         if self._state == "answer":

@@ -23,7 +23,8 @@ from services.gateway.core.routes import ModelRoutes
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import StopScanner, TextOutput
 from services.gateway.core.thinking_output import ThinkingOutput
-from services.gateway.core.thoughts import PlainText, ThoughtParser
+from services.gateway.core.thought_grammar import behind_thought
+from services.gateway.core.thoughts import PlainText, Thinking, ThoughtParser
 from services.gateway.core.tools.call_grammar import call_schema, calls_grammar
 from services.gateway.core.tools.parser import ToolParser
 from services.gateway.http import asgi
@@ -119,6 +120,9 @@ class Preparation:
         if options.tools is not None and options.tools.forced and tool_parser is not None:
             options = await gateway.offload.run(_forced_to_call, options, options.tools, tool_parser, tokenizer)
         prompts = await endpoint.prompts(request, PromptMaker(record, tokenizer, gateway.offload, limits))
+        [first, *_] = prompts
+        if first.thinking is not None and options.sampling.grammar is not None:
+            options = await gateway.offload.run(_behind_thought, options, first.thinking, tokenizer)
         return PreparedRequest(
             endpoint.id_prefix + secrets.token_hex(16),
             model,
@@ -141,14 +145,27 @@ def _forced_to_call(options: Options, tools: ChatTools, kind: type[ToolParser], 
     schema = call_schema(tools.forced, kind.arguments_field)
     param = "tool_choice"
     check_grammar(bounded_grammar("json_schema", json.dumps(read_schema(schema, "tools")), "tools"), "tools")
-    marks = {text: token_id for token_id, text in tokenizer.special_tokens(kind.marks).items()}
-    grammar = calls_grammar(kind, schema, marks, parallel=tools.parallel and not tools.is_named)
+    grammar = calls_grammar(
+        kind, schema, tokenizer.token_ids(kind.marks), parallel=tools.parallel and not tools.is_named
+    )
     if grammar is None:
         raise UnsupportedParameter(
             f"{param}: calls in the format of this model cannot be asked for (auto and none are supported)", param=param
         )
     grammar = bounded_grammar(grammar.kind, grammar.text, "tools")
     return replace(options, sampling=structs.replace(options.sampling, grammar=grammar), guide_param=param)
+
+
+def _behind_thought(options: Options, thinking: Thinking, tokenizer: ModelTokenizer) -> Options:
+    """Whose grammar begins behind the thought."""
+    grammar = options.sampling.grammar
+    assert grammar is not None
+    if grammar.kind != "calls":
+        # It may be too large so, if hardly. Of calls, which may have tokens of the model, the schemas were checked.
+        check_grammar(behind_thought(grammar, thinking, {}), options.guide_param)
+    marks = tokenizer.token_ids((thinking.format.begin, thinking.format.end))
+    grammar = behind_thought(grammar, thinking, marks)
+    return replace(options, sampling=structs.replace(options.sampling, grammar=grammar))
 
 
 def memory_bytes(prepared: PreparedRequest) -> int:

@@ -53,7 +53,7 @@ def calls_grammar(
     kind: type[ToolParser], schema: Mapping[str, Any], marks: Mapping[str, int], *, parallel: bool
 ) -> Grammar | None:
     """An answer of nothing but calls that are each as ``schema`` says (``call_schema``). ``marks``: those of the family
-    that are special tokens, by their text. None: the family has none."""
+    that are tokens, by their text, which the model then writes as such. None: the family has none."""
 
     def mark(text: str) -> str:
         return f"<[{marks[text]}]>" if text in marks else json.dumps(text)

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from shared.messages.generation import TokenLogprobs
+from shared.messages.generation import Grammar, TokenLogprobs
 from tests.services.gateway.cluster import say
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.core.tools import templates
@@ -232,6 +232,36 @@ async def test_tokenize_counts_the_prompt_that_a_chat_has(qwen: Stack) -> None:
     prompt = await prompt_of(qwen, reasoning_effort="none")
     body = {"model": "tiny", "messages": MESSAGES, "reasoning_effort": "none"}
     assert (await qwen.http.post("/tokenize", json=body)).json()["count"] == len(prompt)
+
+
+async def grammar_of(stack: Stack, **extra: Any) -> Grammar:
+    stack.workers[0].submits.clear()
+    await ask(stack, **extra)
+    grammar = stack.workers[0].submits[0].sampling.grammar
+    assert grammar is not None
+    return grammar
+
+
+async def test_what_an_answer_must_be_begins_behind_the_thought(
+    make_stack: StackFactory, tmp_path: Path, deepseek: Stack, qwen: Stack
+) -> None:
+    choice = {"guided_choice": ["Hi!", "no"]}
+    open_ = await grammar_of(deepseek, **choice)
+    assert (open_.kind, open_.text) == ("choice", '["Hi!","no"]')
+    assert open_.before.startswith("start: thought gap? @answer\n")
+    may = await grammar_of(qwen, **choice)
+    assert may.before.startswith("start: (open thought gap?)? @answer\n")
+    assert not (await grammar_of(qwen, **choice, reasoning_effort="none")).before
+    forced = await grammar_of(qwen, tools=TOOLS, tool_choice="required")
+    assert (forced.kind, forced.before) == ("calls", may.before)
+    special = await stack_of(make_stack, tmp_path / "special", templates.QWEN3, *MARKS, "<tool_call>")
+    found = await grammar_of(special, response_format={"type": "json_object"})
+    assert f"(open | <[{BEGIN}]>) (thought | TEXT? <[{END}]>)" in found.before
+    assert f"<[{END + 1}]>" in (await grammar_of(special, tools=TOOLS, tool_choice="required")).text
+
+
+async def test_a_grammar_of_a_model_that_does_not_think_has_nothing_before_it(stack: Stack) -> None:
+    assert (await grammar_of(stack, guided_choice=["a"])).before == ""
 
 
 # Responses
