@@ -151,7 +151,7 @@ class ResponseBuffer:
         if self._kept_bytes > memory.whole_bytes:
             self.fail(
                 ResponseTooLarge(
-                    f"the answer occupies more than {memory.whole_bytes} bytes, all of which its last event repeats; "
+                    f"the answer occupies more than {memory.whole_bytes} bytes that are kept until its end; "
                     "ask for less of it"
                 )
             )

@@ -182,7 +182,9 @@ class SilenceWatch:
         """Whether a worker has it. Raises ``NoResponder``, ``DeadlineExceeded``, ``NotFound``."""
         stream = request.stream
         offset = len(stream.output_token_ids)
-        message = Resend(request_id=stream.request_id, attempt=stream.attempt, offset=offset)
+        message = Resend(
+            request_id=stream.request_id, attempt=stream.attempt, offset=offset, prompt_offset=stream.prompt_offset
+        )
         self._metrics.of(stream.model).resends += 1
         subject = subjects.worker_resend(worker)
         await self._bus.request(subject, message, Ack, timeout_s=timeout_s)

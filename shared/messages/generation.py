@@ -19,6 +19,8 @@ from shared.subjects import Process
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_BEFORE_BYTES = 1024
+MAX_PROMPT_LOGPROBS_BYTES = 8 * 2**20
+"""Of log-probabilities of prompts, for all choices of an answer together, counted by ``prompt_logprobs_bytes``."""
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     """Number of alternatives per token; 0 gives the sampled token's alone, None gives none."""
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    """Number of alternatives per token of the prompt; 0 gives the prompt's own token alone, None gives none."""
 
 
 class DecodePlace(AtWorker, frozen=True, kw_only=True):
@@ -108,6 +112,59 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+def prompt_logprobs_bytes(num_tokens: int, num_top: int) -> int:
+    """About what the log-probabilities of a prompt take: 16 bytes for each token and each alternative."""
+    return 16 * num_tokens * (num_top + 1)
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of some tokens of a prompt, each behind those before it, and of the likeliest alternatives.
+
+    Arrays of little-endian numbers of 4 bytes, row after row: objects would take ten times the memory.
+    """
+
+    start: int
+    """Position of the first token, at least 1: the first token of a prompt has none."""
+    num_top: int
+    logprobs: bytes
+    """``[num_tokens]`` float32, of the prompt's own tokens."""
+    ranks: bytes
+    """``[num_tokens]`` int32: how many tokens are as likely or likelier, each itself among them."""
+    top_ids: bytes
+    """``[num_tokens, num_top]`` int32, the likeliest first."""
+    top_logprobs: bytes
+    """``[num_tokens, num_top]`` float32."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.logprobs) // 4
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the arrays have these shapes. What came in a message may be anything."""
+        rows = 4 * self.num_tokens
+        wide = rows * self.num_top
+        sizes = (len(self.logprobs), len(self.ranks), len(self.top_ids), len(self.top_logprobs))
+        return self.start >= 1 and self.num_top >= 0 and sizes == (rows, rows, wide, wide)
+
+    def part(self, start: int, end: int) -> PromptLogprobs:
+        """Of positions ``start <= i < end``, which are here."""
+        first, last, row = 4 * (start - self.start), 4 * (end - self.start), self.num_top
+        return PromptLogprobs(
+            start=start,
+            num_top=row,
+            logprobs=self.logprobs[first:last],
+            ranks=self.ranks[first:last],
+            top_ids=self.top_ids[first * row : last * row],
+            top_logprobs=self.top_logprobs[first * row : last * row],
+        )
+
+
 class StreamPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one stream. ``finish_reason`` makes it terminal: exactly one per attempt."""
 
@@ -124,6 +181,8 @@ class StreamPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """With that: tokens of the prompt whose KV was there."""
     computing: bool | None = None
     """Of a request that is computed alone: its step is about to begin (True), or has ended (False)."""
+    prompt: PromptLogprobs | None = None
+    """Of a request that asks for them, without tokens. All of a prompt come before the first token."""
 
 
 class TokenBatch(Message, frozen=True, kw_only=True, tag="tokens.v1"):
@@ -160,6 +219,8 @@ class Resend(Message, frozen=True, kw_only=True, tag="resend.v1"):
     request_id: str
     attempt: int
     offset: int
+    prompt_offset: int | None = None
+    """Log-probabilities of the prompt are lacking from this position on; None: none are."""
 
 
 GOODBYE_S = 0.001

@@ -90,6 +90,7 @@ class FakeGateway:
         may_wait: bool = True,
         temperature: float = 0.0,
         cache_scope: str = "",
+        prompt_logprobs: int | None = None,
     ) -> Ack:
         """One Submit RPC. A worker of which only the id is given is the first of it. Raises its typed refusal."""
         request = Submit(
@@ -101,7 +102,9 @@ class FakeGateway:
             model_hash=self.model_hash,
             cache_scope=cache_scope,
             prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=temperature),
+            sampling=SamplingParams(
+                max_tokens=max_tokens, seed=1, temperature=temperature, prompt_logprobs=prompt_logprobs
+            ),
             output_token_ids=output,
             decode_at=decode_at,
             alone_tokens=alone_tokens,
@@ -113,8 +116,16 @@ class FakeGateway:
             await self._beat(_PATIENT_S)
         return await self.bus.request(subjects.worker_submit(named), request, Ack, timeout_s=WAIT_S)
 
-    async def resend(self, worker_id: str, request_id: str, *, attempt: int = 1, offset: int = 0) -> Ack:
-        request = Resend(request_id=request_id, attempt=attempt, offset=offset)
+    async def resend(
+        self,
+        worker_id: str,
+        request_id: str,
+        *,
+        attempt: int = 1,
+        offset: int = 0,
+        prompt_offset: int | None = None,
+    ) -> Ack:
+        request = Resend(request_id=request_id, attempt=attempt, offset=offset, prompt_offset=prompt_offset)
         return await self.bus.request(subjects.worker_resend(process(worker_id)), request, Ack, timeout_s=WAIT_S)
 
     async def cancel(self, worker_id: str, request_id: str, *, attempt: int = 1) -> None:

@@ -147,6 +147,11 @@ class StreamState:
     output_token_ids: list[int] = field(default_factory=list)
 
     @property
+    def prompt_offset(self) -> int | None:
+        """The first position of the prompt whose log-probability is lacking; None: none is."""
+        return None
+
+    @property
     def num_known_tokens(self) -> int:
         """Tokens that an instance has to compute before the next new one."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

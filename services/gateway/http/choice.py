@@ -43,7 +43,8 @@ class Choice(ABC):
         self._events = events
         self._output = output
         self._metrics = metrics
-        self._logprobs = logprobs
+        self.logprobs = logprobs
+        """What its tokens' become; None: it has none."""
         self._opening_text = opening_text
         self._continuous_usage = continuous_usage
         self._stream = stream
@@ -106,8 +107,8 @@ class Choice(ABC):
                 if index == last and finish_reason is not None and not output.stopped:
                     text += output.flush()
                 entry = None
-                if self._logprobs is not None and logprobs is not None and index < len(logprobs):
-                    entry = self._logprobs.entry(token_id, logprobs[index], text)
+                if self.logprobs is not None and logprobs is not None and index < len(logprobs):
+                    entry = self.logprobs.entry(token_id, logprobs[index], text)
                 metrics.generation_tokens += 1
                 if output.stopped:
                     self._end(text, entry, "stop", now_s)
@@ -163,6 +164,10 @@ class Choice(ABC):
         self._buffer.wake()
 
     @abstractmethod
+    def keep(self, num_bytes: int) -> None:
+        """Count bytes that are kept for its answer."""
+
+    @abstractmethod
     def _emit(self, text: str, entry: Any) -> None:
         """One token's text and its log-probabilities."""
 
@@ -189,7 +194,10 @@ class StreamedChoice(Choice):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._unopened = True
-        self._plain = self._logprobs is None and not self._continuous_usage
+        self._plain = self.logprobs is None and not self._continuous_usage
+
+    def keep(self, num_bytes: int) -> None:
+        self._buffer.keep(num_bytes)
 
     def _emit(self, text: str, entry: Any) -> None:
         if self._unopened:
@@ -211,7 +219,11 @@ class StreamedChoice(Choice):
         self._buffer.write(self._events.opening(TokenUsage(self.num_prompt_tokens, 0, self.num_cached_tokens)))
 
     def _joined(self, entry: Any) -> dict[str, Any] | None:
-        return self._logprobs.join([entry]) if self._logprobs is not None and entry is not None else None
+        if self.logprobs is None:
+            return None
+        if entry is not None:
+            return self.logprobs.join([entry])
+        return self.logprobs.join([]) if self.logprobs.has_more else None
 
     def _usage(self) -> TokenUsage | None:
         if not self._continuous_usage:
@@ -226,6 +238,8 @@ class WholeChoice(Choice):
         super().__init__(*arguments, **keywords)
         self._texts: list[str] = []
         self._entries: list[Any] = []
+        self.prompt_logprobs: list[Any] | None = None
+        """As in ``ChoiceResult``."""
 
     @property
     def text(self) -> str:
@@ -238,7 +252,7 @@ class WholeChoice(Choice):
 
     @property
     def logprobs_json(self) -> dict[str, Any] | None:
-        return self._logprobs.join(self._entries) if self._logprobs is not None else None
+        return self.logprobs.join(self._entries) if self.logprobs is not None else None
 
     @property
     def calls(self) -> tuple[MadeCall, ...]:
@@ -250,7 +264,14 @@ class WholeChoice(Choice):
         """Once it has ended."""
         assert self.finish_reason is not None
         finish = ChoiceEnd(self.finish_reason, self._output.stop_string)
-        return ChoiceResult(self.text, self.calls, finish, self.logprobs_json, self.thought)
+        return ChoiceResult(
+            *(self.text, self.calls, finish, self.logprobs_json),
+            thought=self.thought,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def keep(self, num_bytes: int) -> None:
+        self._buffer.collect(num_bytes)
 
     def _emit(self, text: str, entry: Any) -> None:
         self._texts.append(text)

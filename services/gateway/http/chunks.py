@@ -55,7 +55,8 @@ class ChunkedFormat(AnswerFormat):
 
     def whole(self, results: Sequence[ChoiceResult], usage: TokenUsage) -> bytes:
         choices = [self.choice_json(index, result) for index, result in enumerate(results)]
-        return _encode({**self.head(self.whole_object), "choices": choices, "usage": _usage_json(usage)})
+        head, rest = self.head(self.whole_object), self.rest_json(results)
+        return _encode({**head, "choices": choices, "usage": _usage_json(usage), **rest})
 
     def events(self, index: int, keep: Keep) -> ChunkFormat:  # noqa: ARG002 - chunks keep nothing
         return ChunkFormat(self, index)
@@ -68,6 +69,10 @@ class ChunkedFormat(AnswerFormat):
 
     def failure(self, error: BlitzError) -> bytes:
         return error_events(error)
+
+    def rest_json(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:  # noqa: ARG002 - mostly nothing
+        """What an answer that is not streamed has behind its usage."""
+        return {}
 
     @abstractmethod
     def choice_json(self, index: int, result: ChoiceResult) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class ChoiceResult:
     logprobs: dict[str, Any] | None
     thought: str = ""
     """What comes before all else; empty: there is none."""
+    prompt_logprobs: list[Any] | None = None
+    """Of each token of its prompt, where the answer has them."""
 
     def parts(self) -> list[MadeThought | str | MadeCall]:
         """Its thought; its text, cut where calls come between, and the calls."""

@@ -11,6 +11,8 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.active_requests import Sink
+from services.gateway.core.scored_stream import ScoredStream
 from services.gateway.core.stream import StreamState
 from services.gateway.http.asgi import (
     abort_of,
@@ -33,6 +35,7 @@ from services.gateway.http.preparation import (
     text_output,
     warm_up,
 )
+from services.gateway.http.prompt_logprobs import ListedPrompt, NoOutputSink, PromptTaker, ScoredSink
 from services.gateway.http.request_log import REQUEST, RequestLog
 from services.gateway.http.thought_choice import StreamedThinkingChoice, WholeThinkingChoice
 from services.gateway.memory import ResponseBuffer
@@ -114,7 +117,7 @@ class Generation:
                         self._choice(prepared, format_, buffer, i, s, arrived_s, trace_id)
                         for i, s in enumerate(streams)
                     ]
-                    self._admit(streams, choices)
+                    self._admit(streams, _sinks(prepared, streams, choices))
                     request.streams, request.choices = streams, choices
                     try:
                         silent_s = gateway.config.no_room_timeout_s + HELD_COMMENT_EVERY_S
@@ -123,13 +126,13 @@ class Generation:
                         self._end(streams, choices)
                         set_response_attributes(span, prepared.response_id, model.record.name, choices, buffer.error)
 
-    def _admit(self, streams: list[StreamState], choices: list[Choice]) -> None:
+    def _admit(self, streams: list[StreamState], sinks: list[Sink]) -> None:
         """Start all streams and count them as admitted, or none. Raises ``Overloaded``, ``ModelNotFound`` for weights
         that were removed while the prompt was tokenized."""
         gateway, model = self._gateway, streams[0].model
         try:
-            for stream, choice in zip(streams, choices, strict=True):
-                gateway.dispatcher.start(stream, choice)
+            for stream, sink in zip(streams, sinks, strict=True):
+                gateway.dispatcher.start(stream, sink)
         except BaseException:
             for stream in reversed(streams):
                 gateway.dispatcher.cancel(stream.request_id)
@@ -155,9 +158,11 @@ class Generation:
     ) -> Choice:
         options = prepared.options
         of_prompt, number = divmod(index, options.n)
-        wants_logprobs = options.sampling.logprobs is not None
+        prompt, logprobs = prepared.prompts[of_prompt], None
+        if options.sampling.logprobs is not None:
+            echoed = prompt if options.echo_logprobs is not None else None
+            logprobs = self._endpoint.logprobs(prepared.tokenizer, echoed)
         kind: type[Choice]
-        prompt = prepared.prompts[of_prompt]
         if prompt.thinking is not None:
             kind = StreamedThinkingChoice if options.stream else WholeThinkingChoice
         elif options.tools is None:
@@ -171,12 +176,31 @@ class Generation:
             self._gateway.metrics.of(prepared.model.record.name),
             stream=stream,
             arrived_s=arrived_s,
-            logprobs=self._endpoint.logprobs(prepared.tokenizer) if wants_logprobs else None,
+            logprobs=logprobs,
             opening_text=prompt.echo,
             continuous_usage=options.continuous_usage,
             trace_id=trace_id,
             number=number,
         )
+
+
+def _sinks(prepared: PreparedRequest, streams: Sequence[StreamState], choices: Sequence[Choice]) -> list[Sink]:
+    """Where the streams' tokens go: to their choices, or through what comes before these."""
+    options, listed = prepared.options, None
+    sinks: list[Sink] = []
+    for index, (stream, choice) in enumerate(zip(streams, choices, strict=True)):
+        of_prompt, number = divmod(index, options.n)
+        if options.prompt_logprobs is not None and isinstance(choice, WholeChoice):
+            if number == 0:
+                token_ids = prepared.prompts[of_prompt].token_ids
+                listed = ListedPrompt(prepared.tokenizer, token_ids, options.prompt_logprobs)
+            choice.prompt_logprobs = listed.entries if listed is not None else None
+        sink: Sink = NoOutputSink(choice) if options.no_output else choice
+        if isinstance(stream, ScoredStream):
+            takers = [one for one in (choice.logprobs, listed if number == 0 else None) if isinstance(one, PromptTaker)]
+            sink = ScoredSink(sink, stream, takers, choice.keep)
+        sinks.append(sink)
+    return sinks
 
 
 async def _answer(

@@ -39,3 +39,7 @@ class LogprobShape(Protocol):
 
     def join(self, entries: list[Any]) -> dict[str, Any]:
         """The ``logprobs`` object of some tokens."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the next object has tokens before those that it is made of."""

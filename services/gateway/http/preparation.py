@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope
 
 from services.gateway.core.call_output import AnswerParser, CallOutput
 from services.gateway.core.routes import ModelRoutes
+from services.gateway.core.scored_stream import ScoredStream
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import StopScanner, TextOutput
 from services.gateway.core.thinking_output import ThinkingOutput
@@ -40,7 +41,7 @@ from services.gateway.request_bodies.tools import ChatTools
 from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer
 from shared.errors import BadRequest, ContextLengthExceeded, UnsupportedParameter
-from shared.messages.generation import SamplingParams
+from shared.messages.generation import MAX_PROMPT_LOGPROBS_BYTES, SamplingParams, prompt_logprobs_bytes
 
 INLINE_BODY_BYTES = 32_768
 """Larger bodies are decoded in a thread."""
@@ -123,6 +124,7 @@ class Preparation:
         [first, *_] = prompts
         if first.thinking is not None and options.sampling.grammar is not None:
             options = await gateway.offload.run(_behind_thought, options, first.thinking, tokenizer)
+        _refuse_large_scores(options, prompts)
         return PreparedRequest(
             endpoint.id_prefix + secrets.token_hex(16),
             model,
@@ -168,6 +170,26 @@ def _behind_thought(options: Options, thinking: Thinking, tokenizer: ModelTokeni
     return replace(options, sampling=structs.replace(options.sampling, grammar=grammar))
 
 
+def _refuse_large_scores(options: Options, prompts: Sequence[Prompt]) -> None:
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    num_bytes = sum(
+        prompt_logprobs_bytes(num_tokens, num_top)
+        for number in range(options.n)
+        if (num_top := _num_scores(options, number)) is not None
+    )
+    if num_bytes > MAX_PROMPT_LOGPROBS_BYTES:
+        raise BadRequest(
+            f"{options.scores_param}: log-probabilities of {num_tokens} tokens of prompts would take {num_bytes} "
+            f"bytes, at most {MAX_PROMPT_LOGPROBS_BYTES} are allowed: 16 for each token and each alternative to it",
+            param=options.scores_param,
+        )
+
+
+def _num_scores(options: Options, number: int) -> int | None:
+    """Alternatives per token of the prompt that choice ``number`` has to bring. All choices list the first one's."""
+    return options.sampling.prompt_logprobs if number == 0 else options.echo_logprobs
+
+
 def memory_bytes(prepared: PreparedRequest) -> int:
     """What a request occupies from its admission to its end, apart from its output. Choices of one prompt share it."""
     beside = BYTES_PER_STREAM if prepared.options.tools is None else BYTES_PER_STREAM + BYTES_PER_TOOLS
@@ -206,7 +228,7 @@ def streams_of(
     end_token_ids = frozenset((*eos, *options.sampling.stop_token_ids))
     choices = [(prompt, number) for prompt in prepared.prompts for number in range(options.n)]
     return [
-        StreamState(
+        (StreamState if _num_scores(options, number) is None else ScoredStream)(
             request_id=f"{prepared.response_id}-{index}",
             model=record.name,
             model_hash=record.model_hash,
@@ -250,7 +272,8 @@ def _sampling_of(
     if least > max_tokens:
         raise BadRequest(f"min_tokens {least} is above the {max_tokens} possible", param="min_tokens")
     seed = options.seed + number if options.seed is not None else seeds.getrandbits(63)
-    return structs.replace(options.sampling, max_tokens=max_tokens, seed=seed % 2**63)
+    scores = _num_scores(options, number)
+    return structs.replace(options.sampling, max_tokens=max_tokens, seed=seed % 2**63, prompt_logprobs=scores)
 
 
 def text_output(prepared: PreparedRequest, prompt: Prompt, stream: StreamState) -> TextOutput:

@@ -69,6 +69,7 @@ class ChatBody(SharedBody, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Raw = Raw(b"null")
     tools: Raw = Raw(b"null")
@@ -102,7 +103,7 @@ class ChatRequest:
 
 def read_chat_request(raw: bytes, body: ChatBody, *, vocab_size: int, max_prompt_bytes: int) -> ChatRequest:
     """Raises ``BadRequest``, ``UnsupportedParameter`` and ``PayloadTooLarge``, naming the parameter."""
-    refuse_unsupported(raw, body, supported=("tools", "tool_choice"))
+    refuse_unsupported(raw, body, supported=("tools", "tool_choice", "prompt_logprobs"))
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     messages, called_characters = _messages(body.messages, max_prompt_bytes)
@@ -116,6 +117,7 @@ def read_chat_request(raw: bytes, body: ChatBody, *, vocab_size: int, max_prompt
             vocab_size=vocab_size,
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
             tools=read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False),
         ),
         called_characters=called_characters,

@@ -16,7 +16,7 @@ from services.gateway.request_bodies.body import (
     refuse_unknown_ids,
 )
 from services.gateway.request_bodies.options import MAX_LOGPROBS, Options, SharedBody, read_options, refuse_unsupported
-from shared.errors import BadRequest, UnsupportedParameter
+from shared.errors import BadRequest
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
@@ -36,8 +36,10 @@ class CompletionBody(SharedBody, kw_only=True):
     """The body as it comes."""
 
     prompt: Raw = Raw(b"null")
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,9 @@ def read_completion_request(
 
     Raises ``PayloadTooLarge`` for a single prompt that cannot fit ``max_prompt_bytes``; together they may exceed it.
     """
-    refuse_unsupported(raw, body)
-    if body.echo and body.logprobs is not None:
-        raise UnsupportedParameter("echo: echo with logprobs is not supported", param="echo")
+    refuse_unsupported(raw, body, supported=("prompt_logprobs",))
+    if body.max_tokens == 0 and not body.echo:
+        raise BadRequest("max_tokens must be at least 1 without echo, not 0", param="max_tokens")
     prompts = _prompts(bytes(body.prompt), vocab_size, max_prompt_bytes)
     _refuse_many_choices(len(prompts), body.n or 1)
     return CompletionRequest(
@@ -73,6 +75,8 @@ def read_completion_request(
             max_tokens=body.max_tokens,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            echoes=body.echo is True,
         ),
     )
 

@@ -43,7 +43,6 @@ _REFUSED_IF_SET = {
     "prompt_embeds": "prompts as embeddings are",
     "bad_words": "bad_words is",
     "allowed_token_ids": "allowed_token_ids is",
-    "echo_logprobs": "echo with logprobs is",
     "web_search_options": "web search is",
     "chat_template": "a chat template from the caller is",
     "continue_final_message": "continuing the last message is",
@@ -146,6 +145,17 @@ class Options:
     """What the model may call; None: nothing, and what it writes is text."""
     guide_param: str = ""
     """The parameter that ``sampling.grammar`` came from."""
+    prompt_logprobs: int | None = None
+    """Alternatives per token of the prompt in the answer's own field; None: there is none."""
+    echo_logprobs: int | None = None
+    """Alternatives per token of the prompt that the text begins with; None: its tokens have none."""
+    no_output: bool = False
+    """The answer is the prompt: the token behind it, which computing it comes with, is left out."""
+
+    @property
+    def scores_param(self) -> str:
+        """The parameter that asks for log-probabilities of the prompt."""
+        return "prompt_logprobs" if self.prompt_logprobs is not None else "logprobs"
 
 
 def refuse_unsupported(raw: bytes, body: SharedBody, *, supported: tuple[str, ...] = ()) -> None:
@@ -179,14 +189,19 @@ def read_options(
     logprobs: int | None,
     tools: ChatTools | None = None,
     guide: Guide | None = None,
+    prompt_logprobs: int | None = None,
+    echoes: bool = False,
 ) -> Options:
     """The options in a request body; ``max_tokens``, ``logprobs`` and a ``guide`` are read by callers whose names
-    differ."""
+    differ. ``max_tokens`` 0: the answer is the prompt, which it ``echoes``."""
     stream = _or(body.stream, False)
     usage = body.stream_options
     if usage is not None and not stream:
         raise BadRequest("stream_options is only allowed with stream", param="stream_options")
     min_tokens = _or(body.min_tokens, 0)
+    if stream and prompt_logprobs:
+        raise BadRequest("prompt_logprobs is not available with stream", param="prompt_logprobs")
+    listed, echoed = None if stream else prompt_logprobs, logprobs if echoes else None
     if max_tokens is not None and min_tokens > max_tokens:
         raise BadRequest(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
     include_usage = usage is not None and _or(usage.include_usage, False)
@@ -209,11 +224,12 @@ def read_options(
         logit_bias=_logit_bias(body, vocab_size),
         logprobs=logprobs,
         grammar=guide.grammar if guide is not None else None,
+        prompt_logprobs=max([wanted for wanted in (listed, echoed) if wanted is not None], default=None),
     )
     return Options(
         sampling=sampling,
         seed=body.seed,
-        max_tokens=max_tokens,
+        max_tokens=1 if max_tokens == 0 else max_tokens,
         default_max_tokens=default_max_tokens,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stream=stream,
@@ -227,6 +243,9 @@ def read_options(
         prompt_cache_key=body.prompt_cache_key or "",
         tools=tools,
         guide_param=guide.param if guide is not None else "",
+        prompt_logprobs=listed,
+        echo_logprobs=echoed,
+        no_output=max_tokens == 0,
     )
 
 

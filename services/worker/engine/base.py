@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.device.completion import Completion
 from services.worker.engine.forward_batch import ForwardBatch
+from shared.messages.generation import PromptLogprobs
 from shared.transport.base import Buffer
 
 Activation = Completion[Any]
@@ -144,6 +145,10 @@ class Engine(Protocol):
     def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> Any:
         """The tokens of a request so far, for penalties. From then on the engine's own: ``sample`` adds what it draws.
         Whatever the request puts out must be sampled here."""
+
+    def score(self, activation: Activation) -> Completion[list[PromptLogprobs]]:
+        """Log-probabilities of the prompts' own tokens, of each slice that is ``scored``, in their order. All layers
+        must have run, and not in parts. Asked of no other batch."""
 
     def sample(self, activation: Activation) -> Completion[list[Sampled]]:
         """The next token of each slice that samples, in their order. All layers must have run.

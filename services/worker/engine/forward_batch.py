@@ -66,6 +66,17 @@ class SamplingRow(msgspec.Struct, frozen=True, gc=False):
     """Of the tokens that may be chosen, where that is not all of them."""
 
 
+class PromptRows(msgspec.Struct, frozen=True, gc=False):
+    """Tokens of a slice whose logits say how likely the prompt's own next tokens are."""
+
+    first: int
+    """Of the slice's tokens."""
+    next_ids: tuple[int, ...]
+    """The token behind each: the last one of a slice has its in the next slice."""
+    num_top: int
+    """Alternatives to each."""
+
+
 class Slice(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one sequence that a batch computes: positions ``start .. start + num_tokens``."""
 
@@ -79,6 +90,8 @@ class Slice(msgspec.Struct, frozen=True, gc=False):
     """How the token behind the last one is sampled, where the slice ends the known tokens."""
     token_from: RowOf | None = None
     """The only token is the one of this row. ``token_ids`` has any id in its place."""
+    scored: PromptRows | None = None
+    """Of a prompt whose log-probabilities are asked for."""
 
 
 class ForwardBatch(msgspec.Struct, frozen=True):
@@ -87,6 +100,8 @@ class ForwardBatch(msgspec.Struct, frozen=True):
     number: int
     """Of the step, counted over the engine's life."""
     slices: tuple[Slice, ...]
+    scores: bool = False
+    """Whether a slice is ``scored``."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,7 +119,7 @@ class ForwardBatch(msgspec.Struct, frozen=True):
 
     def part(self, begin: int, end: int) -> ForwardBatch:
         """Tokens ``begin <= i < end`` of all slices, one after another; a slice that does not end in it samples
-        nothing."""
+        nothing. Parts score nothing."""
         slices: list[Slice] = []
         for piece in self.slices:
             count = len(piece.token_ids)
@@ -131,6 +146,7 @@ class ForwardBatches:
         """What a scheduler's step computes, as it is now. A slice behind all known tokens has the one that the step
         before samples."""
         slices: list[Slice] = []
+        scores = False
         for piece in pieces:
             sequence, start, count = piece.sequence, piece.start, piece.num_tokens
             tokens = sequence.tokens
@@ -138,11 +154,17 @@ class ForwardBatches:
                 behind = self._row(sequence, len(sequence.output) + 1)
                 slices.append(Slice(sequence.id, (0,), start, sequence.placed(), behind, self._row_of(sequence)))
                 continue
-            token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
             row = self._row(sequence, len(sequence.output)) if piece.sample else None
-            slices.append(Slice(sequence.id, token_ids, start, sequence.placed(), row))
+            if count == 1 and row is not None:  # no token of a prompt is behind it
+                slices.append(Slice(sequence.id, (tokens[start],), start, sequence.placed(), row))
+                continue
+            token_ids, scored = tuple(tokens[start : start + count]), None
+            if sequence.num_to_score:
+                scored = _prompt_rows(sequence, start, start + count)
+                scores = scores or scored is not None
+            slices.append(Slice(sequence.id, token_ids, start, sequence.placed(), row, None, scored))
         self._last_step, self._last_rows = (self._next_number, pieces), None
-        return self.of(slices)
+        return self.of(slices, scores=scores)
 
     def _row_of(self, sequence: ActiveSequence) -> RowOf:
         """Which samples its next token."""
@@ -156,10 +178,10 @@ class ForwardBatches:
         """Whole contexts, which have their blocks."""
         return self.of([Slice(s.id, tuple(s.tokens), 0, s.placed(), self._row(s, len(s.output))) for s in sequences])
 
-    def of(self, slices: Iterable[Slice]) -> ForwardBatch:
+    def of(self, slices: Iterable[Slice], *, scores: bool = False) -> ForwardBatch:
         """With the next number."""
         number, self._next_number = self._next_number, self._next_number + 1
-        return ForwardBatch(number, tuple(slices))
+        return ForwardBatch(number, tuple(slices), scores)
 
     def _row(self, sequence: ActiveSequence, position: int) -> SamplingRow:
         params = sequence.params
@@ -170,6 +192,16 @@ class ForwardBatches:
             return SamplingRow(params, position, sequence.end_ids, masks_ends, sequence.counts)
         masks = cast("Masks", sequence.guidance)
         return SamplingRow(params, position, sequence.end_ids, masks_ends, sequence.counts, masks)
+
+
+def _prompt_rows(sequence: ActiveSequence, start: int, end: int) -> PromptRows | None:
+    """Of tokens ``start <= i < end`` of a prompt, those whose next one has no log-probability yet."""
+    first, last = max(start + 1, sequence.num_scored), min(end + 1, sequence.num_to_score)
+    if first >= last:
+        return None
+    num_top = sequence.params.prompt_logprobs
+    assert num_top is not None
+    return PromptRows(first - 1 - start, sequence.prompt[first:last], num_top)
 
 
 class SampledSteps:
@@ -189,7 +221,7 @@ class SampledSteps:
         """With token ids everywhere. Raises ``BadRequest`` for a row that none of the newest steps has."""
         for piece in batch.slices:
             if piece.token_from is not None:
-                return ForwardBatch(batch.number, tuple([self._known(s) for s in batch.slices]))
+                return ForwardBatch(batch.number, tuple([self._known(s) for s in batch.slices]), batch.scores)
         return batch
 
     def _known(self, piece: Slice) -> Slice:

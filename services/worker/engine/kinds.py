@@ -69,6 +69,8 @@ class EngineKind:
     """What a process computes once, before the first request could wait for it."""
     has_grammars: bool = False
     """Whether it keeps outputs to a grammar."""
+    scores_prompts: bool = False
+    """Whether it gives log-probabilities of prompts."""
     uses_kv_memory: bool = True
     """Whether its KV is in the worker's pool. Else that is only counted."""
 
@@ -164,11 +166,13 @@ ENGINES = {
         set_threads=_set_torch_threads,
         warm_up=_warm_up_torch,
         has_grammars=True,
+        scores_prompts=True,
     ),
     "mock": EngineKind(
         make=_make_mock,
         devices={"cpu": _host, "cuda": _host},
         modules=("services.worker.engine.mock.mock_engine",),
+        scores_prompts=True,
         uses_kv_memory=False,
     ),
 }

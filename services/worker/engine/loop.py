@@ -33,10 +33,10 @@ from services.worker.core.scheduling.turns import StepTurns
 from services.worker.device.completion import LANDED, Completion, waited
 from services.worker.engine.base import Activation, Engine
 from services.worker.engine.batch_bisection import Computed, halve
-from services.worker.engine.forward_batch import ForwardBatches
+from services.worker.engine.forward_batch import ForwardBatch, ForwardBatches
 from shared.errors import Internal
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import StreamPart
+from shared.messages.generation import PromptLogprobs, StreamPart
 
 LEAD = 2
 """Most operations in flight."""
@@ -53,6 +53,8 @@ class StepOutput:
     """Why a request of the step's batch could not be computed, if one could not: it ended with this."""
     alone: ActiveSequence | None = None
     """Whose own step this was. ``EngineLoop.step_listener`` is to be told once the output is on its way."""
+    prompts: tuple[StreamPart, ...] = ()
+    """Log-probabilities of prompts, which come before the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,10 @@ class _Step:
     """Of those that run one by one."""
     layers: Completion[None] = LANDED
     """The last that was given."""
+    scored: list[ActiveSequence] = field(default_factory=list)
+    """Those whose prompts it scores."""
+    scores: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """Of these, by ``id()``."""
     is_over: bool = False
     """It has failed, or the one before it has: what is still in flight of it does not count."""
 
@@ -325,7 +331,10 @@ class EngineLoop:
         step = _Step(batch, started_s, sum([piece.sample for piece in batch.slices]))
         self._steps.append(step)
         try:
-            step.activation = self.engine.embed(self.batches.of_step(batch.slices))
+            computed = self.batches.of_step(batch.slices)
+            step.activation = self.engine.embed(computed)
+            if computed.scores:
+                step.scored = _scored(computed, batch.slices)
             if batch.num_prefill_tokens:
                 step.leaving = [p for p in batch.slices if p.sequence.decode_at is not None]
                 self._begun = step
@@ -365,6 +374,8 @@ class EngineLoop:
             _tell(self.prefill_listener, [p for p in step.leaving if self.scheduler.lies_there(p)], num_layers)
 
     def _sample(self, step: _Step) -> None:
+        if step.scored:
+            self._score(step)
         if not step.num_rows:
             self.launch(step.layers, lambda: self._step_landed(step, []))
             return
@@ -373,6 +384,22 @@ class EngineLoop:
         assert step.activation is not None
         sampled = self.engine.sample(step.activation)
         self.launch(sampled, lambda: self._sampled(step, sampled))
+
+    def _score(self, step: _Step) -> None:
+        assert step.activation is not None
+        scores = self.engine.score(step.activation)
+        self.launch(scores, lambda: self._scores_landed(step, scores))
+
+    def _scores_landed(self, step: _Step, scores: Completion[list[PromptLogprobs]]) -> None:
+        if step.is_over:
+            return
+        error = step.layers.error or scores.error
+        if error is None and len(scores.result()) != len(step.scored):
+            error = Internal(f"the engine scored {len(scores.result())} prompts of {len(step.scored)}")
+        if error is not None:
+            self._fail(step, error)
+            return
+        step.scores = _by_request(step.scored, scores.result())
 
     def _sampled(self, step: _Step, sampled: Completion[list[Sampled]]) -> StepOutput | None:
         if step.is_over:
@@ -394,13 +421,14 @@ class EngineLoop:
         error = next(iter(computed.failures.values()), None)
         # Only now: should the engine be broken, they are told with the rest.
         outputs = scheduler.take_ended()
+        prompts = tuple(scheduler.scored(batch, step.scores)) if step.scores else ()
         outputs += scheduler.complete(batch, computed.sampled, computed.failures, without=without)
         busy_s = self._busy_since(step.started_s)
         self._turns.stepped(self._landed_s)
-        if computed.at_once and not batch.is_rest:
+        if computed.at_once and not batch.is_rest and not step.scores:
             scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, busy_s)
         alone = batch.slices[0].sequence if batch.alone else None
-        return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, error, alone)
+        return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, error, alone, prompts)
 
     def _fail(self, step: _Step, error: Exception) -> None:
         """It is run again in parts, once what is in flight has landed; a step behind it was made of tokens that may
@@ -420,14 +448,19 @@ class EngineLoop:
             self.scheduler.drop(self._steps.pop().batch)
         slices = step.batch.slices
         again = [place for place, piece in enumerate(slices) if self.scheduler.lies_there(piece)]
-        computed = halve([slices[place] for place in again], error, self._compute, self.engine, self.batches)
+        step.scores = {}
+
+        def compute(pieces: Sequence[ScheduledSlice]) -> list[Sampled]:
+            return self._compute(pieces, step.scores)
+
+        computed = halve([slices[place] for place in again], error, compute, self.engine, self.batches)
         computed.failures = {again[index]: failure for index, failure in computed.failures.items()}
         return self._complete(step, computed, without=frozenset(range(len(slices))).difference(again))
 
-    def _compute(self, pieces: Sequence[ScheduledSlice]) -> list[Sampled]:
-        """One after the other, to the end: nothing else is in flight."""
-        engine = self.engine
-        activation = engine.embed(self.batches.of_step(pieces))
+    def _compute(self, pieces: Sequence[ScheduledSlice], scores: dict[int, PromptLogprobs]) -> list[Sampled]:
+        """One after the other, to the end: nothing else is in flight. ``scores`` gets those of prompts."""
+        engine, batch = self.engine, self.batches.of_step(pieces)
+        activation = engine.embed(batch)
         leaving = [p for p in pieces if p.sequence.decode_at is not None]
         if any(_is_prefill(piece) for piece in pieces):
             for layer in range(engine.num_layers):
@@ -439,6 +472,8 @@ class EngineLoop:
                 self.between_layers()
         else:
             waited(engine.run_layers(activation, 0, engine.num_layers))
+        if batch.scores:
+            scores.update(_by_request(_scored(batch, pieces), waited(engine.score(activation))))
         num_rows = sum(piece.sample for piece in pieces)
         if not num_rows:
             return []
@@ -462,6 +497,15 @@ class EngineLoop:
                 load, queued_requests=load.queued_requests + requests, queued_tokens=load.queued_tokens + tokens
             )
         return LoopStats(load, self._busy_s_total, self.scheduler.budgets.speed.speed)
+
+
+def _scored(batch: ForwardBatch, pieces: Sequence[ScheduledSlice]) -> list[ActiveSequence]:
+    """Whose prompts a batch of these scores, in its order."""
+    return [one.sequence for one, piece in zip(pieces, batch.slices, strict=True) if piece.scored is not None]
+
+
+def _by_request(scored: Sequence[ActiveSequence], scores: Sequence[PromptLogprobs]) -> dict[int, PromptLogprobs]:
+    return {id(sequence): logprobs for sequence, logprobs in zip(scored, scores, strict=True)}
 
 
 def _is_prefill(piece: ScheduledSlice) -> bool:

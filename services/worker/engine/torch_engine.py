@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ from services.worker.engine.handoff import (
 from services.worker.engine.kv_pool import KvCache, KvPool
 from services.worker.engine.models.forward import Forward, Placement, forward_of
 from services.worker.engine.placement import places_of
+from services.worker.engine.prompt_scores import score, scored_rows
 from services.worker.engine.rope import inverse_frequencies, rotation
 from services.worker.engine.sampler import HostSampler
 from services.worker.engine.sampling import Drawn, Sampler
@@ -41,6 +42,7 @@ from services.worker.memory.arena import Arena
 from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.errors import BadRequest
 from shared.layout import ArenaLayout
+from shared.messages.generation import PromptLogprobs
 from shared.transport.base import Buffer
 
 REHEARSED_PROMPTS = (2048, 512, 128, 32)
@@ -59,9 +61,12 @@ class TorchActivation:
     placement: Placement | None
     """Of the whole batch, once that is run in one go."""
     hidden: torch.Tensor
-    """``[num_tokens, hidden_size]``; after the last layer ``[num_sampled, hidden_size]``."""
+    """``[num_tokens, hidden_size]``; after the last layer ``[num_sampled, hidden_size]``, and the rows that are scored
+    behind these."""
     sampled_rows: Array
     """``[num_sampled]`` int64: rows of the slices' last tokens, in the order of the slices that sample."""
+    scored_rows: Array | None = None
+    """``[num_scored]`` int64: rows whose next tokens are scored, of a batch that has some."""
     next_layer: int = 0
     next_token: int = 0
     """Of the next layer: those before it have run."""
@@ -213,7 +218,8 @@ class TorchEngine:
         """Takes ``hidden [num_tokens, hidden_size]`` over."""
         ends = np.cumsum([len(piece.token_ids) for piece in batch.slices])
         sampled = ends[[piece.row is not None for piece in batch.slices]] - 1
-        return TorchActivation(batch, None, hidden, sampled, next_layer)
+        scored = scored_rows(batch) if batch.scores else None
+        return TorchActivation(batch, None, hidden, sampled, scored, next_layer)
 
     def _bytes_of(self, buffer: Buffer, num_bytes: int, what: str) -> torch.Tensor:
         """As ``[num_bytes]`` uint8. Raises ``BadRequest`` for another number."""
@@ -325,11 +331,17 @@ class TorchEngine:
             activation.placement = self._place(activation.batch)
         rows = None
         if last == self.num_layers and last > first:
-            rows = self._only(activation.sampled_rows, activation.batch.num_tokens)
+            rows = self._read_rows(activation)
         for index in range(first, last):
             only = rows if index == self.num_layers - 1 else None
             activation.hidden = self._model.run_layer(index, activation.hidden, activation.placement, only)
         activation.next_layer = last
+
+    def _read_rows(self, activation: TorchActivation) -> torch.Tensor | None:
+        """Those that are read after the last layer, where they are not all as they are."""
+        if activation.scored_rows is None:
+            return self._only(activation.sampled_rows, activation.batch.num_tokens)
+        return self._tensors.upload(np.concatenate([activation.sampled_rows, activation.scored_rows]))[0]
 
     def _only(self, rows: Array, num_tokens: int) -> torch.Tensor | None:
         """These rows, for the last layer; None where they are all."""
@@ -371,7 +383,23 @@ class TorchEngine:
     def _head(self, activation: TorchActivation) -> torch.Tensor:
         if activation.next_layer != self.num_layers:
             raise BadRequest(f"head of a batch whose next layer is {activation.next_layer} of {self.num_layers}")
-        return self._model.head(activation.hidden) if activation.logits is None else activation.logits
+        if activation.logits is not None:
+            return activation.logits
+        if activation.scored_rows is None:
+            return self._model.head(activation.hidden)
+        return self._model.head(activation.hidden[: len(activation.sampled_rows)])
+
+    def score(self, activation: Activation) -> Completion[list[PromptLogprobs]]:
+        """See ``Engine``, and ``prompt_scores``."""
+        return Mapped(self._streams.compute.run(lambda: self._score(activation.ahead())), lambda made: made())
+
+    @torch.inference_mode()
+    def _score(self, activation: TorchActivation) -> Callable[[], list[PromptLogprobs]]:
+        num_sampled, scored = len(activation.sampled_rows), activation.scored_rows
+        rows = activation.hidden[num_sampled:]
+        if scored is None or activation.next_layer != self.num_layers or len(rows) != len(scored):
+            raise BadRequest("a batch that scores nothing, whose layers have not run, or ran in parts")
+        return score(rows, activation.batch, self._model.head, self._spec.vocab_size, self._tensors)
 
     def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> Any:
         """See ``Engine``."""

@@ -138,6 +138,7 @@ class InstanceFactory:
             engine.watch(loop.scheduler.pool)
         if profile is not None:
             loop.scheduler.budgets.expect(profile)
+        loop.scheduler.table.scores_prompts = self._kind.scores_prompts
         if self._kind.has_grammars:
             loop.scheduler.table.guide = await self._guide(record, loop)
         loop.prefill_listener, loop.step_listener = self._prefill_listener, self._step_listener

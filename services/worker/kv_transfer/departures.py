@@ -33,6 +33,7 @@ from shared.messages.registry import WorkerInfo
 log = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
+SAY_S = 1.0
 
 HandOver = Callable[[KvTransfer, DecodeClient], Awaitable[str]]
 """What became of it, once the other instance has the request. Raises ``RequestEnded``, ``DecodeRefused``, and
@@ -169,6 +170,13 @@ class Departures(Cooperation):
             return
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
             await asyncio.wrap_future(engine.call(lambda loop: loop.scheduler.reservations.leave(sequence)))
+
+    async def said(self) -> None:
+        """Until the server has all that gateways were told by this worker so far; not for long where it is away."""
+        with contextlib.suppress(TimeoutError, BlitzError):
+            async with asyncio.timeout(SAY_S):
+                await self._inbox.flushed()
+                await self._bus.flush()
 
     def decode_here(self, transfer: KvTransfer) -> None:
         """It goes on here, if it is held."""

@@ -154,6 +154,8 @@ class KvSender:
             if transfer.is_shared:
                 return "shared"
             token = await transfer.until_computed()
+        if transfer.sequence.num_to_score:
+            await self._departures.said()  # what is said of the prompt comes from here alone, and before its tokens
         await client.begin(token)
         self._transferring_s.observe(shipment.busy_s)
         self._exposed_s.observe(max(0.0, here_at_s - transfer.computed_at_s))

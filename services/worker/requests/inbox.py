@@ -48,6 +48,8 @@ REPEATED_TOKENS = 64
 """Of those that another worker has streamed, a new owner can say again so many."""
 RESEND_LOGPROBS = 500
 """The same with 20 alternatives each."""
+PROMPT_PAGE_BYTES = 32 * 1024
+"""Log-probabilities of a prompt in one message: a gateway that makes JSON of them does nothing else meanwhile."""
 
 
 class Cooperation(Protocol):
@@ -97,7 +99,7 @@ class Inbox:
 
     def on_output(self, output: StepOutput) -> None:
         """A step's tokens. Called on the engine thread; order is kept."""
-        if not output.outputs:
+        if not output.outputs and not output.prompts:
             return
         self._steps.append(output)
         self._loop.call_soon_threadsafe(self._stepped.set)
@@ -122,11 +124,18 @@ class Inbox:
     async def _publish(self, step: StepOutput) -> None:
         instance = self._instance()
         instance_id = instance.instance_id if instance else ""
+        if step.prompts:
+            for gateway, part in self.streams.take_prompts(step.prompts):
+                await self._send_prompt(gateway, instance_id, part)
         for gateway, parts in self.streams.take(step.outputs, time.monotonic()).items():
             await self._send(gateway, instance_id, parts)
         for output in step.outputs:
             if output.finish_reason is not None:
                 self.spans.ended(output)
+
+    async def _send_prompt(self, gateway: Process, instance_id: str, part: StreamPart) -> None:
+        for page in prompt_pages(part):
+            await self._send(gateway, instance_id, [page])
 
     async def _send(self, gateway: Process, instance_id: str, parts: list[StreamPart]) -> None:
         batch = TokenBatch(
@@ -207,8 +216,13 @@ class Inbox:
             return await self._ask_owner(owner, request)
         gateway, part = self.streams.resend(request.request_id, request.attempt, request.offset)
         instance = self._instance()
+        instance_id = instance.instance_id if instance else ""
+        if request.prompt_offset is not None:
+            key = request.request_id, request.attempt
+            for prompt_part in self.streams.resend_prompt(*key, request.prompt_offset)[1]:
+                await self._send_prompt(gateway, instance_id, prompt_part)
         for page in _pages(part):
-            await self._send(gateway, instance.instance_id if instance else "", [page])
+            await self._send(gateway, instance_id, [page])
         return Ack()
 
     async def _ask_owner(self, owner: Process, request: Resend) -> Ack:
@@ -306,6 +320,16 @@ class Inbox:
             instance.engine.cancel_gateway(gone)
         for cooperation in self._cooperations:
             cooperation.cancel_gateway(gone)
+
+
+def prompt_pages(part: StreamPart) -> Iterator[StreamPart]:
+    """Log-probabilities of a prompt in parts of ``PROMPT_PAGE_BYTES`` at most."""
+    logprobs = part.prompt
+    assert logprobs is not None
+    step = max(1, PROMPT_PAGE_BYTES // (8 * (logprobs.num_top + 1)))
+    for start in range(logprobs.start, logprobs.end, step):
+        page = logprobs.part(start, min(start + step, logprobs.end))
+        yield msgspec.structs.replace(part, prompt=page)
 
 
 def _pages(part: StreamPart) -> Iterator[StreamPart]:

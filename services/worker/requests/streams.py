@@ -14,7 +14,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from services.worker.core.scheduling.gateways import Gone
 from shared.errors import BlitzError, NotFound
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import FinishReason, StreamPart, Submit, TokenLogprobs
+from shared.messages.generation import FinishReason, PromptLogprobs, StreamPart, Submit, TokenLogprobs
 from shared.subjects import Process
 from shared.telemetry import tracer
 
@@ -35,6 +35,8 @@ class _Stream:
     """Offset of the first kept token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt: list[PromptLogprobs] = field(default_factory=list)
+    """Of a prompt, each behind the one before."""
     queued_s: float | None = None
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -98,10 +100,38 @@ class Streams:
             parts.setdefault(stream.gateway, []).append(output)
         return parts
 
+    def take_prompts(self, outputs: Iterable[StreamPart]) -> list[tuple[Process, StreamPart]]:
+        """Keep log-probabilities of prompts; the parts to send, each with its gateway."""
+        parts = []
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and stream.attempt == output.attempt and output.prompt is not None:
+                stream.prompt.append(output.prompt)
+                parts.append((stream.gateway, output))
+        return parts
+
+    def resend_prompt(self, request_id: str, attempt: int, start: int) -> tuple[Process, list[StreamPart]]:
+        """(gateway, all log-probabilities of the prompt from position ``start`` on). Raises ``NotFound`` as ``resend``
+        does, and if tokens behind the prompt are here, but not those: another worker has computed it."""
+        stream = self._stream(request_id, attempt)
+        if stream.token_ids and not (stream.prompt and stream.prompt[0].start <= start < stream.prompt[-1].end):
+            raise NotFound(f"no log-probabilities of the prompt of {request_id} attempt {attempt} from {start} here")
+        lacking = [logprobs for logprobs in stream.prompt if logprobs.end > start]
+        return stream.gateway, [
+            StreamPart(request_id=request_id, attempt=attempt, offset=stream.start, prompt=logprobs)
+            for logprobs in lacking
+        ]
+
+    def _stream(self, request_id: str, attempt: int) -> _Stream:
+        stream = self._streams.get(request_id)
+        if stream is None or stream.attempt != attempt:
+            raise NotFound(f"nothing of request {request_id} attempt {attempt} is here")
+        return stream
+
     def resend(self, request_id: str, attempt: int, offset: int) -> tuple[Process, StreamPart]:
         """(gateway, everything from ``offset`` on). Raises ``NotFound`` for an unknown or older stream."""
-        stream = self._streams.get(request_id)
-        if stream is None or stream.attempt != attempt or offset < stream.start:
+        stream = self._stream(request_id, attempt)
+        if offset < stream.start:
             raise NotFound(f"no tokens of request {request_id} attempt {attempt} from offset {offset} here")
         skip = offset - stream.start
         part = StreamPart(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from services.worker.engine.forward_batch import PromptRows
+from services.worker.engine.mock.tokens import prompt_logprobs
 from shared import subjects
 from shared.bus.base import Subscription
 from shared.errors import BlitzError, ModelNotFound, NoResponder, NotFound, Overloaded
@@ -74,6 +76,12 @@ class FakeWorker:
     """Send this many tokens of each request, then wait until ``resume`` is set."""
     end_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_page: int = 3
+    """Tokens of a prompt whose log-probabilities it says at a time, where they are asked for."""
+    prompt_pages: int | None = None
+    """After so many of those it waits until ``resume`` is set."""
+    loses: set[int] = field(default_factory=set)
+    """Positions from which pages are lost once."""
 
     def __post_init__(self) -> None:
         self.bus: MemoryBus = self.broker.bus(self.name)
@@ -181,7 +189,10 @@ class FakeWorker:
                 raise NotFound("its new owner does not answer") from error
         if key not in self.tasks:
             raise NotFound("no such stream")
-        again = [part for part in self.sent.get(key, []) if part.offset >= resend.offset]
+        sent = self.sent.get(key, [])
+        again = [part for part in sent if part.prompt is None and part.offset >= resend.offset]
+        if resend.prompt_offset is not None:
+            again = [part for part in sent if part.prompt and part.prompt.end > resend.prompt_offset] + again
         nothing_new = StreamPart(request_id=resend.request_id, attempt=resend.attempt, offset=resend.offset)
         await self.send(self._gateway[resend.request_id], *(again or [nothing_new]))
         return Ack()
@@ -215,6 +226,7 @@ class FakeWorker:
         ids = self.script(submit)[: submit.sampling.max_tokens]
         start = len(submit.output_token_ids)
         parts = self.sent[key] = []
+        await self._say_prompt(submit, parts)
         for offset in range(start, len(ids)):
             if self.pause_after is not None and offset - start >= self.pause_after:
                 await self.resume.wait()
@@ -224,6 +236,20 @@ class FakeWorker:
             parts.append(self.part(submit, offset, [ids[offset]], reason))
             await self.send(submit.gateway, parts[-1])
             await asyncio.sleep(self.step_s)
+
+    async def _say_prompt(self, submit: Submit, parts: list[StreamPart]) -> None:
+        num_top, prompt = submit.sampling.prompt_logprobs, submit.prompt_token_ids
+        for page, start in enumerate(range(1, len(prompt) if num_top is not None else 1, self.prompt_page)):
+            assert num_top is not None
+            if page == self.prompt_pages:
+                await self.resume.wait()
+            rows = PromptRows(0, prompt[start : start + self.prompt_page], num_top)
+            part = self.part(submit, len(submit.output_token_ids), [])
+            parts.append(msgspec.structs.replace(part, prompt=prompt_logprobs(start, rows, vocab_size=258)))
+            if start in self.loses:
+                self.loses.remove(start)
+            else:
+                await self.send(submit.gateway, parts[-1])
 
     def route(self) -> Route:
         return Route(

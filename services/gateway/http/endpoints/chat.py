@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.http.chunks import ChunkedFormat
@@ -39,7 +40,7 @@ class ChatEndpoint:
     def format(self, reply: Reply) -> AnswerFormat:
         return ChatFormat(reply)
 
-    def logprobs(self, tokenizer: ModelTokenizer) -> LogprobShape:
+    def logprobs(self, tokenizer: ModelTokenizer, echoed: Prompt | None = None) -> LogprobShape:  # noqa: ARG002
         return ChatLogprobs(tokenizer)
 
 
@@ -50,6 +51,10 @@ class ChatFormat(ChunkedFormat):
     chunk_object = "chat.completion.chunk"
     around_text = (b'"delta":{"content":', b"}")
     opening = b'"delta":{"role":"assistant","content":""}'
+
+    def rest_json(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+        listed = results[0].prompt_logprobs  # the prompt of all
+        return {} if listed is None else {"prompt_logprobs": listed}
 
     def choice_json(self, index: int, result: ChoiceResult) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
@@ -75,6 +80,8 @@ def _call_json(call: MadeCall) -> dict[str, Any]:
 
 class ChatLogprobs:
     """``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``."""
+
+    has_more = False
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer

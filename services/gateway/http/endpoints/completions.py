@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from services.gateway.http.chunks import ChunkedFormat
 from services.gateway.http.error_forms import OpenAIErrors
 from services.gateway.http.formats import AnswerFormat, ChoiceResult, Reply
-from services.gateway.http.logprobs import LogprobShape, finite, packed
+from services.gateway.http.logprobs import LogprobShape, entry_bytes, finite, packed
+from services.gateway.http.prompt_logprobs import PromptTaker, PromptToken
 from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
 from services.gateway.request_bodies.completion_request import (
     CompletionBody,
@@ -49,8 +51,8 @@ class CompletionEndpoint:
     def format(self, reply: Reply) -> AnswerFormat:
         return CompletionFormat(reply)
 
-    def logprobs(self, tokenizer: ModelTokenizer) -> LogprobShape:
-        return CompletionLogprobs(tokenizer)
+    def logprobs(self, tokenizer: ModelTokenizer, echoed: Prompt | None = None) -> LogprobShape:
+        return CompletionLogprobs(tokenizer) if echoed is None else EchoedLogprobs(tokenizer, echoed)
 
 
 class CompletionFormat(ChunkedFormat):
@@ -60,12 +62,15 @@ class CompletionFormat(ChunkedFormat):
     around_text = (b'"text":', b"")
 
     def choice_json(self, index: int, result: ChoiceResult) -> dict[str, Any]:
-        return {
+        choice = {
             "index": index,
             "text": result.text,
             "logprobs": result.logprobs,
             "finish_reason": result.finish.reason,
         }
+        if result.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = result.prompt_logprobs
+        return choice
 
 
 class CompletionLogprobs:
@@ -75,16 +80,23 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._offset = 0
 
+    @property
+    def has_more(self) -> bool:
+        return False
+
     def _text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def entry(self, token_id: int, logprobs: TokenLogprobs, text: str) -> Any:
         offset = self._offset
         self._offset += len(text)
-        top = {self._text(other): finite(value) for other, value in logprobs.top}
+        return self._entry(token_id, logprobs.logprob, logprobs.top, offset)
+
+    def _entry(self, token_id: int, logprob: float, top: Iterable[tuple[int, float]], offset: int) -> Any:
+        shown = {self._text(other): finite(value) for other, value in top}
         token = self._text(token_id)
-        top.setdefault(token, finite(logprobs.logprob))
-        return token, finite(logprobs.logprob), packed(top), offset
+        shown.setdefault(token, finite(logprob))
+        return token, finite(logprob), packed(shown), offset
 
     def join(self, entries: list[Any]) -> dict[str, Any]:
         return {
@@ -93,3 +105,42 @@ class CompletionLogprobs:
             "top_logprobs": [entry[2] for entry in entries],
             "text_offset": [entry[3] for entry in entries],
         }
+
+
+class EchoedLogprobs(CompletionLogprobs, PromptTaker):
+    """With those of a prompt before the choice's own. The first token has none."""
+
+    def __init__(self, tokenizer: ModelTokenizer, prompt: Prompt) -> None:
+        super().__init__(tokenizer)
+        self._prompt = prompt
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+        self._before: list[Any] = [(self._text(prompt.token_ids[0]), None, None, 0)]
+        self._shown = self._end_of(prompt.token_ids[0], 0)
+        self._offset = len(prompt.echo)
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._before)
+
+    def take(self, tokens: Sequence[PromptToken]) -> int:
+        made = [self._prompt_entry(token) for token in tokens]
+        self._before += made
+        return sum(map(entry_bytes, made))
+
+    def join(self, entries: list[Any]) -> dict[str, Any]:
+        before, self._before = self._before, []
+        return super().join([*before, *entries])
+
+    def _prompt_entry(self, token: PromptToken) -> Any:
+        token_id, offset = self._prompt.token_ids[token.position], self._shown
+        self._shown = self._end_of(token_id, offset)
+        return self._entry(token_id, token.logprob, token.top, offset)
+
+    def _end_of(self, token_id: int, offset: int) -> int:
+        """Where the prompt's text goes on. Tokens that were put before it, and spaces that belong to them, are not in
+        it."""
+        text = self._detokenizer.push(token_id)
+        for shown in (text, text.lstrip(" ")):
+            if self._prompt.echo.startswith(shown, offset):
+                return offset + len(shown)
+        return offset

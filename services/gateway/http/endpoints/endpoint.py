@@ -60,5 +60,6 @@ class Endpoint(Protocol):
     def format(self, reply: Reply) -> AnswerFormat:
         """Of one response."""
 
-    def logprobs(self, tokenizer: ModelTokenizer) -> LogprobShape:
-        """Of one choice."""
+    def logprobs(self, tokenizer: ModelTokenizer, echoed: Prompt | None = None) -> LogprobShape:
+        """Of one choice. ``echoed``: the prompt that its text begins with, whose tokens' come first; then it is a
+        ``PromptTaker``."""

@@ -39,7 +39,7 @@ class MessagesEndpoint:
     def format(self, reply: Reply) -> AnswerFormat:
         return MessageFormat(reply)
 
-    def logprobs(self, tokenizer: ModelTokenizer) -> LogprobShape:
+    def logprobs(self, tokenizer: ModelTokenizer, echoed: Prompt | None = None) -> LogprobShape:  # noqa: ARG002
         return ChatLogprobs(tokenizer)
 
 

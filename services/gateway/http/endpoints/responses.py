@@ -39,5 +39,5 @@ class ResponsesEndpoint:
     def format(self, reply: Reply) -> AnswerFormat:
         return ResponsesFormat(reply)
 
-    def logprobs(self, tokenizer: ModelTokenizer) -> LogprobShape:
+    def logprobs(self, tokenizer: ModelTokenizer, echoed: Prompt | None = None) -> LogprobShape:  # noqa: ARG002
         return ChatLogprobs(tokenizer)

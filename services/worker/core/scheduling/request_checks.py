@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared import subjects
 from shared.errors import BadRequest, Overloaded
-from shared.messages.generation import Submit
+from shared.messages.generation import MAX_PROMPT_LOGPROBS_BYTES, Submit, prompt_logprobs_bytes
 
 MAX_NUMBER = 2**31
 """Of tokens, and of what is counted in them."""
@@ -40,6 +40,7 @@ def _check_sampling(request: Submit, vocab_size: int) -> None:
         ("seed", params.seed, -(2**63), 2**63 - 1),
         ("top_k", params.top_k, 0, MAX_NUMBER),
         ("logprobs", params.logprobs or 0, 0, MAX_LOGPROBS),
+        ("prompt_logprobs", params.prompt_logprobs or 0, 0, MAX_LOGPROBS),
         ("temperature", params.temperature, 0.0, MAX_FIGURE),
         ("top_p", params.top_p, 0.0, 1.0),
         ("repetition_penalty", params.repetition_penalty, 0.0, MAX_FIGURE),
@@ -50,6 +51,13 @@ def _check_sampling(request: Submit, vocab_size: int) -> None:
         # What is not a number is in no range.
         if not low <= value <= high:
             raise BadRequest(f"{param} {value} is outside {low}..{high}", param=param)
+    if params.prompt_logprobs is not None:
+        size = prompt_logprobs_bytes(len(request.prompt_token_ids), params.prompt_logprobs)
+        if size > MAX_PROMPT_LOGPROBS_BYTES:
+            raise BadRequest(
+                f"prompt_logprobs: {size} bytes, at most {MAX_PROMPT_LOGPROBS_BYTES} are allowed",
+                param="prompt_logprobs",
+            )
     if not params.repetition_penalty:
         raise BadRequest("repetition_penalty must not be 0", param="repetition_penalty")
     for token_id, bias in params.logit_bias:

@@ -32,6 +32,8 @@ class RequestTable:
         self.cache = pool if isinstance(pool, PrefixCache) else None
         self.guide: Callable[[ActiveSequence], Guidance] = guides_nobody
         """Begins to keep a request's output to its grammar. It is called once for each, here."""
+        self.scores_prompts = False
+        """Whether the engine gives log-probabilities of prompts."""
         self.complete: list[ActiveSequence] = []
         """Those found to need no further step, which have not been ended yet."""
         self.accepted: dict[tuple[str, int], ActiveSequence] = {}
@@ -152,9 +154,9 @@ class RequestTable:
 
     def found(self, sequence: ActiveSequence) -> list[int]:
         """Blocks of an earlier context that begins as this one does; its last token is not among theirs, which is to be
-        computed."""
+        computed, and of one that is scored none."""
         cache = self.cache
-        if cache is None or not sequence.cache_root:
+        if cache is None or not sequence.cache_root or sequence.is_scoring:
             return []
         size = cache.block_size
         return cache.find(sequence.block_keys((sequence.num_tokens - 1) // size, size))
@@ -222,6 +224,11 @@ class _NoGuidance:
 
 
 NO_GRAMMARS = UnsupportedParameter("the engine of this model keeps no output to a grammar", param="response_format")
+
+
+NO_PROMPT_LOGPROBS = UnsupportedParameter(
+    "prompt_logprobs: the engine of this model gives no log-probabilities of prompts", param="prompt_logprobs"
+)
 
 
 def guides_nobody(_: ActiveSequence) -> Guidance:

@@ -21,7 +21,12 @@ from types import MappingProxyType
 from services.worker.core.scheduling.batching import ContinuousBatching
 from services.worker.core.scheduling.blocks import BlockPool
 from services.worker.core.scheduling.gateways import Gone
-from services.worker.core.scheduling.request_table import NO_GRAMMARS, RequestTable, guides_nobody
+from services.worker.core.scheduling.request_table import (
+    NO_GRAMMARS,
+    NO_PROMPT_LOGPROBS,
+    RequestTable,
+    guides_nobody,
+)
 from services.worker.core.scheduling.reservations import Reservations
 from services.worker.core.scheduling.schedule import (
     Queued,
@@ -35,7 +40,7 @@ from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.step_budget import StepBudgets
 from shared.errors import Conflict, ContextLengthExceeded, Overloaded
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import FinishReason, StreamPart
+from shared.messages.generation import FinishReason, PromptLogprobs, StreamPart
 
 LENT_QUEUE_FACTOR = 2
 """Two instances work on a queue that is lent: it may be twice as long."""
@@ -80,8 +85,8 @@ class Scheduler:
 
         A continuation whose streamed tokens already end it gets its terminal at once. Raises
         ``Conflict`` for an attempt that is here already, ``ContextLengthExceeded`` when not even
-        one token fits behind the prompt, ``UnsupportedParameter`` for a grammar where there are none, and
-        ``Overloaded`` when the queue is full.
+        one token fits behind the prompt, ``UnsupportedParameter`` for a grammar, or log-probabilities of
+        the prompt, where there are none, and ``Overloaded`` when the queue is full.
         """
         config, table = self.config, self.table
         if sequence.key in table.accepted:
@@ -93,6 +98,8 @@ class Scheduler:
             )
         if sequence.is_guided and table.guide is guides_nobody:
             raise NO_GRAMMARS
+        if sequence.num_to_score and not table.scores_prompts:
+            raise NO_PROMPT_LOGPROBS
         reason = sequence.finish_reason(config.limit_tokens)
         if reason is not None:
             sequence.finished = True
@@ -172,6 +179,13 @@ class Scheduler:
         table.complete.clear()
         table.stop_waiting(lambda s: s.finished)  # one that was preempted for another in the same step
         table.running = [s for s in table.running if not s.finished]
+
+    def scored(self, batch: ScheduledBatch, scores: Mapping[int, PromptLogprobs]) -> list[StreamPart]:
+        """Take the log-probabilities of prompts of the oldest batch in flight, by a request's ``id()``, before its
+        tokens: the outputs of those that have not ended. Of one that was preempted in between they hold all the
+        same."""
+        here = (piece.sequence for piece in batch.slices if id(piece.sequence) in scores)
+        return [sequence.scored(scores[id(sequence)]) for sequence in here if not sequence.finished]
 
     def complete(
         self,

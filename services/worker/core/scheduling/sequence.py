@@ -7,9 +7,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from services.worker.core.scheduling.guidance import Guidance
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart, Submit, TokenLogprobs
+from shared.messages.generation import (
+    DecodePlace,
+    FinishReason,
+    PromptLogprobs,
+    SamplingParams,
+    StreamPart,
+    Submit,
+    TokenLogprobs,
+)
 from shared.prefixes import chained, prefix_root
 
 
@@ -56,6 +66,10 @@ class ActiveSequence:
     """Its output is kept to a grammar."""
     guidance: Guidance | None = field(init=False, default=None)
     """Once it has begun here."""
+    num_to_score: int = field(init=False)
+    """Tokens of its prompt whose log-probabilities are asked for: none, or all."""
+    num_scored: int = field(init=False, default=1)
+    """The first of them have theirs, were said, and are not computed again. The very first has none."""
 
     id: int = field(init=False, default=-1)
     """Its place in the order of arrival."""
@@ -86,6 +100,7 @@ class ActiveSequence:
         self.stop_ids = frozenset((*self.params.stop_token_ids, *self.end_ids))
         self.is_penalised = is_penalised(self.params)
         self.is_guided = self.params.grammar is not None
+        self.num_to_score = len(self.prompt) if self.params.prompt_logprobs is not None else 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -102,8 +117,14 @@ class ActiveSequence:
 
     @property
     def stays(self) -> bool:
-        """Whether it is not lent. Steps alone wait for masks, so a pair's batches have no guided ones."""
-        return self.alone or self.has_begun or self.is_guided
+        """Whether it is not lent. Steps alone wait for masks and have log-probabilities of prompts, so a pair's batches
+        have no such requests."""
+        return self.alone or self.has_begun or self.is_guided or self.num_to_score > 0
+
+    @property
+    def is_scoring(self) -> bool:
+        """Log-probabilities of its prompt are lacking: positions whose KV is there have to be computed all the same."""
+        return self.num_scored < self.num_to_score
 
     @property
     def decodes(self) -> bool:
@@ -174,6 +195,11 @@ class ActiveSequence:
             cached_tokens=self.num_cached if first else 0,
         )
 
+    def scored(self, logprobs: PromptLogprobs) -> StreamPart:
+        """The output of the next log-probabilities of its prompt."""
+        self.num_scored = logprobs.end
+        return self._part(prompt=logprobs)
+
     def computing(self, begins: bool) -> StreamPart:
         """Says that a step of its own begins, or has ended."""
         return self._part(computing=begins)
@@ -216,7 +242,7 @@ def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float 
 
 
 def submit_of(sequence: ActiveSequence, instance_id: str, model: str, model_hash: str) -> Submit:
-    """A request as another instance has to know it."""
+    """A request as another instance has to know it: one that decodes, or computes what is asked for of no prompt."""
     return Submit(
         request_id=sequence.request_id,
         attempt=sequence.attempt,
@@ -225,7 +251,7 @@ def submit_of(sequence: ActiveSequence, instance_id: str, model: str, model_hash
         model=model,
         model_hash=model_hash,
         prompt_token_ids=sequence.prompt,
-        sampling=sequence.params,
+        sampling=structs.replace(sequence.params, prompt_logprobs=None),
         output_token_ids=tuple(sequence.output),
         decode_at=sequence.decode_at,
         gateway_incarnation=sequence.gateway_incarnation,

@@ -39,6 +39,7 @@ from services.worker.engine.late.arguments import (
 )
 from services.worker.engine.late.failures import FailingDevice, LateFailures
 from services.worker.engine.late.kv_in_flight import KvInFlight, KvUse, Slots
+from shared.messages.generation import PromptLogprobs
 from shared.transport.base import Buffer
 
 _log = logging.getLogger(__name__)
@@ -193,6 +194,12 @@ class LateEngine:
         return self._later(
             "sample", self._streams.compute, Pending[list[Sampled]](), call, batch.given[:1], batch=batch
         )
+
+    def score(self, activation: Activation) -> Completion[list[PromptLogprobs]]:
+        """See ``Engine``."""
+        batch, pending = _late(activation), Pending[list[PromptLogprobs]]()
+        call = lambda: self._inner.score(_begun(batch))  # noqa: E731
+        return self._later("score", self._streams.compute, pending, call, batch.given[:1], batch=batch)
 
     def hidden_states(self, activation: Activation) -> Completion[Buffer]:
         """See ``Engine``."""

@@ -37,7 +37,8 @@ from services.worker.engine.mock.kv import MockKv, Slots
 from services.worker.engine.mock.played import played_step_s
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from services.worker.engine.mock.sleep import PreciseSleep
-from services.worker.engine.mock.tokens import sample
+from services.worker.engine.mock.tokens import prompt_logprobs, sample
+from shared.messages.generation import PromptLogprobs
 from shared.profile import Profile
 from shared.transport.base import Buffer
 
@@ -309,6 +310,19 @@ class MockEngine:
 
     def counts_of(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Nothing is penalised."""
+
+    def score(self, activation: Activation) -> Completion[list[PromptLogprobs]]:
+        """Made up (``mock.tokens``)."""
+        return self._streams.compute.run(lambda: self._score(activation.result()))
+
+    def _score(self, activation: MockActivation) -> list[PromptLogprobs]:
+        if activation.layers_done != self.num_layers:
+            raise ValueError(f"scores after {activation.layers_done} of {self.num_layers} layers")
+        return [
+            prompt_logprobs(piece.start + piece.scored.first + 1, piece.scored, vocab_size=self.vocab_size)
+            for piece in activation.batch.slices
+            if piece.scored is not None
+        ]
 
     def sample(self, activation: Activation) -> Completion[list[Sampled]]:
         """The token behind each context."""

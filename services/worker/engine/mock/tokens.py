@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from services.worker.core.scheduling.schedule import Sampled
-from services.worker.engine.forward_batch import SamplingRow
+from services.worker.engine.forward_batch import PromptRows, SamplingRow
 from services.worker.engine.mock.kv import extend_hash, hash_tokens
-from shared.messages.generation import TokenLogprobs
+from shared.messages.generation import PromptLogprobs, TokenLogprobs
 
 _PRINTABLE_FIRST, _PRINTABLE_COUNT = 32, 95
 
@@ -43,3 +45,18 @@ def _logprobs(token_id: int, prefix_hash: int, count: int, vocab_size: int) -> T
     others = (t for t in range(vocab_size) if t != token_id)
     alternatives = [(t, best - 3.0 - rank) for rank, t in zip(range(count - 1), others, strict=False)]
     return TokenLogprobs(logprob=best, top=((token_id, best), *alternatives) if count else ())
+
+
+def prompt_logprobs(start: int, scored: PromptRows, *, vocab_size: int) -> PromptLogprobs:
+    """Of a prompt's tokens from position ``start`` on: by token and position alone."""
+    ids = np.array(scored.next_ids, dtype=np.int64)
+    own = -((ids * 31 + np.arange(start, start + len(ids))) % 1000) / 100
+    alternatives = np.arange(min(scored.num_top, vocab_size))
+    return PromptLogprobs(
+        start=start,
+        num_top=len(alternatives),
+        logprobs=own.astype("<f4").tobytes(),
+        ranks=np.ones(len(ids), dtype="<i4").tobytes(),
+        top_ids=((ids[:, None] + alternatives) % vocab_size).astype("<i4").tobytes(),
+        top_logprobs=(own[:, None] - alternatives).astype("<f4").tobytes(),
+    )

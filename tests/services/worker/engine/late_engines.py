@@ -21,6 +21,7 @@ WAITED = (
     "hidden_states",
     "export_kv",
     "import_kv",
+    "score",
     "sample",
 )
 

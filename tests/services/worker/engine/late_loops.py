@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.worker.core.scheduling.schedule import Sampled, ScheduledBatch, SchedulerConfig
@@ -25,7 +26,7 @@ from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.mock_engine import MockEngine
 from services.worker.engine.thread import After, EngineThread
 from shared.errors import BlitzError
-from shared.messages.generation import SamplingParams, StreamPart, TokenLogprobs
+from shared.messages.generation import PromptLogprobs, SamplingParams, StreamPart, TokenLogprobs
 from tests.checkpoints import EOS_ID
 from tests.services.worker.core.scheduling.harness import PLACE
 from tests.services.worker.engine.harness import loaded_engine
@@ -73,8 +74,8 @@ class Asked:
         )
 
 
-def drawn(chance: random.Random, count: int, *, alone_share: float = 0.0) -> list[Asked]:
-    """Requests of all kinds."""
+def drawn(chance: random.Random, count: int, *, alone_share: float = 0.0, scored_share: float = 0.0) -> list[Asked]:
+    """Requests of all kinds. ``scored_share``: of those that ask for log-probabilities of their prompts."""
     asked = []
     for number in range(count):
         max_tokens = chance.randint(1, 18)
@@ -91,6 +92,7 @@ def drawn(chance: random.Random, count: int, *, alone_share: float = 0.0) -> lis
             min_tokens=chance.choice([0, 0, min(4, max_tokens)]),
             ignore_eos=chance.random() < 0.2,
             stop_token_ids=tuple(range(chance.randrange(10), 256, 10)) if chance.random() < 0.5 else (),
+            prompt_logprobs=2 if scored_share and chance.random() < scored_share else None,
         )
         prompt = tuple(chance.choices(range(32, 127), k=chance.randint(1, 13)))
         alone = chance.randint(1, 3) if chance.random() < alone_share else 0
@@ -104,6 +106,7 @@ class Text:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt: list[PromptLogprobs] = field(default_factory=list)
     end: StreamPart | None = None
     num_ends: int = 0
 
@@ -118,9 +121,18 @@ class Said:
 
     def __call__(self, step: StepOutput) -> None:
         with self.changed:
+            for part in step.prompts:
+                self._take_prompt(self.texts.setdefault(part.request_id, Text()), part)
             for out in step.outputs:
                 self._take(self.texts.setdefault(out.request_id, Text()), out)
             self.changed.notify_all()
+
+    def _take_prompt(self, text: Text, part: StreamPart) -> None:
+        assert part.prompt is not None
+        position = text.prompt[-1].end if text.prompt else 1
+        if text.token_ids or text.end is not None or part.prompt.start != position:
+            self.wrong.append(f"position {part.prompt.start} of a prompt, not {position}, or behind tokens")
+        text.prompt.append(part.prompt)
 
     def _take(self, text: Text, out: StreamPart) -> None:
         if text.end is not None:
@@ -149,6 +161,7 @@ def plain_texts(kind: str, asked: Sequence[Asked]) -> dict[str, Text]:
     # As long as it may be where there is less room.
     config = SchedulerConfig(num_blocks=256, block_size=BLOCK_SIZE, context_tokens=NUM_BLOCKS * BLOCK_SIZE)
     loop = EngineLoop(engine, config, lambda: 0.0)
+    loop.scheduler.table.scores_prompts = True
     for one in asked:
         loop.add(one.sequence())
     while loop.has_work:
@@ -159,17 +172,25 @@ def plain_texts(kind: str, asked: Sequence[Asked]) -> dict[str, Text]:
     return said.texts
 
 
+def prompt_of(text: Text) -> list[float]:
+    """The log-probabilities of its prompt."""
+    return [float(x) for one in text.prompt for x in np.frombuffer(one.logprobs, "<f4")]
+
+
 def check_text(got: Text, plain: Text, *, exact: bool) -> None:
     """As the plain engine's, as far as it came. ``exact``: so are the probabilities."""
     count = len(got.token_ids)
+    mine, theirs = prompt_of(got), prompt_of(plain)
+    np.testing.assert_allclose(mine, theirs[: len(mine)], atol=1e-3)
+    assert len(mine) == len(theirs) or not count, "of a prompt, all comes before the first token"
     assert got.token_ids == plain.token_ids[:count]
     assert len(got.logprobs) == len(plain.logprobs[:count])
-    for mine, theirs in zip(got.logprobs, plain.logprobs, strict=False):
+    for one, other in zip(got.logprobs, plain.logprobs, strict=False):
         if exact:
-            assert mine == theirs
+            assert one == other
         else:
-            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
-            assert dict(mine.top) == pytest.approx(dict(theirs.top), abs=1e-3)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+            assert dict(one.top) == pytest.approx(dict(other.top), abs=1e-3)
     assert plain.end is not None
     if got.end is not None and got.end.finish_reason in BY_ITSELF:
         assert count == len(plain.token_ids)
@@ -256,6 +277,7 @@ class LateLoop:
         self.engine = make(self.inner, streams, failures)
         limits = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, **LIMITS, **changes}
         self.loop = EngineLoop(self.engine, SchedulerConfig(**limits), time.monotonic)
+        self.loop.scheduler.table.scores_prompts = True
         self.engine.watch(self.loop.scheduler.pool)
         self.loop.prefill_listener = self
         self.pair = Pair(self.loop, self.happened)

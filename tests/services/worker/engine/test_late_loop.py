@@ -27,7 +27,7 @@ def run_mishaps(
     kind: str, happened: Counter[str], order: str, delay_s: float, seed: int, failures: LateFailures | None = None
 ) -> None:
     chance = random.Random(f"{order} {delay_s} {seed}")
-    asked = drawn(chance, NUM_REQUESTS)
+    asked = drawn(chance, NUM_REQUESTS, scored_share=0.3)
     plain = plain_texts(kind, asked)
     timing = {"order": order, "seed": seed, "delay_s": delay_s}
     with late_loop(kind, failures, happened=happened, **timing) as one:
@@ -45,6 +45,7 @@ def run_mishaps(
         for text in one.said.texts.values():
             happened["errors"] += text.end is not None and text.end.error is not None
             assert failures is not None or text.end is None or text.end.error is None
+            happened["scored"] += len(text.prompt) > 1
 
 
 def run_all_seeds(kind: str, num_seeds: int, **failures: float) -> Counter[str]:
@@ -64,6 +65,7 @@ def test_requests_get_the_tokens_of_the_plain_engine_whatever_happens_in_flight(
     kind: str, num_seeds: int, least: int
 ) -> None:
     happened = run_all_seeds(kind, num_seeds)
+    assert happened["scored"] >= least
     assert {name: happened[name] for name in OFTEN if happened[name] < least} == {}
 
 

@@ -127,6 +127,24 @@ async def test_a_resend_in_the_middle_of_a_stream_leaves_no_gap(alone: LoneWorke
     assert alone.gateway.tokens("r") == expected_tokens(50)
 
 
+async def test_a_prompts_log_probabilities_come_before_its_tokens_and_again_from_a_position(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.submit(instance_id, "r", max_tokens=4, prompt_logprobs=2)
+    await alone.gateway.end_of("r")
+    parts = alone.gateway.parts["r", 1]
+    kinds = [part.prompt is not None for part in parts]
+    assert kinds == sorted(kinds, reverse=True)
+    said = [part.prompt for part in parts if part.prompt is not None]
+    assert [one.start for one in said] == [1, *(one.end for one in said)][: len(said)]
+    assert said[-1].end == len(PROMPT)
+    before = len(parts)
+    await alone.gateway.resend("w0", "r", offset=4, prompt_offset=2)
+    await eventually(lambda: len(alone.gateway.parts["r", 1]) > before + 1)
+    again = [part.prompt for part in alone.gateway.parts["r", 1][before:] if part.prompt is not None]
+    assert again[-1].end == len(PROMPT)
+    assert again[0].start <= 2
+
+
 async def test_a_stream_nobody_knows_cannot_be_resent(alone: LoneWorker) -> None:
     with pytest.raises(NotFound):
         await alone.gateway.resend("w0", "r")

@@ -50,6 +50,8 @@ SAMPLING: list[dict[str, Any]] = [
     {"top_k": -1},
     {"min_tokens": 2**62},
     {"logprobs": 2**31},
+    {"prompt_logprobs": -1},
+    {"prompt_logprobs": 2**31},
     {"temperature": math.nan},
     {"temperature": -1.0},
     {"top_p": math.inf},
