@@ -9,6 +9,7 @@ import pytest
 from services.worker.core.kv_admission import room
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.requests import inbox
+from shared.errors import NotFound
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
 from tests.services.worker.kv_transfer.sender.steps import Gate
@@ -43,6 +44,36 @@ async def test_a_prompt_computed_here_is_decoded_there(redis_url: str) -> None:
         assert len(first.token_ids) == 1
         await pair.clean()
         await eventually(lambda: pair.outcomes() == {"moved": 1})
+
+
+@also_late()
+async def test_log_probabilities_of_the_prompt_come_from_here_alone_and_before_all_tokens(redis_url: str) -> None:
+    async with disaggregated(redis_url) as pair:
+        for number in range(4):
+            await pair.submit(f"r{number}", prompt=PROMPT[number:], prompt_logprobs=3)
+        for number in range(4):
+            await pair.ends(f"r{number}")
+            assert pair.decoded_by(f"r{number}") == ["w0", "w1"]
+            parts = pair.gateway.parts[f"r{number}", 1]
+            num_said = sum(part.prompt is not None for part in parts)
+            said = [part.prompt for part in parts[:num_said] if part.prompt is not None]
+            assert len(said) == num_said, "nothing came between them"
+            assert [one.start for one in said] == [1, *(one.end for one in said)][:num_said]
+            assert said[-1].end == len(PROMPT) - number
+        await pair.clean()
+        await eventually(lambda: pair.outcomes() == {"moved": 4})
+
+
+async def test_what_the_decode_instance_has_not_of_a_prompt_it_does_not_make_up(redis_url: str) -> None:
+    async with disaggregated(redis_url) as pair:
+        await pair.submit("r", prompt_logprobs=3)
+        await pair.ends("r")
+        with pytest.raises(NotFound):
+            await pair.gateway.resend("w1", "r", offset=8, prompt_offset=5)
+        before = len(pair.gateway.parts["r", 1])
+        await pair.gateway.resend("w1", "r", offset=8)
+        await eventually(lambda: len(pair.gateway.parts["r", 1]) > before)
+        assert all(part.prompt is None for part in pair.gateway.parts["r", 1][before:])
 
 
 @also_late()
