@@ -476,9 +476,7 @@ def test_arguments_of_a_template_cannot_replace_its_tools() -> None:
     assert template.render([], tools=tools, arguments={"tools": 1}) == json.dumps(tools)
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", NAMED], ids=["required", "named"]
-)
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 async def test_a_call_that_must_be_made_is_a_grammar(hermes: Stack, choice: Any) -> None:
     called = await whole(hermes, tools=[FULL, *TOOLS[:2]], tool_choice=choice)
     grammar = hermes.workers[0].submits[-1].sampling.grammar
