@@ -128,7 +128,7 @@ async def test_its_load_is_said(serving: Serving) -> None:
 
 def processes_of(engine: VllmEngine) -> list[int]:
     """All that vLLM's process has started, itself included."""
-    group = engine._front._process.pid  # type: ignore[union-attr]
+    group = engine.pid
     listed = subprocess.run(["ps", "-eo", "pid,pgid,stat"], check=True, capture_output=True, text=True).stdout
     rows = [line.split() for line in listed.splitlines()[1:]]
     return [int(pid) for pid, of, state in rows if int(of) == group and not state.startswith("Z")]
@@ -136,13 +136,11 @@ def processes_of(engine: VllmEngine) -> list[int]:
 
 async def test_killed_it_is_noticed_and_nothing_of_it_stays(serving: Serving) -> None:
     """The last one: it ends the module's engine."""
-    front = serving.engine._front._process
-    assert front is not None
     started = processes_of(serving.engine)
     assert len(started) > 1
     await serving.submit("dies", PROMPTS[1], max_tokens=400)
     killed_s = time.monotonic()
-    os.kill(max(pid for pid in started if pid != front.pid), signal.SIGKILL)
+    os.kill(max(pid for pid in started if pid != serving.engine.pid), signal.SIGKILL)
     end = await serving.ends("dies")
     assert time.monotonic() - killed_s < 5.0
     assert end.error is not None

@@ -77,6 +77,11 @@ class VllmEngine:
         self._stop_error: BlitzError | None = None
         self._closing: asyncio.Future[None] | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Of vLLM's process, which leads a group of its own; None before it has started."""
+        return self._front.pid
+
     # --- its life ------------------------------------------------------------------------------
 
     def prepare(self) -> None:

@@ -102,6 +102,11 @@ class FrontProcess:
         self._over(f"vLLM's process ended with {process.returncode}: {self.last_words}")
 
     @property
+    def pid(self) -> int | None:
+        """Of the process, which leads a group of its own with all that it starts; None before it has started."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def last_words(self) -> str:
         """The end of its log, in one line."""
         return " / ".join(list(self._lines)[-5:]) or "it said nothing"
