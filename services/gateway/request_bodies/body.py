@@ -145,6 +145,10 @@ def _refusal(error: msgspec.ValidationError, type_: Any, raw: bytes | Raw, name:
         declared = inner
         name += step[0] if name else step[0].removeprefix(".")
         value = _value_inside(value, step)
+    holds_any = any(isinstance(_bare(member), inspect.AnyType | inspect.DictType) for member in _members(declared))
+    if holds_any and "out of range" in str(error):
+        # Where inside of it is not said.
+        return BadRequest(f"{name} has a number that is too large for 64 bits", param=name)
     return BadRequest(f"{name} must be {_wanted(declared)}, not {shown(value)}", param=name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -249,3 +250,19 @@ async def test_a_number_beyond_floats_is_named(stack: Stack, field: str) -> None
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "bad_request", field)
     assert len(error["message"]) < 200
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("chat_template_kwargs", {"chat_template_kwargs": {"a": [0]}}),
+        ("guided_json", {"guided_json": {"const": 0}}),
+        ("tools[0].function.parameters", {"tools": [{"function": {"parameters": {"a": 0}}}]}),
+    ],
+)
+async def test_a_number_that_is_too_large_is_said_to_be_one(stack: Stack, param: str, body: dict[str, Any]) -> None:
+    written = json.dumps({"model": "tiny", "messages": MESSAGES, **body}).replace("0", "9" * 5000)
+    response = await stack.http.post(CHAT, content=written)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["message"] == f"{param} has a number that is too large for 64 bits"
