@@ -46,6 +46,7 @@ CALLS = {
     "both": "I look.\n" + call("get_weather", city="Paris") + "\n" + call("get_weather", city="Oslo"),
     "weather": call("get_weather", city="Paris"),
     "draw": call("Drawing", **DRAWING),
+    "shapes": call("Circle", kind="circle", radius=7) + "\n" + call("Square", kind="square", side=3),
 }
 """By a word of the last message, with functions."""
 
