@@ -246,6 +246,11 @@ def streams_of(
     ]
 
 
+def _maximum(limit: int) -> str:
+    """In OpenAI's and vLLM's words, by which clients tell this error from others."""
+    return f"this model's maximum context length is {limit} tokens"
+
+
 def _sampling_of(
     prepared: PreparedRequest, options: Options, num_prompt: int, number: int, seeds: random.Random
 ) -> SamplingParams:
@@ -255,8 +260,7 @@ def _sampling_of(
         raise BadRequest("the prompt has no tokens", param=prepared.prompt_param)
     if num_prompt >= limit:
         raise ContextLengthExceeded(
-            f"the prompt has {num_prompt} tokens; with at least one of output that exceeds "
-            f"this model's context of {limit} tokens",
+            f"{_maximum(limit)}; {num_prompt} of the prompt and at least one of output exceed it",
             param=prepared.prompt_param,
         )
     max_tokens = options.max_tokens
@@ -265,7 +269,7 @@ def _sampling_of(
         max_tokens = min(left, options.default_max_tokens) if options.default_max_tokens is not None else left
     if num_prompt + max_tokens > limit:
         raise ContextLengthExceeded(
-            f"this model's context is {limit} tokens; {num_prompt} of the prompt and {max_tokens} of output exceed it",
+            f"{_maximum(limit)}; {num_prompt} of the prompt and {max_tokens} of output exceed it",
             param=prepared.length_param,
         )
     least = options.sampling.min_tokens

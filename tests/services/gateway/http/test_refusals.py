@@ -218,9 +218,12 @@ async def test_a_model_name_is_required(stack: Stack, model: Any) -> None:
 async def test_prompt_and_output_must_fit_the_context(stack: Stack) -> None:
     code = "context_length_exceeded"
     long = await stack.http.post(TEXT, json={"model": "tiny", "prompt": "x" * 300})
-    check(long, 400, "invalid_request_error", code, "prompt")
+    message = check(long, 400, "invalid_request_error", code, "prompt")
+    # Clients such as LiteLLM, and those of Anthropic's API, which has no codes, know the error by these words.
+    assert message.startswith("this model's maximum context length is 256 tokens; 301 of the prompt")
     both = await stack.http.post(TEXT, json={"model": "tiny", "prompt": "x" * 100, "max_tokens": 200})
-    check(both, 400, "invalid_request_error", code, "max_tokens")
+    message = check(both, 400, "invalid_request_error", code, "max_tokens")
+    assert message.startswith("this model's maximum context length is 256 tokens; 101 of the prompt and 200 of output")
     fits = await stack.http.post(TEXT, json={"model": "tiny", "prompt": [1] * 56, "max_tokens": 200})
     assert fits.status_code == 200
 
