@@ -109,7 +109,7 @@ $(CLIENTS)/.installed: $(wildcard tests/clients/*.txt) | $(STAMP)
 	@touch $@
 
 test-clients: $(CLIENTS)/.installed ## Test other people's clients against a stack (1.3 GB into build/)
-	@$(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini -v tests/clients $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini -v tests/clients $(ARGS)
 
 # One process: there is one GPU. Tests of a machine without one skip these.
 test-gpu: $(STAMP) ## Run the tests that need a GPU, rows of "bench gpu" with little to do (needs CUDA, FlashInfer and CuPy)

@@ -53,7 +53,7 @@ def test_streamed_calls_are_put_together(client: Anthropic) -> None:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         final = stream.get_final_message()
     assert len(pieces) > 4
-    assert [block.type for block in final.content][0] == "text"
+    assert final.content[0].type == "text"
     assert [block.input["city"] for block in final.content if block.type == "tool_use"] == ["Paris", "Oslo"]
 
 

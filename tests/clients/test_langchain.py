@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,8 +24,8 @@ def get_weather(city: str) -> str:
 
 
 @pytest.fixture(params=[False, True], ids=["chats", "responses"])
-def model(request: pytest.FixtureRequest) -> Iterator[ChatOpenAI]:
-    yield ChatOpenAI(model=SCRIPTED, max_retries=0, use_responses_api=request.param, stream_usage=True)
+def model(request: pytest.FixtureRequest) -> ChatOpenAI:
+    return ChatOpenAI(model=SCRIPTED, max_retries=0, use_responses_api=request.param, stream_usage=True)
 
 
 def test_an_agent_calls_its_function(model: ChatOpenAI) -> None:

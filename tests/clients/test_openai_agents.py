@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -42,8 +43,6 @@ def test_a_streamed_run_is_the_same(kind: Any) -> None:
         events = [event async for event in result.stream_events()]
         names = [event.name for event in events if event.type == "run_item_stream_event"]
         return names, result.final_output
-
-    import asyncio
 
     names, said = asyncio.run(run())
     assert said == SAID
