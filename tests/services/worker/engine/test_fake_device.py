@@ -145,6 +145,7 @@ PARAMS = (
     {"top_k": 20, "logprobs": 3},
     {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
     {"logit_bias": ((5, 2.0),), "min_tokens": 2, "stop_token_ids": (7,)},
+    {"prompt_logprobs": 3, "logprobs": 0},
 )
 
 
@@ -152,11 +153,13 @@ def test_a_loop_samples_in_every_way_on_the_device_alone(fake: OnFake) -> None:
     config = SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=16, prefill_chunk_tokens=24)
     loop, landing = EngineLoop(fake.engine, config, time.monotonic), threading.Event()
     loop.wake = landing.set
+    loop.scheduler.table.scores_prompts = True
     for index, params in enumerate(PARAMS):
         sampling = SamplingParams(max_tokens=4, seed=index, **params)  # type: ignore[arg-type]
         prompt = tuple(range(5, 20 + 9 * index))
         loop.add(ActiveSequence(request_id=str(index), attempt=1, gateway_id="g", prompt=prompt, params=sampling))
     endings: dict[str, StreamPart] = {}
+    scored: dict[str, int] = {}
     with fake.guard:
         while len(endings) < len(PARAMS):
             step = loop.step()
@@ -166,7 +169,9 @@ def test_a_loop_samples_in_every_way_on_the_device_alone(fake: OnFake) -> None:
                 continue
             assert step.error is None
             endings |= {part.request_id: part for part in step.outputs if part.finish_reason is not None}
+            scored |= {part.request_id: part.prompt.end for part in step.prompts if part.prompt is not None}
     assert {part.finish_reason for part in endings.values()} == {"length"}
+    assert scored == {str(n): 15 + 9 * n for n, params in enumerate(PARAMS) if "prompt_logprobs" in params}
 
 
 def test_a_batch_and_its_kv_move_through_pinned_memory(fake: OnFake) -> None:
