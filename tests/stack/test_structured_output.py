@@ -9,16 +9,18 @@ import shutil
 from collections.abc import AsyncIterator
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, Field
+from tokenizers import AddedToken, Tokenizer
 
 from compose.config import StackConfig
 from compose.stack import Stack
-from tests.checkpoints import tiny_checkpoint
+from shared.messages.admin import SetModelBody
+from tests.checkpoints import SPECIAL_TOKENS, tiny_checkpoint
 from tests.services.gateway.core.tools import templates
 from tests.stack.client import until
 from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
@@ -26,6 +28,11 @@ from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
 SPLIT, TOOLS = "split", "tools"
+THINKERS = ("opens", "opened", "shown")
+"""Models that think: one that opens its thoughts itself, two whose templates do; of one the marks are tokens that are
+shown."""
+BEGIN_OF_THOUGHT = 256 + len(SPECIAL_TOKENS)
+END_OF_THOUGHT = BEGIN_OF_THOUGHT + 1
 NO_BLANKS = {str(ord(blank)): -100 for blank in " \t\r\n"}
 """A bias: a random model writes whitespace without end, where a grammar lets it. Tokens are bytes."""
 
@@ -58,7 +65,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     config = StackConfig(
         models=(tiny_checkpoint("llama"),),
         state_dir=tmp_path_factory.mktemp("schemas"),
-        workers=5,
+        workers=5 + len(THINKERS),
         port=0,
         env=FAST | NO_DEMAND,
     )
@@ -69,7 +76,11 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         for role in ("prefill", "decode"):
             await running.admin.scale(SPLIT, 1, hold_s=3600.0, role=role)
         await running.admin.add_model(str(_with_template(tmp_path_factory.mktemp("hermes") / "m")), name=TOOLS)
-        await until(running, lambda s: sum(i.state == "serving" for i in s.instances) == 5)
+        for name in THINKERS:
+            folder = _thinker(tmp_path_factory.mktemp(name) / "m", name)
+            await running.admin.add_model(str(folder), name=name, min_instances=0)
+            await running.admin.scale(name, 1, hold_s=3600.0)
+        await until(running, lambda s: sum(i.state == "serving" for i in s.instances) == 5 + len(THINKERS))
         yield running
 
 
@@ -77,6 +88,18 @@ def _with_template(folder: Path) -> Path:
     """The checkpoint, whose chats may have functions."""
     shutil.copytree(tiny_checkpoint("llama"), folder)
     (folder / "chat_template.jinja").write_text(templates.HERMES)
+    return folder
+
+
+def _thinker(folder: Path, name: str) -> Path:
+    """The checkpoint with tokens for a thought's marks, which its vocabulary had rows for."""
+    shutil.copytree(tiny_checkpoint("llama"), folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added = [AddedToken(mark, special=name != "shown") for mark in ("<think>", "</think>")]
+    (tokenizer.add_tokens if name == "shown" else tokenizer.add_special_tokens)(added)
+    assert tokenizer.token_to_id("</think>") == END_OF_THOUGHT
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(templates.QWEN3 if name == "opens" else templates.DEEPSEEK_R1)
     return folder
 
 
@@ -154,6 +177,9 @@ SIZE = {
 }
 
 
+SIZE_FORMAT = {"type": "json_schema", "json_schema": {"name": "size", "schema": {"type": "object", **SIZE}}}
+
+
 async def test_a_call_is_made_that_must_be(stack: Stack) -> None:
     tool = {"type": "function", "function": {"name": "draw", "parameters": SIZE}}
     other = {
@@ -180,3 +206,60 @@ async def test_a_call_is_made_that_must_be(stack: Stack) -> None:
                     assert 0 <= json.loads(call.function.arguments)["n"] <= 99
                 else:
                     assert (choice, json.loads(call.function.arguments)) == ("required", {})
+
+
+@pytest.mark.parametrize("model", THINKERS)
+async def test_an_answer_follows_its_schema_behind_a_thought(stack: Stack, model: str) -> None:
+    thoughts = set()
+    # A random model would think without end: its end is more likely than any other token.
+    bias = NO_BLANKS | {str(END_OF_THOUGHT): 5, str(BEGIN_OF_THOUGHT): 100}
+    async with client_of(stack) as client:
+        for seed in range(4):
+            asked = {"messages": [{"role": "user", "content": "draw"}], "max_tokens": 900, "seed": seed}
+            asked |= {"model": model, "logit_bias": bias, "response_format": SIZE_FORMAT}
+            whole = await client.chat.completions.create(**asked)  # type: ignore[call-overload]
+            message, usage = whole.choices[0].message, whole.usage
+            assert whole.choices[0].finish_reason == "stop"
+            assert 0 <= json.loads(message.content)["n"] <= 99
+            thought = getattr(message, "reasoning_content", "")
+            thoughts.add(thought)
+            assert usage.completion_tokens_details.reasoning_tokens >= len(thought)
+            stream = await client.chat.completions.create(**asked, stream=True)  # type: ignore[call-overload]
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+            assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == thought
+            assert "".join(delta.content or "" for delta in deltas) == message.content
+    assert len(thoughts) > 1
+
+
+async def test_other_forms_and_calls_behind_a_thought(stack: Stack) -> None:
+    tool = {"type": "function", "function": {"name": "draw", "parameters": SIZE}}
+    async with client_of(stack) as client:
+
+        async def ask(**extra: object) -> Any:
+            bias = NO_BLANKS | {"10": 0, str(END_OF_THOUGHT): 5}
+            answer = await client.chat.completions.create(
+                model="opened", messages=[{"role": "user", "content": "go"}], max_tokens=900, seed=3, logit_bias=bias,
+                extra_body=extra,
+            )  # fmt: skip
+            assert answer.choices[0].finish_reason in ("stop", "tool_calls")
+            assert answer.choices[0].message.reasoning_content
+            return answer.choices[0].message
+
+        assert re.fullmatch("[A-F]{3}-[0-9]{2}", (await ask(guided_regex="[A-F]{3}-[0-9]{2}")).content)
+        assert (await ask(guided_choice=["yes", "no"])).content in ("yes", "no")
+        assert (await ask(guided_grammar='start: "a" | "b" "c"')).content in ("a", "bc")
+        await stack.admin.set_model("opened", SetModelBody(tool_parser="hermes"))
+        message = await ask(tools=[tool], tool_choice="required", parallel_tool_calls=False)
+        assert message.content is None
+        [call] = message.tool_calls
+        assert 0 <= json.loads(call.function.arguments)["n"] <= 99
+
+
+async def test_without_a_thought_the_answer_follows_at_once(stack: Stack) -> None:
+    async with client_of(stack) as client:
+        answer = await client.chat.completions.create(
+            model="opens", messages=[{"role": "user", "content": "go"}], max_tokens=900, seed=1,
+            logit_bias=NO_BLANKS, reasoning_effort="none", response_format=SIZE_FORMAT,
+        )  # type: ignore[call-overload]  # fmt: skip
+    assert 0 <= json.loads(answer.choices[0].message.content)["n"] <= 99
+    assert not hasattr(answer.choices[0].message, "reasoning_content")
