@@ -60,7 +60,7 @@ class VllmEngine:
         self._kv_gib = kv_gib
         self._front = FrontProcess(python, self._on_word, self._on_end)
         self._requests: dict[Key, ActiveSequence] = {}
-        self._load = words.Load(
+        self._load = words.EngineLoad(
             running=0,
             waiting=0,
             kv_usage=0.0,
@@ -121,7 +121,7 @@ class VllmEngine:
     def _on_word(self, word: words.ToWorker) -> None:
         if isinstance(word, words.Outputs):
             self._take(word.outputs)
-        elif isinstance(word, words.Load):
+        elif isinstance(word, words.EngineLoad):
             self._take_load(word)
         elif isinstance(word, words.Imported):
             if word.lacks:
@@ -180,7 +180,7 @@ class VllmEngine:
         for key in keys:
             if (sequence := self._requests.pop(key, None)) is not None:
                 sequence.finished = True
-                self._front.say(words.Cancel(id=_id(key)))
+                self._front.say(words.Drop(id=_id(key)))
                 count += 1
         return count
 
@@ -261,7 +261,7 @@ class VllmEngine:
             cached_tokens=sequence.num_cached if first else 0,
         )
 
-    def _take_load(self, load: words.Load) -> None:
+    def _take_load(self, load: words.EngineLoad) -> None:
         now_s = time.monotonic()
         if self._load.running or load.running:
             self._busy_s += now_s - self._loaded_at_s

@@ -52,7 +52,7 @@ class Front:
         self._engine: Any = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outputs: list[words.Output] = []
-        self._load = words.Load(
+        self._load = words.EngineLoad(
             running=0,
             waiting=0,
             kv_usage=0.0,
@@ -142,7 +142,7 @@ class Front:
             return
         self._running[request.id] = asyncio.create_task(self._run(request))
 
-    def cancel(self, request: words.Cancel) -> None:
+    def cancel(self, request: words.Drop) -> None:
         """End it without a word."""
         if (task := self._running.pop(request.id, None)) is not None:
             task.cancel()

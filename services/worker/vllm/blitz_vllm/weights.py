@@ -49,7 +49,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     failed: str = ""
 
 
-class Source:
+class WeightsSource:
     """The worker's memory, in one process of vLLM."""
 
     def __init__(self, path: str) -> None:
@@ -111,7 +111,7 @@ def register() -> None:
             """Nothing: the worker has them."""
 
         def load_weights(self, model: Any, model_config: object) -> None:  # noqa: ARG002 - vLLM's word
-            source = Source(self.load_config.model_loader_extra_config["socket"])
+            source = WeightsSource(self.load_config.model_loader_extra_config["socket"])
             loaded = model.load_weights(source.tensors())
             missing = {name for name, _ in model.named_parameters()} - set(loaded or ())
             if loaded is not None and missing:

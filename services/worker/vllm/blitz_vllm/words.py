@@ -56,7 +56,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str = ""
 
 
-class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+class Drop(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
     """Its tokens are not wanted any more."""
 
     id: str
@@ -111,7 +111,7 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     outputs: tuple[Output, ...]
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Of the engine now, and counters over its life."""
 
     running: int
@@ -124,8 +124,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     num_steps: int
 
 
-ToProcess = Start | Add | Cancel
-ToWorker = Imported | Started | Failed | Outputs | Load
+ToProcess = Start | Add | Drop
+ToWorker = Imported | Started | Failed | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
 to_process = msgspec.msgpack.Decoder(ToProcess)
