@@ -1,4 +1,4 @@
-"""``python -m tests.clients.reference MODEL_DIR``: what ``transformers`` makes of it. Runs in the project's environment.
+"""``python -m tests.clients.reference MODEL_DIR``: what ``transformers`` makes of it. In the environment of the project.
 
 Reads an object of JSON: ``prompts`` to go on from, greedily, with ``max_tokens`` each, and ``pairs`` of a context and a
 continuation. Writes ``texts`` and ``logprobs``, those of the continuations.

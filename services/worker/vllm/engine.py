@@ -180,7 +180,7 @@ class VllmEngine:
         for key in keys:
             if (sequence := self._requests.pop(key, None)) is not None:
                 sequence.finished = True
-                self._front.say(words.Drop(id=_id(key)))
+                self._front.say(words.Leave(id=_id(key)))
                 count += 1
         return count
 

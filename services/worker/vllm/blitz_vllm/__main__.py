@@ -64,7 +64,7 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
         word = words.to_process.decode(data)
         if isinstance(word, words.Add):
             front.add(word)
-        elif isinstance(word, words.Drop):
+        elif isinstance(word, words.Leave):
             front.cancel(word)
 
 

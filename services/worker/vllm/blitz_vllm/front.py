@@ -142,7 +142,7 @@ class Front:
             return
         self._running[request.id] = asyncio.create_task(self._run(request))
 
-    def cancel(self, request: words.Drop) -> None:
+    def cancel(self, request: words.Leave) -> None:
         """End it without a word."""
         if (task := self._running.pop(request.id, None)) is not None:
             task.cancel()

@@ -56,7 +56,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str = ""
 
 
-class Drop(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
     """Its tokens are not wanted any more."""
 
     id: str
@@ -124,7 +124,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     num_steps: int
 
 
-ToProcess = Start | Add | Drop
+ToProcess = Start | Add | Leave
 ToWorker = Imported | Started | Failed | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
