@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.vllm.engine import VllmEngine
-from shared.errors import EngineBroken, SentBack
+from shared.errors import EngineBroken, SentBack, UnsupportedParameter
 from shared.messages.common import ErrorInfo
 from tests.checkpoints import EOS_ID
 from tests.vllm.conftest import Serving
@@ -56,6 +56,11 @@ async def test_logprobs_are_those_of_the_model(serving: Serving, model: torch.nn
     for row, token, said in zip(expected, tokens, logprobs, strict=False):
         assert said.logprob == pytest.approx(float(row[token]), abs=1e-3)
         assert [value for _, value in said.top] == pytest.approx(torch.topk(row, 3).values.tolist(), abs=1e-3)
+
+
+async def test_those_of_prompts_are_refused_by_name(serving: Serving) -> None:
+    with pytest.raises(UnsupportedParameter, match="prompt_logprobs"):
+        await serving.submit("scored", PROMPTS[3], prompt_logprobs=1)
 
 
 async def test_an_end_token_ends_it_and_is_put_out(serving: Serving) -> None:

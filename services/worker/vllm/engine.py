@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.leaving import Moving
+from services.worker.core.scheduling.request_table import NO_PROMPT_LOGPROBS
 from services.worker.core.scheduling.schedule import SchedulerConfig, SchedulerLoad
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import Speed
@@ -159,6 +160,8 @@ class VllmEngine:
             raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
         if sequence.is_guided:
             raise UnsupportedParameter("vLLM's instances keep no answer to a grammar yet", param="response_format")
+        if sequence.num_to_score:
+            raise NO_PROMPT_LOGPROBS
         if len(self._requests) >= self.limits.max_num_sequences + self.limits.max_queued_requests:
             raise Overloaded(f"{len(self._requests)} requests are here")
         sequence.arrived_s = time.monotonic()
