@@ -1,4 +1,4 @@
-"""``python -m tests.clients.reference MODEL_DIR``: what ``transformers`` makes of it. Run in this environment, not theirs.
+"""``python -m tests.clients.reference MODEL_DIR``: what ``transformers`` makes of it, in the project's environment.
 
 Reads an object of JSON: ``prompts`` to go on from, greedily, with ``max_tokens`` each, and ``pairs`` of a context and a
 continuation. Writes ``texts`` and ``logprobs``, those of the continuations.
