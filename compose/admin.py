@@ -126,12 +126,14 @@ class AdminClient:
         tool_parser: ToolParserName | None = None,
         reasoning_parser: ReasoningParserName | None = None,
         no_room_timeout_s: float | None = None,
+        engine: str | None = None,
+        engine_args: dict[str, Any] | None = None,
     ) -> ModelStatus:
         """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``.
 
         ``min_instances``: None for one, or for none with a keep-alive. ``slo_ttft_s``, ``slo_tbt_s``: objectives for
         the time to the first token and between two; None: the services' own. ``no_room_timeout_s``: None for the
-        gateway's.
+        gateway's. ``engine``: None for the system's own.
         """
         body = AddModelBody(
             path=path,
@@ -148,6 +150,8 @@ class AdminClient:
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
             no_room_timeout_s=no_room_timeout_s,
+            engine=engine,
+            engine_args=engine_args,
         )
         return await self._call("POST", "/admin/models", ModelStatus, body=body, timeout_s=ADD_TIMEOUT_S)
 

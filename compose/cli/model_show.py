@@ -131,6 +131,9 @@ def _settings(found: ModelShown) -> Iterator[tuple[str, str]]:
         "weights",
         f"{shown_mib(model.weights_bytes)} MiB ({model.weights_bytes} bytes), hash {model.model_hash or '-'}",
     )
+    if model.engine:
+        arguments = model.engine_args.as_mapping() if model.engine_args is not None else {}
+        yield "engine", " ".join((model.engine, *(f"{name}={value}" for name, value in arguments.items())))
     if model.added_at_s:
         yield "added", shown_time(model.added_at_s)
     most = "any number of" if model.max_instances >= MAX_INSTANCES else model.max_instances

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,8 @@ from compose.cli.model_show import show_model
 from compose.cli.options import (
     URL_DEFAULT,
     Advise,
+    EngineArgsFile,
+    EngineOf,
     Json,
     KeepAlive,
     NewKeepAlive,
@@ -60,6 +63,7 @@ _OPTIONS = {
 
 
 _SETTINGS = (
+    "engine",
     "as",
     "max",
     "TTFT ms",
@@ -73,6 +77,8 @@ _SETTINGS = (
     "reasoning",
 )
 _COLUMNS = ("name", "serving", "min", *_SETTINGS, "MiB", "what", "copies", "path")
+MAX_ARGS_BYTES = 4096
+"""Of a file of them."""
 _USUAL = ("-", "1")
 """Of a setting. A column of nothing else is left out."""
 _SPARED = ("what", "MiB", "path")
@@ -111,6 +117,8 @@ def add(
     prefix_cache: PrefixCached = None,
     tool_parser: ToolParsed = None,
     reasoning_parser: ReasoningParsed = None,
+    engine: EngineOf = None,
+    engine_args: EngineArgsFile = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
@@ -139,6 +147,8 @@ def add(
         "prefix_cache": prefix_cache,
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
+        "engine": engine,
+        "engine_args": _read_args(engine_args) if engine_args is not None else None,
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
     said = f"added {added.name}" if before is None else f"{added.name} is already registered"
@@ -148,6 +158,20 @@ def add(
     ignored = [option for key, option in _OPTIONS.items() if limits[key] not in (None, getattr(added, key))]
     if ignored:
         raise NotAdded(f"{', '.join(ignored)} had no effect: use `blitzscale models set {added.name}`")
+
+
+def _read_args(file: Path) -> dict[str, Any]:
+    try:
+        with file.expanduser().open("rb") as opened:
+            content = opened.read(MAX_ARGS_BYTES + 1)
+    except OSError as error:
+        raise NotAdded(f"--engine-args {file}: cannot be read: {error.strerror}") from error
+    if len(content) > MAX_ARGS_BYTES:
+        raise NotAdded(f"--engine-args {file}: the file is larger than {MAX_ARGS_BYTES} bytes")
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise NotAdded(f"--engine-args {file}: not a JSON object: {error}") from error
 
 
 def _print(text: str, found: object, as_json: bool) -> None:
@@ -188,6 +212,7 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
         model.name,
         str(model.serving),
         str(model.min_instances),
+        model.engine or "-",
         model.served_as or "-",
         shown_limit(model.max_instances),
         *(shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s), shown_s(model.keep_alive_s)),

@@ -206,6 +206,18 @@ Served = Annotated[
         show_default=False,
     ),
 ]
+EngineOf = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="Engine of others that serves it, on workers that offer it: vllm.",
+        show_default="the system's own",
+    ),
+]
+EngineArgsFile = Annotated[
+    Path | None,
+    typer.Option("--engine-args", help="File with the engine's arguments, a JSON object.", show_default=False),
+]
 Advise = Annotated[
     bool | None,
     typer.Option("--advise/--no-advise", help="Only say what would be done to its instances.", show_default=False),

@@ -64,7 +64,8 @@ def workers_table(workers: Sequence[WorkerStatus]) -> Table:
     for worker in workers:
         state = "stopping" if worker.stopping else worker.state
         gpu = (worker.gpu_name or "-",) if gpus else ()
-        row = (worker.id, worker.host, worker.device, *gpu, worker.engine, state_text(state))
+        engines = " ".join((worker.engine, *worker.engines))
+        row = (worker.id, worker.host, worker.device, *gpu, engines, state_text(state))
         table.add_row(*row, *(worker.drain, worker.drain_why)[:num_more])
     return table
 

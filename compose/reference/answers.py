@@ -107,6 +107,10 @@ def _shown(kind: Any) -> str:
             return ", ".join(f"`{value}`" if value else "empty" for value in values)
         case types.VarTupleType(item_type=item):
             return f"list of {_shown(item)}"
+        case types.DictType():
+            return "object"
+        case types.Metadata(type=described):
+            return _shown(described)
         case types.StructType(cls=struct):
             return f"[{struct.__name__}](#{struct.__name__.lower()})"
         case types.UnionType(types=members):

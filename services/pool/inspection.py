@@ -1,6 +1,6 @@
 """Reads a checkpoint before it is registered; a large one in a process of its own, so that hashing holds nothing up.
 
-``python -m services.pool.inspection DIRECTORY`` prints the model's record, or the error, as JSON.
+``python -m services.pool.inspection DIRECTORY [ENGINE]`` prints the model's record, or the error, as JSON.
 """
 
 from __future__ import annotations
@@ -8,14 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from shared.checkpoint import IDENTITY_FILES, INDEX_FILE, inspect_checkpoint, is_file
+from shared.checkpoint import (
+    CONFIG_FILE,
+    IDENTITY_FILES,
+    INDEX_FILE,
+    check_file,
+    inspect_checkpoint,
+    is_file,
+    parse_json,
+    read_file,
+)
 from shared.errors import BadCheckpoint, BlitzError, DeadlineExceeded, InProgress, Internal, Overloaded, Unavailable
 from shared.messages.common import ErrorInfo
-from shared.messages.registry import ModelRecord
+from shared.messages.registry import FileDigest, ModelRecord
 from shared.safetensors_header import header_bytes
 
 MAX_AT_ONCE = 2
@@ -35,6 +45,9 @@ MAX_ANSWER_BYTES = 1 << 20
 REFUSED = 3
 """Exit status of a process that found no checkpoint that can be served."""
 
+_Asked = tuple[Path, str]
+"""A checkpoint, and the engine that is to serve it."""
+
 
 class Inspections:
     """A few at a time; the others wait. All callers that ask for the same checkpoint get the same finding."""
@@ -42,21 +55,22 @@ class Inspections:
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._running: set[asyncio.subprocess.Process] = set()
-        self._asked: dict[Path, asyncio.Task[ModelRecord]] = {}
+        self._asked: dict[_Asked, asyncio.Task[ModelRecord]] = {}
 
-    async def inspect(self, path: Path, *, wait_s: float = ANSWER_S) -> ModelRecord:
-        """The checkpoint's record, without a name yet.
+    async def inspect(self, path: Path, engine: str = "", *, wait_s: float = ANSWER_S) -> ModelRecord:
+        """The checkpoint's record, for that engine, without a name yet.
 
         Raises ``BadCheckpoint``; ``InProgress`` if it takes longer than ``wait_s``, after which it goes on for whoever
         asks again; ``DeadlineExceeded`` after ``TIMEOUT_S``; ``Overloaded`` if too many wait."""
-        task = self._asked.get(path)
+        asked = path, engine
+        task = self._asked.get(asked)
         if task is None:
             # Without findings that are only kept for callers that ask again.
-            waiting = sum(not asked.done() for asked in self._asked.values())
+            waiting = sum(not other.done() for other in self._asked.values())
             if waiting >= MAX_WAITING or len(self._asked) >= MAX_KEPT:
                 raise Overloaded(f"{waiting} checkpoints are being read: ask again later", retry_after_s=1.0)
-            task = self._asked[path] = asyncio.create_task(self._inspect(path))
-            task.add_done_callback(lambda done: self._forget(path, done))
+            task = self._asked[asked] = asyncio.create_task(self._inspect(path, engine))
+            task.add_done_callback(lambda done: self._forget(asked, done))
         try:
             async with asyncio.timeout(wait_s):
                 return await asyncio.shield(task)
@@ -67,19 +81,19 @@ class Inspections:
                 raise
             raise Unavailable(f"this pool does not lead any more: ask again for {path}", retry_after_s=0.5) from None
 
-    def _forget(self, path: Path, done: asyncio.Task[ModelRecord]) -> None:
+    def _forget(self, asked: _Asked, done: asyncio.Task[ModelRecord]) -> None:
         """A finding stays for a moment, for callers that were told to ask again. An error does not: it may be
         mended."""
         if done.cancelled() or done.exception() is not None:
-            self._asked.pop(path, None)
+            self._asked.pop(asked, None)
         else:
-            asyncio.get_running_loop().call_later(KEEP_S, self._asked.pop, path, None)
+            asyncio.get_running_loop().call_later(KEEP_S, self._asked.pop, asked, None)
 
-    async def _inspect(self, path: Path) -> ModelRecord:
+    async def _inspect(self, path: Path, engine: str) -> ModelRecord:
         async with self._turns:
             if await asyncio.to_thread(_is_small, path):
-                return await asyncio.to_thread(_inspect, path)
-            return await self._inspect_apart(path)
+                return await asyncio.to_thread(_inspect, path, engine)
+            return await self._inspect_apart(path, engine)
 
     async def close(self) -> None:
         """End what runs."""
@@ -89,8 +103,8 @@ class Inspections:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
-    async def _inspect_apart(self, path: Path) -> ModelRecord:
-        command = (sys.executable, "-m", "services.pool.inspection", str(path))
+    async def _inspect_apart(self, path: Path, engine: str) -> ModelRecord:
+        command = (sys.executable, "-m", "services.pool.inspection", str(path), engine)
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, limit=MAX_ANSWER_BYTES
         )
@@ -125,9 +139,11 @@ def _is_small(path: Path) -> bool:
     return sum(num_bytes for _, num_bytes in weights) <= SMALL_BYTES and json_bytes <= SMALL_JSON_BYTES
 
 
-def _inspect(path: Path) -> ModelRecord:
+def _inspect(path: Path, engine: str = "") -> ModelRecord:
     try:
         checkpoint = inspect_checkpoint(path)
+        if engine:
+            _refuse_own_code(path, checkpoint.files)
     except BadCheckpoint as error:
         if len(error.message) <= MAX_ERROR:
             raise
@@ -142,13 +158,24 @@ def _inspect(path: Path) -> ModelRecord:
         added_at_s=0.0,
         unit_digests=checkpoint.unit_digests,
         files=checkpoint.files,
+        engine=engine,
     )
+
+
+def _refuse_own_code(path: Path, files: Iterable[FileDigest]) -> None:
+    """Engines of others read the whole ``config.json``; of code that a checkpoint brings, none is to hear."""
+    content = read_file(path / CONFIG_FILE)
+    check_file(files, path / CONFIG_FILE, content)
+    if parse_json(path / CONFIG_FILE, content).get("auto_map"):
+        raise BadCheckpoint(
+            f"{CONFIG_FILE}: auto_map names code of the checkpoint's own, which an engine of others may run: remove it"
+        )
 
 
 def main() -> int:
     found: ModelRecord | ErrorInfo
     try:
-        found = _inspect(Path(sys.argv[1]))
+        found = _inspect(Path(sys.argv[1]), *sys.argv[2:3])
     except BlitzError as error:
         found = ErrorInfo.of(error)
     sys.stdout.buffer.write(msgspec.json.encode(found))

@@ -57,7 +57,7 @@ class ModelAdmin:
         path = path_of(request.path, self._roots)
         with tracer().start_as_current_span("pool.add_model", attributes={"blitz.model": name}):
             record = msgspec.structs.replace(
-                await self.inspections.inspect(path),
+                await self.inspections.inspect(path, request.engine),
                 name=name,
                 added_at_s=time.time(),
                 min_instances=request.min_instances,
@@ -72,11 +72,16 @@ class ModelAdmin:
                 tool_parser=request.tool_parser,
                 reasoning_parser=request.reasoning_parser,
                 no_room_timeout_s=request.no_room_timeout_s,
+                engine_args=request.engine_args,
             )
             async with self.changing:
                 stored = self._registry.models.get(name) or await self._store.add_model(record)
                 if stored is None or stored.model_hash != record.model_hash:
                     raise Conflict(f"another model is registered as {name!r}: remove it first, or choose another name")
+                if (stored.engine, stored.engine_args) != (record.engine, record.engine_args):
+                    raise Conflict(
+                        f"{name!r} is registered with {_engine(stored)}: remove it first, or choose another name"
+                    )
                 self._registry.put_model(stored)
         if stored is record:
             log.info("model %s added from %s (%d bytes of weights)", name, stored.path, stored.weights_bytes)
@@ -160,3 +165,10 @@ class ModelAdmin:
             await self._store.set_floor(floor)
             self._registry.models.set_floor(floor, time.monotonic())
         return Ack()
+
+
+def _engine(record: ModelRecord) -> str:
+    """In words."""
+    if not record.engine:
+        return "the system's own engine"
+    return f"engine {record.engine}" if record.engine_args is None else f"engine {record.engine} and engine_args"

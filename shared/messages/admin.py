@@ -5,14 +5,16 @@ Unknown fields are ignored, and what a gateway of another release may not send h
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from shared.engine_args import EngineArgs
 from shared.messages.common import SERVED_BY, LiveChoice, ReasoningParserName, Role, Serving, ToolParserName
 from shared.messages.decisions import DecisionRecord, RoleVerdict
 from shared.messages.operations import Advice, Unplanned
+from shared.messages.registry import EngineName
 from shared.messages.traffic import WorkerTraffic
 
 MAX_INSTANCES = 1_000_000
@@ -75,6 +77,11 @@ class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """How long a request waits while the model has no instance and the planner can start none; then 503
     ``no_capacity``. 0: no longer than the planner takes to say so. Without one ``BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S``
     applies."""
+    engine: EngineName | None = None
+    """``vllm``: only workers that offer it (``BLITZ_WORKER_ENGINES``) get instances. By default the system's own. It
+    stays: for another one the model is removed and added."""
+    engine_args: dict[str, Any] | None = None
+    """As ``EngineArgs`` below, of at most 4 KiB; only with ``engine``."""
 
     @property
     def least(self) -> int:
@@ -152,6 +159,9 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: ReasoningParserName = "auto"
     no_room_timeout_s: float | None = None
     """Null: the gateway's default."""
+    engine: str = ""
+    """Empty: the system's own."""
+    engine_args: EngineArgs | None = None
     added_at_s: float = 0.0
     """Unix time."""
     architecture: str = ""
@@ -215,6 +225,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     device: str = ""
     engine: str = ""
+    engines: tuple[str, ...] = ()
+    """Of others, that it offers beside."""
     state: str = ""
     stopping: bool = False
     """It is about to end."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from shared.engine_args import EngineArgs
 from shared.errors import BlitzError
 from shared.messages.codec import Message
 from shared.messages.common import (
@@ -26,6 +28,9 @@ from shared.subjects import Process
 
 MAX_HOLD_S = 1e9
 """Of a floor: some thirty years."""
+
+EngineName = Annotated[str, Meta(max_length=64)]
+"""Of an engine of others; empty: our own."""
 
 
 class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +81,9 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     """What tells its thoughts from its answers."""
     no_room_timeout_s: float | None = None
     """How long its requests wait where no instance can be started. None: the gateway's default; 0: not at all."""
+    engine: EngineName = ""
+    """What computes it (``shared.engines``). Empty: our own, whichever of them a worker has."""
+    engine_args: EngineArgs | None = None
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +119,16 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     gpu_capability: str = ""
     """``9.0``: the CUDA compute capability."""
     gpu_memory_bytes: Count = 0
+    engines: Annotated[tuple[KindName, ...], Meta(max_length=16)] = ()
+    """Of others, beside ``engine``, that it can serve a model with (``shared.engines``)."""
+
+    def offers(self, engine: str) -> bool:
+        """Whether it has a model's engine; our own all workers have."""
+        return not engine or engine in self.engines
+
+    def can_hold(self, model: ModelRecord) -> bool:
+        """Whether an instance of the model can be here, if the worker is spare."""
+        return self.arena_bytes >= model.weights_bytes and self.offers(model.engine)
 
     @property
     def process(self) -> Process:
@@ -221,6 +239,8 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     tool_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     no_room_timeout_s: float | None = None
+    engine: EngineName = ""
+    engine_args: EngineArgs | None = None
 
 
 class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):

@@ -18,8 +18,10 @@ from services.gateway.http.asgi import JSON, client_of, header
 from services.gateway.http.status import pool_of, status_of
 from services.gateway.http.why import why
 from services.gateway.request_bodies.body import read_body, required, shown
+from services.gateway.request_bodies.engine_args import read_engine_args
 from services.gateway.service import Gateway
 from shared import subjects
+from shared.engines import check_engine
 from shared.errors import BadRequest, BlitzError, InProgress, NoResponder, Unavailable
 from shared.messages.admin import (
     MAX_INSTANCES,
@@ -246,9 +248,11 @@ class _Admin:
     async def add_model(self, request: Request) -> Response:
         """Register a checkpoint.
 
-        ``{"path", "name"?}``, and settings as ``set_model`` takes.
+        ``{"path", "name"?, "engine"?, "engine_args"?}``, and settings as ``set_model`` takes.
         """
         body = await _body(request, self._gateway, AddModelBody)
+        engine = body.engine or ""
+        check_engine(engine)
         message = AddModel(
             path=required(body.path, "path"),
             name=body.name or "",
@@ -264,6 +268,8 @@ class _Admin:
             tool_parser=body.tool_parser or "auto",
             reasoning_parser=body.reasoning_parser or "auto",
             no_room_timeout_s=body.no_room_timeout_s,
+            engine=engine,
+            engine_args=read_engine_args(engine, body.engine_args),
         )
         known = {name: model.record.added_at_s for name, model in self._gateway.routes.models.items()}
         record = await self._added(message)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from shared.engines import check_engine, traits_of
 from shared.errors import BadRequest
 from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_NO_ROOM_TIMEOUT_S, MAX_SLO_S, MAX_WEIGHT, MIN_SLO_S
 from shared.messages.common import SERVED_BY
@@ -39,7 +40,15 @@ def path_of(path: str, roots: Sequence[Path]) -> Path:
 
 def check_limits(request: AddModel | ModelRecord) -> None:
     """Raises ``BadRequest`` naming the parameter if instances, objectives, times or the weight are out of range, or
-    contradict each other or how the model is served."""
+    contradict each other, how the model is served, or its engine."""
+    check_engine(request.engine)
+    if request.engine_args is not None and not request.engine:
+        raise BadRequest("engine_args is only for a model of another engine than the system's own", param="engine_args")
+    if request.serving == "disaggregated" and not traits_of(request.engine).moves_kv:
+        raise BadRequest(
+            f"served_as disaggregated: instances of the engine {request.engine} take no KV from others",
+            param="served_as",
+        )
     if not 0 <= request.min_instances <= request.max_instances:
         raise BadRequest(
             f"min_instances {request.min_instances} and max_instances {request.max_instances} "

@@ -638,3 +638,40 @@ main()
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (130, "")
+
+
+def test_a_models_engine_and_a_file_of_its_arguments_are_sent(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gateway.answers["GET /admin/models"] = (200, {"models": []})
+    gateway.answers["POST /admin/models"] = (201, {"name": "small", "engine": "vllm"})
+    args = tmp_path / "args.json"
+    args.write_text('{"max_model_len": 4096, "trust_remote_code": true}')
+    assert run(["models", "add", "/over/there", "--engine", "vllm", "--engine-args", str(args)]) == 0
+    sent = {
+        "path": "/over/there",
+        "engine": "vllm",
+        # The gateway says what is refused, and why.
+        "engine_args": {"max_model_len": 4096, "trust_remote_code": True},
+    }
+    assert gateway.requests[-1][1] == sent
+    capsys.readouterr()
+    num_requests = len(gateway.requests)
+    for content, said in (("[1]", "not a JSON object"), ("{", "not a JSON object"), (" " * 4097, "larger than 4096")):
+        args.write_text(content)
+        assert run(["models", "add", "/over/there", "--engine", "vllm", "--engine-args", str(args)]) == 1
+        assert said in one_error_line(capsys)
+    args.unlink()
+    assert run(["models", "add", "/over/there", "--engine", "vllm", "--engine-args", str(args)]) == 1
+    assert "cannot be read" in one_error_line(capsys)
+    assert len(gateway.requests) == num_requests
+
+
+def test_the_engine_of_models_and_those_that_workers_offer_are_listed(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers["GET /admin/models"] = (200, {"models": [{"name": "a", "engine": "vllm"}, {"name": "b"}]})
+    assert run(["models", "list"]) == 0
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines() if "engine" in line or "-" in line]
+    assert "engine" in header
+    assert [row[header.index("engine")] for row in rows if row[0] in "ab"] == ["vllm", "-"]

@@ -93,3 +93,11 @@ def test_an_unknown_model_is_refused_with_those_that_there_are(
 ) -> None:
     assert run(["models", "show", "dmeo"]) == 1
     assert one_error_line(capsys) == "no model 'dmeo' is registered; there are: demo, lost"
+
+
+def test_a_models_engine_is_shown_with_its_arguments(demo: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    model = OF_DEMO["models"][0] | {"engine": "vllm", "engine_args": {"max_num_seqs": 4, "enforce_eager": False}}
+    demo.answers["GET /admin/status"] = (200, STATUS | OF_DEMO | {"models": [model]})
+    assert run(["models", "show", "demo"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "engine vllm max_num_seqs=4 enforce_eager=False" in lines

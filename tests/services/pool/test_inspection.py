@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -103,3 +105,20 @@ async def test_checkpoints_that_were_read_keep_nobody_waiting(
         path.symlink_to(source)
         # Each is read before the next one is asked for; what was found of the others is still kept.
         assert (await inspections.inspect(path)).model_hash
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 30])
+async def test_code_of_a_checkpoints_own_is_refused_where_an_engine_of_others_serves_it(
+    inspections: Inspections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_bytes: int
+) -> None:
+    monkeypatch.setattr(inspection, "SMALL_BYTES", small_bytes)
+    path = tmp_path / "llama"
+    shutil.copytree(tiny_checkpoint("llama"), path)
+    assert (await inspections.inspect(path, "vllm", wait_s=WAIT_S)).engine == "vllm"
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "own.Config"}}))
+    other = Inspections()
+    assert (await other.inspect(path, wait_s=WAIT_S)).engine == ""
+    with pytest.raises(BadCheckpoint, match="auto_map"):
+        await other.inspect(path, "vllm", wait_s=WAIT_S)
+    await other.close()

@@ -42,6 +42,8 @@ def example(kind: type[Message]) -> Message:
 
 def _value(found: inspect.Type, name: str) -> Any:
     match found:
+        case inspect.Metadata():
+            return _value(found.type, name)
         case inspect.StructType():
             fields = {f.encode_name: _value(f.type, f.name) for f in found.fields}
             return fields | ({found.tag_field: found.tag} if found.tag_field else {})
@@ -56,7 +58,7 @@ def _value(found: inspect.Type, name: str) -> Any:
         case inspect.DictType():
             return {_value(found.key_type, name): _value(found.value_type, name)}
         case inspect.StrType():
-            return f"a {name}"
+            return name if found.pattern else f"a {name}"
         case inspect.BytesType():
             return name.encode().ljust(found.min_length or 0, b".")
         case inspect.IntType():

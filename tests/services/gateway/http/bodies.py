@@ -283,7 +283,7 @@ detokenize = st.one_of(
 SETTINGS = ["min_instances", "max_instances", "slo_ttft_s", "slo_tbt_s", "keep_alive_s"]
 SETTINGS += ["served_as", "weight", "advise", "no_room_timeout_s"]
 set_model = _objects({"min_instances": 0}, SETTINGS)
-add_model = _objects({"path": "/m"}, ["path", "name", *SETTINGS])
+add_model = _objects({"path": "/m"}, ["path", "name", "engine", "engine_args", *SETTINGS])
 scale = _objects({"instances": 1}, ["instances", "hold_s", "live", "role"])
 
 

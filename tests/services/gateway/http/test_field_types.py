@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from services.gateway.request_bodies.schema_check import ENFORCED
+from shared.engine_args import EngineArgs
 from tests.services.gateway.conftest import Stack
 from tests.services.gateway.http.test_admin import planner
 from tests.services.gateway.http.test_refusals import CHAT, MESSAGES, TEXT
@@ -221,6 +222,8 @@ async def test_no_json_value_in_any_admin_field_is_a_fault(stack: Stack, value: 
     await planner(stack)
     scale = [{"instances": 1, field: value} for field in ("instances", "hold_s")]
     add = [{"path": "/m", field: value} for field in ("path", "name", "min_instances", "max_instances", "keep_alive_s")]
+    add += [{"path": "/m", "engine": "vllm", field: value} for field in ("engine", "engine_args")]
+    add += [{"path": "/m", "engine": "vllm", "engine_args": {name: value}} for name in EngineArgs.__struct_fields__]
     settings = (
         "min_instances",
         "max_instances",

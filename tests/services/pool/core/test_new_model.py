@@ -12,6 +12,7 @@ from services.pool.core.new_model import (
     check_limits,
     name_of,
 )
+from shared.engine_args import EngineArgs
 from shared.errors import BadRequest
 from shared.messages.registry import AddModel
 
@@ -89,3 +90,20 @@ def test_instances_out_of_range_are_refused(low: int, high: int) -> None:
     with pytest.raises(BadRequest) as refused:
         check_limits(AddModel(path="/m", min_instances=low, max_instances=high))
     assert refused.value.param == "min_instances"
+
+
+def test_an_engine_that_moves_no_kv_serves_in_one_role() -> None:
+    check_limits(AddModel(path="/m", engine="vllm", engine_args=EngineArgs(max_num_seqs=4)))
+    check_limits(AddModel(path="/m", engine="vllm", serving="colocated"))
+    with pytest.raises(BadRequest, match="vllm take no KV") as refused:
+        check_limits(AddModel(path="/m", engine="vllm", serving="disaggregated", max_instances=4))
+    assert refused.value.param == "served_as"
+
+
+def test_unknown_engines_and_arguments_without_one_are_refused() -> None:
+    with pytest.raises(BadRequest, match="but vllm") as refused:
+        check_limits(AddModel(path="/m", engine="sglang"))
+    assert refused.value.param == "engine"
+    with pytest.raises(BadRequest) as refused:
+        check_limits(AddModel(path="/m", engine_args=EngineArgs(max_num_seqs=4)))
+    assert refused.value.param == "engine_args"

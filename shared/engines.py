@@ -1,0 +1,77 @@
+"""What the control plane knows of engines, by the name that a model's record has: what their instances can do, and what
+requests cannot ask of them. An instance takes requests and gives tokens, whatever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared.errors import BadRequest
+
+MAX_SHOWN = 80
+"""Characters of a wrong name, in an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTraits:
+    """Of one engine, or of several that are alike in these."""
+
+    name: str
+    """For people."""
+    lends_layers: bool
+    """An instance computes layers for one that still loads: live scaling, in pairs."""
+    moves_kv: bool
+    """Requests go on at another instance with their KV: disaggregated serving, other roles, migration. Without it an
+    instance that goes sends them back with the tokens that they have."""
+    refuses: frozenset[str] = frozenset()
+    """Parameters that requests may not have, by the names that clients know: of a nested one the path. ``echo`` is
+    refused where the text that is repeated would have log-probabilities."""
+
+    def is_refused(self, param: str) -> bool:
+        """Whether a parameter is one of these, or lies within one."""
+        return any(param == name or param.startswith(f"{name}.") for name in self.refuses)
+
+
+LAYERED = EngineTraits(name="layered", lends_layers=True, moves_kv=True)
+"""Our own, which models have by default: they compute layer by layer, whichever of them a worker has."""
+
+OTHERS: Mapping[str, EngineTraits] = {
+    "vllm": EngineTraits(
+        name="vllm",
+        lends_layers=False,
+        moves_kv=False,
+        refuses=frozenset(
+            {
+                "response_format",
+                "guided_json",
+                "guided_regex",
+                "guided_choice",
+                "guided_grammar",
+                "structured_outputs",
+                "text.format",
+                "output_config.format",
+                "tool_choice",
+                "priority",
+                "prompt_logprobs",
+                "echo",
+            }
+        ),
+    ),
+}
+"""Engines of others, by the names that models and workers give."""
+
+
+def check_engine(name: str) -> None:
+    """Raises ``BadRequest`` unless it is empty, for our own, or names one of the others."""
+    if name and name not in OTHERS:
+        raise BadRequest(
+            f"there is no engine {name[:MAX_SHOWN]!r} beside the system's own, but {', '.join(OTHERS)}", param="engine"
+        )
+
+
+def traits_of(name: str) -> EngineTraits:
+    """Of a registered model's engine. One that a newer pool knows, and this process does not, can do nothing but
+    serve."""
+    if not name:
+        return LAYERED
+    return OTHERS.get(name) or EngineTraits(name=name, lends_layers=False, moves_kv=False)

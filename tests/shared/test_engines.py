@@ -1,0 +1,53 @@
+"""What is known of engines by their names."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shared.engine_args import EngineArgs
+from shared.engines import LAYERED, OTHERS, check_engine, traits_of
+from shared.errors import BadRequest
+from tests.records import model, worker
+
+
+def test_a_model_that_names_none_has_an_engine_of_ours() -> None:
+    assert traits_of("") is LAYERED
+    assert (LAYERED.lends_layers, LAYERED.moves_kv, LAYERED.refuses) == (True, True, frozenset())
+
+
+def test_one_that_only_a_newer_process_knows_does_nothing_but_serve() -> None:
+    traits = traits_of("newer")
+    assert (traits.name, traits.lends_layers, traits.moves_kv, traits.refuses) == ("newer", False, False, frozenset())
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+    for known in ("", *OTHERS):
+        check_engine(known)
+    with pytest.raises(BadRequest, match=r"'sglang' .*, but vllm") as refused:
+        check_engine("sglang")
+    assert refused.value.param == "engine"
+    with pytest.raises(BadRequest) as refused:
+        check_engine("x" * 10_000)
+    assert len(refused.value.message) < 300
+
+
+def test_what_is_inside_of_a_refused_parameter_is_refused_too() -> None:
+    traits = OTHERS["vllm"]
+    refused = ["response_format", "response_format.json_schema.schema", "text.format.schema", "priority"]
+    taken = ["response_formats", "text", "text.verbosity", "temperature", "tools"]
+    assert [param for param in (*refused, *taken) if traits.is_refused(param)] == refused
+    assert not any(LAYERED.is_refused(param) for param in refused)
+
+
+def test_a_worker_holds_what_fits_and_whose_engine_it_has() -> None:
+    ours, theirs = model("m", weights_bytes=100), model("v", weights_bytes=100, engine="vllm")
+    plain, offers = worker("w0", arena_bytes=100), worker("w1", arena_bytes=100, engines=("vllm",))
+    assert [w.can_hold(m) for w in (plain, offers) for m in (ours, theirs)] == [True, False, True, True]
+    assert not worker("w2", arena_bytes=99, engines=("vllm",)).can_hold(theirs)
+
+
+def test_arguments_are_those_that_are_set_and_false_is_one() -> None:
+    args = EngineArgs(max_model_len=4096, enforce_eager=False, kv_cache_gib=0.5)
+    assert args.as_mapping() == {"max_model_len": 4096, "kv_cache_gib": 0.5, "enforce_eager": False}
+    assert msgspec.json.decode(msgspec.json.encode(args), type=EngineArgs) == args
