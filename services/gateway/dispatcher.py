@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from services.gateway.active_requests import ActiveRequest, ActiveRequests, Sink
 from services.gateway.config import GatewayConfig
 from services.gateway.core import failover
-from services.gateway.core.capacity import Capacity, WorkerMemory
+from services.gateway.core.capacity import Capacity, WorkerSize
 from services.gateway.core.failover import WorkerLost
 from services.gateway.core.failure_detector import FailureDetector, OwnTime
 from services.gateway.core.lateness import no_room_timeout_s
@@ -204,7 +204,7 @@ class Dispatcher:
             self.outbox.forget_strays(now_s)
             self.router.prune(now_s=now_s)
 
-    def workers_changed(self, sizes: Iterable[WorkerMemory]) -> None:
+    def workers_changed(self, sizes: Iterable[WorkerSize]) -> None:
         """These workers are registered now: refuse the waiting requests that none of them can ever serve. Call it
         regularly, as it is a matter of time, too."""
         self.capacity.put(sizes, self._clock())

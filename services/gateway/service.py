@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from services.gateway.admin_keys import AdminKeys
 from services.gateway.api_keys import ApiKeys
 from services.gateway.config import GatewayConfig
-from services.gateway.core.capacity import WorkerMemory
+from services.gateway.core.capacity import WorkerSize
 from services.gateway.core.latencies import LATENCY_REPORT_EVERY_S, LatencyReports
 from services.gateway.core.queue_reports import LEAST_REPORT_S, QUEUE_REPORT_EVERY_S, QueueReports
 from services.gateway.core.router import TICK_S
@@ -236,7 +236,8 @@ class Gateway:
         view = await self.registry()
         self._took(self.routes.apply_view(view, num_heard=num_heard))
         self.dispatcher.workers_changed(
-            WorkerMemory(record.worker.arena_bytes, record.worker.kv_bytes) for record in view.workers
+            WorkerSize(record.worker.arena_bytes, record.worker.kv_bytes, record.worker.engines)
+            for record in view.workers
         )
 
     def _on_route_changes(self, event: RouteChanges) -> None:

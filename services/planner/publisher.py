@@ -46,7 +46,9 @@ class Publisher:
         span.set_attributes(_attributes(step))
         if begun.leased:
             span.set_attributes(_pair_attributes(begun.operation))
-            span.set_attribute("blitz.live.choice", self._pairs.choice(step.request.live, step.request.role))
+            span.set_attribute(
+                "blitz.live.choice", self._pairs.choice(step.model, step.request.live, step.request.role)
+            )
         if not isinstance(begun.plans[-1], DrainPlan):
             lines = "; ".join(begun.operation.explain + begun.operation.left_out)
             log.info("%s: %s; %s", step.plan_id, step.request.reason, lines)

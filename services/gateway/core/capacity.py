@@ -24,11 +24,13 @@ its supervisor may pause before that. Requests wait four times as long by defaul
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerMemory:
-    """Of a worker."""
+class WorkerSize:
+    """What bounds the instances of a worker."""
 
     arena_bytes: int
     kv_bytes: int
+    engines: tuple[str, ...] = ()
+    """Of others, that it offers."""
 
 
 class Capacity:
@@ -38,19 +40,17 @@ class Capacity:
     def __init__(self) -> None:
         self._since_s: float | None = None
         """When workers were first seen."""
-        self._until_s: dict[WorkerMemory, float] = {}
+        self._until_s: dict[WorkerSize, float] = {}
         """How long each size counts; infinite for those that are registered."""
-        self._arenas: list[int] = []
-        """Rising."""
-        self._most_kv: list[int] = []
-        """The largest KV memory of the workers with at least that arena."""
+        self._offers: dict[str, _Offer] = {}
+        """By engine, of those that some worker has; empty: our own, which all have."""
 
     @property
     def has_workers(self) -> bool:
         """Whether any worker is registered, or was a short while ago."""
         return bool(self._until_s)
 
-    def put(self, sizes: Iterable[WorkerMemory], now_s: float) -> None:
+    def put(self, sizes: Iterable[WorkerSize], now_s: float) -> None:
         """These workers are registered, and no others."""
         there = set(sizes)
         if self._since_s is None and there:
@@ -60,16 +60,14 @@ class Capacity:
             until_s = min(before[size], now_s + GRACE_S)
             if now_s < until_s:
                 self._until_s[size] = until_s
-        by_arena = sorted(self._until_s, key=lambda size: size.arena_bytes, reverse=True)
-        arenas: list[int] = []
-        most_kv: list[int] = []
-        for size in by_arena:
-            arenas.append(size.arena_bytes)
-            most_kv.append(max(size.kv_bytes, most_kv[-1] if most_kv else 0))
-        self._arenas, self._most_kv = arenas[::-1], most_kv[::-1]
+        offering: dict[str, list[WorkerSize]] = {}
+        for size in self._until_s:
+            for engine in {"", *size.engines}:
+                offering.setdefault(engine, []).append(size)
+        self._offers = {engine: _Offer.of(sizes) for engine, sizes in offering.items()}
 
     def _judges(self, now_s: float) -> bool:
-        return bool(self._arenas) and self._since_s is not None and now_s - self._since_s >= GRACE_S
+        return bool(self._offers) and self._since_s is not None and now_s - self._since_s >= GRACE_S
 
     def refusal(self, record: ModelRecord, now_s: float) -> Unservable | None:
         """Why no instance of a model can ever be; None if one can, or may."""
@@ -77,18 +75,59 @@ class Capacity:
             return Unservable(
                 f"model {record.name!r} may have no instances: its max_instances is 0, until an operator raises it"
             )
-        if not self._judges(now_s) or record.weights_bytes <= self._arenas[-1]:
+        if not self._judges(now_s):
             return None
+        offer = self._offers.get(record.engine)
+        if offer is None:
+            return Unservable(
+                f"no worker can hold model {record.name!r}: none offers the engine {record.engine} "
+                "(BLITZ_WORKER_ENGINES)"
+            )
+        if record.weights_bytes <= offer.largest_bytes:
+            return None
+        whose = f"that offer the engine {record.engine}" if record.engine else "that are registered"
         return Unservable(
             f"no worker can hold model {record.name!r}: its weights are {record.weights_bytes} bytes, and the largest "
-            f"arena of the registered workers is {self._arenas[-1]} (BLITZ_WORKER_ARENA_MIB)"
+            f"arena of the workers {whose} is {offer.largest_bytes} (BLITZ_WORKER_ARENA_MIB)"
         )
 
     def context_tokens(self, record: ModelRecord, now_s: float) -> int:
         """The longest context that an instance of the model could have: at most what the model allows, and never less
         than what an instance will turn out to hold, which is rounded to its KV blocks."""
         longest = record.spec.max_position
-        if not self._judges(now_s) or record.weights_bytes > self._arenas[-1]:
+        if record.engine:
+            # Its KV is not the worker's.
+            most = record.engine_args.max_model_len if record.engine_args is not None else None
+            return longest if most is None else min(longest, most)
+        offer = self._offers.get(record.engine)
+        if offer is None or not self._judges(now_s) or record.weights_bytes > offer.largest_bytes:
             return longest
-        most_kv = self._most_kv[bisect_left(self._arenas, record.weights_bytes)]
-        return min(longest, most_kv // record.spec.kv_bytes_per_token)
+        return min(longest, offer.most_kv_bytes(record.weights_bytes) // record.spec.kv_bytes_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Of the workers with one engine."""
+
+    arenas: list[int]
+    """Rising."""
+    most_kv: list[int]
+    """The largest KV memory of the workers with at least that arena."""
+
+    @classmethod
+    def of(cls, sizes: Iterable[WorkerSize]) -> _Offer:
+        """Of one size at least."""
+        arenas: list[int] = []
+        most_kv: list[int] = []
+        for size in sorted(sizes, key=lambda size: size.arena_bytes, reverse=True):
+            arenas.append(size.arena_bytes)
+            most_kv.append(max(size.kv_bytes, most_kv[-1] if most_kv else 0))
+        return cls(arenas[::-1], most_kv[::-1])
+
+    @property
+    def largest_bytes(self) -> int:
+        return self.arenas[-1]
+
+    def most_kv_bytes(self, weights_bytes: int) -> int:
+        """``weights_bytes``: of a model that fits the largest."""
+        return self.most_kv[bisect_left(self.arenas, weights_bytes)]

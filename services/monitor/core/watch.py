@@ -20,7 +20,7 @@ Rules
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -208,14 +208,14 @@ class Watch:
                 self._figures.pop((name, role), None)
         observed: Counter[About] = Counter()
         serving: Counter[About] = Counter()
-        is_full = True
+        spare: list[WorkerInfo] = []
         for worker in view.workers:
             about = counted_as(worker, models)
             if about is not None:
                 observed[about] += 1
                 serving[about] += worker.state == "serving"
             elif not worker.leaves:
-                is_full = False
+                spare.append(worker.worker)
         # A profile is of one kind of worker: where they differ, it says nothing.
         kinds = {(w.worker.engine, w.worker.device, w.worker.gpu_name): w.worker for w in view.workers}
         for name, record in models.items():
@@ -227,17 +227,23 @@ class Watch:
             for role, group in known.groups.items():
                 about = name, role
                 group.there = There(observed[about], serving[about], view.floors.get(about))
-        self._asleep = self._sleeping(view, {name for name, _ in observed}) if is_full else []
+        self._asleep = self._sleeping(view, {name for name, _ in observed}, spare)
         self._hear_roles(view)
 
-    def _sleeping(self, view: RegistryView, awake: Set[str]) -> list[_Model]:
-        """Models that could have an instance, and have none."""
-        largest = max((worker.worker.arena_bytes for worker in view.workers if not worker.leaves), default=0)
-        return [
-            self._models[name]
+    def _sleeping(self, view: RegistryView, awake: Set[str], spare: Collection[WorkerInfo]) -> list[_Model]:
+        """Models that could have an instance, and have none, nor a spare worker that has their engine."""
+        met = {"", *(engine for worker in spare for engine in worker.engines)} if spare else frozenset[str]()
+        asleep = [
+            model
             for name, model in view.models.items()
-            if name not in awake and not model.advise and model.max_instances and model.weights_bytes <= largest
+            if model.engine not in met and name not in awake and not model.advise and model.max_instances
         ]
+        stay = [worker.worker for worker in view.workers if not worker.leaves]
+        largest = {
+            engine: max((worker.arena_bytes for worker in stay if worker.offers(engine)), default=0)
+            for engine in {model.engine for model in asleep}
+        }
+        return [self._models[model.name] for model in asleep if model.weights_bytes <= largest[model.engine]]
 
     def _hear_roles(self, view: RegistryView) -> None:
         before, self._roles = self._roles, {w.instance.instance_id: w.instance.role for w in view.workers if w.instance}

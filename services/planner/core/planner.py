@@ -52,6 +52,7 @@ from services.planner.core.rounds.settings import PlanSettings
 from services.planner.core.rounds.splits import Splits
 from services.planner.core.rounds.step import Step
 from services.planner.core.rounds.tracker import Tracker
+from shared.engines import traits_of
 from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.registry import ModelRecord
 from shared.registry_view import RegistryView
@@ -74,7 +75,7 @@ class Planner:
         advises = self.adviser.advises
 
         def mutates(model: ModelRecord) -> bool:
-            return settings.mutation and not advises(model)
+            return settings.mutation and traits_of(model.engine).moves_kv and not advises(model)
 
         self.fleet = Fleet(operations, self.refusals, self.pairs.is_at_work, advises, mutates)
         self.mutations = Mutations(operations, self.fleet, self.pairs, mutates)

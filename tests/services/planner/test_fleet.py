@@ -508,3 +508,24 @@ async def test_an_operator_is_told_when_no_room_comes_in_time(rig: Rig, moved_cl
         await rig.scale(1, "waits")
     assert moved_clock.now_s == pytest.approx(asked_s + waiting.ROOM_WAIT_S)
     assert len(rig.plans()) == 1
+
+
+@pytest.mark.parametrize("offers", [True, False])
+async def test_a_model_with_another_engine_waits_for_those_that_offer_it(rig: Rig, offers: bool) -> None:
+    rig.pool.models = (rig.pool.models[0], model("waits", min_instances=0, engine="vllm"))
+    engines = [(), ("vllm",)] if offers else [(), ()]
+    rig.pool.workers = tuple(
+        worker_record(f"w{i}", rig.pool.models[0], "serving", epoch=i + 1, engines=engines[i]) for i in range(2)
+    )
+    await say(rig, "busy", 2, 2, idle=2)
+    await say(rig, "waits", 1, 0)
+    if offers:
+        await eventually(lambda: len(rig.plans()) == 1)
+        (drain,) = rig.plans()
+        assert isinstance(drain, DrainPlan)
+        assert [t.worker_id for t in drain.targets] == ["w1"]
+        return
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    (shown,) = await rig.unplanned()
+    assert (shown.model, shown.coming, rig.plans()) == ("waits", False, [])
+    assert "no worker offers the engine vllm (BLITZ_WORKER_ENGINES)" in shown.why

@@ -140,9 +140,8 @@ def left_out_of(cluster: Cluster, num_planned: int, num_targets: int) -> tuple[s
     if num_planned >= num_targets:
         return cluster.refused
     free = len(cluster.spare)
-    # Where the only spare workers are too small, this is the reason, and not that none is spare.
-    reasons = [spare_workers(free)] if free or not cluster.too_small else []
-    reasons += [cluster.too_small] if cluster.too_small else []
+    # Where the only spare workers are unfit, this is the reason, and not that none is spare.
+    reasons = [*([spare_workers(free)] if free or not cluster.unfit else []), *cluster.unfit]
     first = f"{num_targets - num_planned} of {num_targets} more instances have no worker: {reasons[0]}"
     drained = (f"drained: {names(cluster.drained)} (blitzscale workers undrain)",) if cluster.drained else ()
     return (first, *reasons[1:], *drained, *cluster.refused)

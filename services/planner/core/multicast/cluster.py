@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from services.planner.core.multicast.explain import MAX_NAMES, shortened
-from services.planner.core.multicast.targets import Targets
+from services.planner.core.multicast.spare import SpareOfEngine, SpareWorkers
 from services.planner.core.multicast.topology import Topologies, Topology, with_copy_holders
 from services.planner.core.multicast.traffic import (
     BUSY_NIC_SHARE,
@@ -45,44 +44,6 @@ class WorkerCopy:
         return self.worker.worker_id
 
 
-class SpareWorkers:
-    """Workers that are free and can hold a model. They become fewer as plans take some."""
-
-    def __init__(
-        self, workers: Iterable[WorkerInfo], topology: Topology, traffic: NetworkTraffic, targets: Targets | None = None
-    ) -> None:
-        """``workers`` in the order of ids. ``targets``: the same, if they are grouped already."""
-        self._workers = {worker.worker_id: worker for worker in workers}
-        self._topology = topology
-        self._traffic = traffic
-        self._targets = targets
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def __iter__(self) -> Iterator[WorkerInfo]:
-        return iter(self._workers.values())
-
-    @property
-    def targets(self) -> Targets:
-        """The same as the multicast planner groups them; made only if it is asked, and once for all its plans."""
-        if self._targets is None:
-            self._targets = Targets(self._topology, self._workers, self._traffic.load)
-        return self._targets
-
-    def take(self, worker_ids: Iterable[str]) -> None:
-        """These are spare no longer. Others than its own do not matter."""
-        taken = [worker_id for worker_id in worker_ids if self._workers.pop(worker_id, None) is not None]
-        if self._targets is not None:
-            self._targets.take(taken)
-
-    def without(self, worker_ids: Collection[str]) -> SpareWorkers:
-        """All but these; neither changes with the other."""
-        others = [worker for worker in self if worker.worker_id not in worker_ids]
-        left_out = [worker_id for worker_id in worker_ids if worker_id in self._workers]
-        return SpareWorkers(others, self._topology, self._traffic, self.targets.without(left_out))
-
-
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Everything that planning one model's scale operation looks at. Sequences are in the order of worker ids."""
@@ -99,8 +60,8 @@ class Cluster:
     """Copies that will be complete: they forward what they receive."""
     refused: tuple[str, ...] = ()
     """Workers that could take part if what they report did not contradict other workers, and the contradictions."""
-    too_small: str = ""
-    """Spare workers that cannot hold the model, in words."""
+    unfit: tuple[str, ...] = ()
+    """Spare workers that cannot hold the model, in words: by their arenas, and by their engines."""
     drained: tuple[str, ...] = ()
     """Workers that would be spare, had an operator not taken them out."""
 
@@ -155,10 +116,8 @@ class Clusters:
             transfer_flows(topology, running, transfers.gbps if transfers is not None else {}),
             serving_flows(topology, known, transfers, busy_nic_share) if transfers is not None else (),
         )
-        self._arenas = sorted([worker.arena_bytes for worker in self._spare.values()])
-        self._sizes = sorted(set(self._arenas))
-        self._large_enough: dict[int, SpareWorkers] = {}
-        """By the index of the smallest of these sizes that suffices."""
+        self._offering: dict[str, SpareOfEngine] = {}
+        """Spare workers, by what they offer."""
 
     @property
     def num_spare(self) -> int:
@@ -180,14 +139,16 @@ class Clusters:
         for worker_id in worker_ids:
             worker = self._spare.pop(worker_id, None)
             if worker is not None:
-                del self._arenas[bisect_left(self._arenas, worker.arena_bytes)]
+                for offering in self._offering.values():
+                    offering.take(worker)
             index = self._index[worker_id]
             self.records[index] = record = msgspec.structs.replace(
                 self.records[index], lease_plan_id=plan_id, lease_model=model, lease_role=role
             )
             leased.append(record)
-        for spare in self._large_enough.values():
-            spare.take([record.worker.worker_id for record in leased])
+        for offering in self._offering.values():
+            for spare in offering.large_enough.values():
+                spare.take([record.worker.worker_id for record in leased])
         # What was returned before stays as it was.
         self._by_model[model] = sorted([*self._by_model.get(model, ()), *leased], key=_worker_id)
 
@@ -239,12 +200,13 @@ class Clusters:
                     loading.append(WorkerCopy(r.worker, "gpu", instance_id, False, sending, remaining))
             if name in holders:
                 copies.append(WorkerCopy(r.worker, "host", sending=sending))
-        num_small = bisect_left(self._arenas, model.weights_bytes)
+        offering = self._offering_of(model.engine)
+        num_small = offering.num_smaller(model.weights_bytes)
         shunned = {w: why for w, why in sorted((avoided or {}).items()) if self._is_spare_for(w, model)}
-        num_others = self.num_spare - num_small - len(shunned)
+        num_others = len(offering) - num_small - len(shunned)
         for worker_id in list(shunned)[: max(0, at_least - num_others)]:
             del shunned[worker_id]
-        spare = self._spare_for(model)
+        spare = self._spare_for(model, offering)
         could = holders | {r.worker.worker_id for r in mine if _is_copy_of(r, model)}
         refused = {w: why for w, why in topology.refused.items() if w in could or self._is_spare_for(w, model)}
         return Cluster(
@@ -258,28 +220,43 @@ class Clusters:
                 *shortened([f"worker {w} is left out: {why}" for w, why in refused.items()], MAX_NAMES),
                 *shortened([f"worker {w} is avoided: {why}" for w, why in shunned.items()], MAX_NAMES),
             ),
-            too_small=_too_small(num_small, model.weights_bytes),
-            drained=tuple([w.worker_id for w in self._drained if w.arena_bytes >= model.weights_bytes]),
+            unfit=(*self._without(model.engine, offering), *_too_small(num_small, model.weights_bytes)),
+            drained=tuple([w.worker_id for w in self._drained if w.can_hold(model)]),
         )
 
     def _is_spare_for(self, worker_id: str, model: ModelRecord) -> bool:
         worker = self._spare.get(worker_id)
-        return worker is not None and worker.arena_bytes >= model.weights_bytes
+        return worker is not None and worker.can_hold(model)
 
-    def _spare_for(self, model: ModelRecord) -> SpareWorkers:
-        """The same for all models that fit into the same arenas."""
-        size = bisect_left(self._sizes, model.weights_bytes)
-        known = self._large_enough.get(size)
+    def _offering_of(self, engine: str) -> SpareOfEngine:
+        known = self._offering.get(engine)
         if known is None:
-            large = [w for w in self._spare.values() if w.arena_bytes >= model.weights_bytes]
-            workers = [w for w in large if w.worker_id in self._topology.gpus]
-            known = self._large_enough[size] = SpareWorkers(workers, self._topology, self._traffic)
+            offer = (worker.arena_bytes for worker in self._spare.values() if worker.offers(engine))
+            known = self._offering[engine] = SpareOfEngine(offer, engine)
         return known
 
+    def _spare_for(self, model: ModelRecord, offering: SpareOfEngine) -> SpareWorkers:
+        """The same for all models of one engine that fit into the same arenas."""
+        size = offering.size_of(model.weights_bytes)
+        known = offering.large_enough.get(size)
+        if known is None:
+            fit = [w for w in self._spare.values() if w.can_hold(model)]
+            workers = [w for w in fit if w.worker_id in self._topology.gpus]
+            known = offering.large_enough[size] = SpareWorkers(workers, self._topology, self._traffic)
+        return known
 
-def _too_small(num: int, num_bytes: int) -> str:
+    def _without(self, engine: str, offering: SpareOfEngine) -> tuple[str, ...]:
+        """Workers that do not offer the engine, in words."""
+        if engine and not any(record.worker.offers(engine) for record in self.records):
+            return (f"no worker offers the engine {engine} (BLITZ_WORKER_ENGINES)",)
+        num = self.num_spare - len(offering)
+        whose = "1 spare worker does not" if num == 1 else f"{num} spare workers do not"
+        return (f"{whose} offer the engine {engine} (BLITZ_WORKER_ENGINES)",) if num else ()
+
+
+def _too_small(num: int, num_bytes: int) -> tuple[str, ...]:
     whose = "1 spare worker's arena holds" if num == 1 else f"the arenas of {num} spare workers hold"
-    return f"{whose} less than {num_bytes} bytes: raise BLITZ_WORKER_ARENA_MIB" if num else ""
+    return (f"{whose} less than {num_bytes} bytes: raise BLITZ_WORKER_ARENA_MIB",) if num else ()
 
 
 def _worker_id(record: WorkerRecord) -> str:

@@ -50,6 +50,8 @@ class Want:
     """Instances of its model's other roles would get its role (``core/operations/mutation.py``): they make no room."""
     is_kept: bool = False
     """A minimum, or a number that was asked for by hand, asks for it, and not the load alone."""
+    engine: str = ""
+    """Of the model (``shared.engines``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,13 @@ class Room:
     """Its instance goes, but has requests to finish, and has had a while for them."""
     promised: tuple[str, Role] | None = None
     """The model and role that it goes for, if that still waits."""
+    engines: Collection[str] = ()
+    """Of others, that the worker offers."""
 
     def suits(self, want: Want) -> bool:
         """Whether it is of use to the model."""
-        return self.arena_bytes >= want.weights_bytes and self.worker_id not in want.avoided
+        offers = not want.engine or want.engine in self.engines
+        return offers and self.arena_bytes >= want.weights_bytes and self.worker_id not in want.avoided
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,14 @@ class DestinationPicker:
     def send_back(self, goes: Goes, *, at_once: bool) -> SendBack:
         """What it gives back to gateways beside that. ``at_once``: another model waits for its worker, and nobody else
         gets what it has."""
-        if any(stays.role in TAKES_PROMPTS and stays.instance_id != goes.instance_id for stays in self._free):
+        if self._taken_elsewhere(goes):
             return "waiting"
         decoded_elsewhere = any(stays.role in DECODES_FOR_OTHERS for stays in self._free)
         return "all" if at_once and not decoded_elsewhere else "none"
+
+    def send_all_back(self, goes: Goes, *, at_once: bool) -> SendBack:
+        """The same where KV stays where it is: what runs goes back as what waits does, unless nobody else takes it."""
+        return "all" if at_once or self._taken_elsewhere(goes) else "none"
+
+    def _taken_elsewhere(self, goes: Goes) -> bool:
+        return any(stays.role in TAKES_PROMPTS and stays.instance_id != goes.instance_id for stays in self._free)

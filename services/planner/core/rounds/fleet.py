@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -17,7 +17,7 @@ from services.planner.core.placement.allocation import QUANTUM_S, Holding, Room,
 from services.planner.core.rounds.moment import Situation
 from shared.messages.common import TAKES_PROMPTS, Role, is_scaled_by_load
 from shared.messages.load import Demand
-from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
+from shared.messages.registry import InstanceInfo, ModelRecord, WorkerInfo, WorkerRecord
 from shared.registry_view import bounded, counted_as
 
 SAID_S = 2.5
@@ -105,6 +105,7 @@ class Fleet:
             self._refusals.avoided(request.model, at.moment.monotonic_s),
             mutates=self._mutates(model),
             is_kept=request.by_hand or standing.below_least,
+            engine=model.engine,
         )
 
     def standing(self, request: ScaleRequest, at: Situation) -> ModelStanding:
@@ -161,15 +162,20 @@ class Fleet:
             known[about] = _Waits(since_s, now_s, want.has_instances)
         self._waiting = known
 
-    def _take_turns(self, wants: Iterable[Want], could_go: Iterable[tuple[int, str]]) -> None:
-        """``could_go``: memory of a worker that becomes spare, or can, and the model that has it, if any."""
-        largest: dict[str, int] = {}
-        for num_bytes, name in could_go:
-            largest[name] = max(largest.get(name, 0), num_bytes)
-        most = heapq.nlargest(2, largest.items(), key=lambda row: row[1])
+    def _take_turns(self, wants: Iterable[Want], could_go: Mapping[str, Iterable[tuple[int, str]]]) -> None:
+        """``could_go``: by engine, memory of a worker that has it and becomes spare, or can, and the model that has it,
+        if any."""
+        most: dict[str, list[tuple[str, int]]] = {}
+        for engine, rows in could_go.items():
+            largest: dict[str, int] = {}
+            for num_bytes, name in rows:
+                largest[name] = max(largest.get(name, 0), num_bytes)
+            most[engine] = heapq.nlargest(2, largest.items(), key=lambda row: row[1])
         for want in wants:
             about = want.model, want.role
-            in_turn = any(num_bytes >= want.weights_bytes and name != want.model for name, num_bytes in most)
+            in_turn = any(
+                num_bytes >= want.weights_bytes and name != want.model for name, num_bytes in most[want.engine]
+            )
             self._waiting[about] = replace(self._waiting[about], in_turn=in_turn)
 
     def make_room(
@@ -196,33 +202,42 @@ class Fleet:
         """Of those, the ones that serve."""
         serving: dict[About, list[tuple[WorkerRecord, InstanceInfo]]] = {}
         freeing: list[Room] = []
-        arenas: dict[About, int] = {}
-        """The largest of each model's and role's workers."""
+        arenas: dict[str, dict[About, int]] = {want.engine: {} for want in wants}
+        """By engine the largest of each model's and role's workers that offer it."""
         for record in at.clusters.records:
             instance, worker = record.instance, record.worker
             if worker.worker_id in given or (instance is not None and instance.instance_id in leaving):
                 instance_id = instance.instance_id if instance is not None else ""
                 slow = instance_id in late and self._at_work(instance_id)
                 if not record.leaves:
-                    freeing.append(Room(worker.worker_id, worker.arena_bytes, slow, promised.get(instance_id)))
+                    freeing.append(_room(worker, slow, promised.get(instance_id)))
                 continue
             about = counted_as(record, view.models)
             if about is None or about in givers or not is_scaled_by_load(view.models[about[0]].serving, about[1]):
                 continue
             counted[about] += 1
-            arenas[about] = max(arenas.get(about, 0), worker.arena_bytes)
+            for engine, largest in arenas.items():
+                if worker.offers(engine):
+                    largest[about] = max(largest.get(about, 0), worker.arena_bytes)
             up[about] += record.state == "serving"
             if worker.worker_id in mutated:
                 continue
             if record.state == "serving" and instance is not None and instance.instance_id not in in_pairs:
                 serving.setdefault(about, []).append((record, instance))
-        could_go = [
-            (num_bytes, name)
-            for (name, role), num_bytes in arenas.items()
+        beyond = {
+            (name, role)
+            for (name, role), number in counted.items()
             if not self._advises(view.models[name])
-            and counted[name, role] > bounded(0, view.models[name], view.floors.get((name, role)), role)
-        ]
-        self._take_turns(wants, [*could_go, *((room.arena_bytes, "") for room in freeing)])
+            and number > bounded(0, view.models[name], view.floors.get((name, role)), role)
+        }
+        could_go = {
+            engine: [
+                *((num_bytes, about[0]) for about, num_bytes in largest.items() if about in beyond),
+                *((room.arena_bytes, "") for room in freeing if not engine or engine in room.engines),
+            ]
+            for engine, largest in arenas.items()
+        }
+        self._take_turns(wants, could_go)
         holdings = []
         for (name, role), found in serving.items():
             if self._advises(view.models[name]):
@@ -277,7 +292,7 @@ class Fleet:
             spendable,
             min(self._slice_ends_s(record, instance) for record, instance in serving),
             [
-                Room(record.worker.worker_id, record.worker.arena_bytes)
+                _room(record.worker)
                 for record, _ in sorted(serving, key=lambda one: staying(one[0], (), self._at_work, copies_at))
             ],
         )
@@ -287,6 +302,10 @@ class Fleet:
         operation = self._operations.get(instance.plan_id)
         since = operation.served_since(record.worker.worker_id) if operation is not None else None
         return since[0] + QUANTUM_S + since[1] if since is not None else 0.0
+
+
+def _room(worker: WorkerInfo, late: bool = False, promised: About | None = None) -> Room:
+    return Room(worker.worker_id, worker.arena_bytes, late, promised, worker.engines)
 
 
 def _roles(name: str, at: Situation) -> Counter[Role]:

@@ -10,6 +10,7 @@ from services.planner.core.operations.operations import Operations
 from services.planner.core.placement.defragmentation import LACKS_S, REST_S, Relief, Serves, relief
 from services.planner.core.placement.migration import DestinationPicker, Goes, Stays
 from services.planner.core.rounds.moment import Moment
+from shared.engines import traits_of
 from shared.errors import NotFound
 from shared.messages.common import MAX_COUNT
 from shared.messages.destinations import Destination, Destinations, SendBack
@@ -55,7 +56,7 @@ class Migrations:
         destinations = DestinationPicker(self._stays(*serving) for serving in self._serving(model, workers, gone))
         targets = []
         for worker, instance in going:
-            named, send_back = self._to_leave(instance, destinations, at_once=at_once)
+            named, send_back = self._to_leave(model, instance, destinations, at_once=at_once)
             targets.append(
                 DrainTarget(
                     worker_id=worker.worker_id,
@@ -77,16 +78,18 @@ class Migrations:
         staying = DestinationPicker(
             self._stays(*serving) for serving in self._serving(model, view.workers, {instance_id})
         )
-        named, send_back = self._to_leave(instance, staying, at_once=False)
+        named, send_back = self._to_leave(model, instance, staying, at_once=False)
         return Destinations(destinations=named, send_back=send_back)
 
     def _to_leave(
-        self, instance: InstanceInfo, destinations: DestinationPicker, *, at_once: bool
+        self, model: ModelRecord, instance: InstanceInfo, destinations: DestinationPicker, *, at_once: bool
     ) -> tuple[tuple[Destination, ...], SendBack]:
         if not self._enabled:
             return (), "none"
         used = self._load.used_kv_tokens(instance.instance_id)
         goes = Goes(instance.instance_id, instance.role, used, instance.context_tokens)
+        if not traits_of(model.engine).moves_kv:
+            return (), destinations.send_all_back(goes, at_once=at_once)
         return destinations.of(goes), destinations.send_back(goes, at_once=at_once)
 
     def _stays(self, worker: Process, instance: InstanceInfo) -> Stays:
@@ -124,7 +127,7 @@ class Migrations:
         plans = []
         for name, records in sorted(workers.items()):
             model = view.models.get(name)
-            if model is None or self._advises(model):
+            if model is None or self._advises(model) or not traits_of(model.engine).moves_kv:
                 continue
             if any(record.instance is not None and record.instance.instance_id in lacking for record in records):
                 serving = [

@@ -11,6 +11,7 @@ from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.overhead import Overheads, Way, ways_of
 from services.planner.core.operations.operations import Operations
 from services.planner.core.rounds.settings import LiveSettings
+from shared.engines import traits_of
 from shared.messages.common import TAKES_PROMPTS, LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
 from shared.messages.plans import ScalePlan
@@ -47,10 +48,10 @@ class PairPlanner:
         """How long an instance of the model took to load; 0: none has said."""
         return self.load.load_s(model)
 
-    def choice(self, asked: LiveChoice, role: Role) -> LiveChoice:
+    def choice(self, model: ModelRecord, asked: LiveChoice, role: Role) -> LiveChoice:
         """What a request for instances of ``role`` comes to. A decode instance never loads live: weights and KV would
         both come in."""
-        if role not in TAKES_PROMPTS:
+        if role not in TAKES_PROMPTS or not traits_of(model.engine).lends_layers:
             return "never"
         return self._settings.choice if asked == "auto" else asked
 
@@ -59,6 +60,8 @@ class PairPlanner:
     ) -> tuple[SourceCandidate, ...]:
         """The queue of each instance that could be a source for new instances of ``role``. ``workers``: all that have
         an instance of the model; ``now_s``: monotonic."""
+        if not traits_of(model.engine).lends_layers:
+            return ()
         sources = self._sources(model, workers)
         # Of all of them: what gateways hold goes to instances of either role.
         queues = self.load.candidates(
@@ -78,7 +81,7 @@ class PairPlanner:
         return self._find_profile(
             model_hash=model.model_hash,
             layout_hash=model.layout_hash,
-            engine=worker.engine,
+            engine=model.engine or worker.engine,
             device=worker.device,
             gpu_name=worker.gpu_name,
         )
@@ -98,10 +101,17 @@ class PairPlanner:
         }
 
     def select(
-        self, candidates: tuple[SourceCandidate, ...], planned: WorkerChains, asked: LiveChoice, role: Role
+        self,
+        model: ModelRecord,
+        candidates: tuple[SourceCandidate, ...],
+        planned: WorkerChains,
+        asked: LiveChoice,
+        role: Role,
     ) -> Selection:
         """The pairs between them and the tails of a plan for ``role``, as the request asks for them."""
-        choice = self.choice(asked, role)
+        choice = self.choice(model, asked, role)
+        if not traits_of(model.engine).lends_layers:
+            return Selection((), (f"instances of the engine {model.engine} lend no layers",))
         if role not in TAKES_PROMPTS:
             return Selection((), ("decode instances have no prompts to share, and KV comes in beside the weights",))
         if choice == "never":

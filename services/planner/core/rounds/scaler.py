@@ -199,13 +199,13 @@ class Scaler:
                 decision = dataclasses.replace(decision, load=0)
                 return Step(request, plan_id, model, decision, workers)
             raise NoSpareWorker("; ".join(left_out_of(cluster, 0, decision.load)), decision.load)
-        choice = self._pairs.choice(request.live, request.role)
+        choice = self._pairs.choice(model, request.live, request.role)
         candidates = self._pairs.candidates(model, workers, request.role, at.moment.monotonic_s)
         # Every pair needs a tail of its own.
         tails = max(1, min(num_targets, num_sources(candidates, choice)))
         planned = plan_by(self._settings.strategy, cluster, num_targets, model.weights_bytes, tails=tails)
         planned = self._overheads.added_to(planned, model.model_hash)
-        selection = self._pairs.select(candidates, planned, request.live, request.role)
+        selection = self._pairs.select(model, candidates, planned, request.live, request.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         return Step(request, plan_id, model, decision, workers, Load(cluster, planned, selection))
 

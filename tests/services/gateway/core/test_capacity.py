@@ -6,21 +6,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.core.capacity import GRACE_S, Capacity, WorkerMemory
+from services.gateway.core.capacity import GRACE_S, Capacity, WorkerSize
+from shared.engine_args import EngineArgs
 from shared.errors import Unservable
 from shared.messages.registry import ModelRecord
 from tests.services.gateway.checkpoint import model_record
 
 RECORD = model_record(Path("/m"))
 SPEC, KV = RECORD.spec, RECORD.spec.kv_bytes_per_token
-SMALL, LARGE = WorkerMemory(999, 64 * KV), WorkerMemory(1000, 8 * KV)
+SMALL, LARGE = WorkerSize(999, 64 * KV), WorkerSize(1000, 8 * KV)
 
 
 def record(**changes: Any) -> ModelRecord:
     return msgspec.structs.replace(RECORD, **changes)
 
 
-def settled(*sizes: WorkerMemory) -> Capacity:
+def settled(*sizes: WorkerSize) -> Capacity:
     capacity = Capacity()
     capacity.put(sizes, 0.0)
     return capacity
@@ -81,3 +82,25 @@ def test_a_model_that_may_have_no_instances_is_refused_at_once() -> None:
 def test_the_context_is_bounded_by_the_workers_that_the_model_fits(weights_bytes: int, tokens: int) -> None:
     found = settled(SMALL, LARGE).context_tokens(record(weights_bytes=weights_bytes), GRACE_S)
     assert found == min(tokens, SPEC.max_position)
+
+
+def test_a_model_whose_engine_nobody_offers_is_refused_with_the_setting() -> None:
+    theirs, offers = record(engine="vllm"), WorkerSize(1000, 8 * KV, ("vllm",))
+    error = settled(LARGE).refusal(theirs, GRACE_S)
+    assert isinstance(error, Unservable)
+    assert "none offers the engine vllm (BLITZ_WORKER_ENGINES)" in error.message
+    assert settled(LARGE).refusal(theirs, GRACE_S - 0.1) is None
+    assert settled(LARGE, offers).refusal(theirs, GRACE_S) is None
+    small = WorkerSize(999, 8 * KV, ("vllm",))
+    found = settled(LARGE, small).refusal(theirs, GRACE_S)
+    assert found is not None
+    assert "of the workers that offer the engine vllm is 999" in found.message
+    assert settled(LARGE, small).refusal(RECORD, GRACE_S) is None
+
+
+def test_the_context_of_an_engine_of_others_is_its_own_argument() -> None:
+    capacity = settled(WorkerSize(1000, 8 * KV, ("vllm",)))
+    assert capacity.context_tokens(RECORD, GRACE_S) == 8
+    assert capacity.context_tokens(record(engine="vllm"), GRACE_S) == SPEC.max_position
+    args = EngineArgs(max_model_len=5)
+    assert capacity.context_tokens(record(engine="vllm", engine_args=args), GRACE_S) == 5

@@ -166,3 +166,17 @@ def test_a_shorter_window_than_what_keeping_is_worth_stays() -> None:
     rig.show(*models)
     ask(rig, "m2")
     assert gone(rig.run(1.5)) == {("m0", 0), ("m1", 0)}
+
+
+@pytest.mark.parametrize("offer", [False, True])
+def test_for_a_model_with_another_engine_only_where_a_worker_has_it(offer: bool) -> None:
+    (first, second), workers = sharing(3, 0)
+    theirs = msgspec.structs.replace(second, engine="vllm")
+    if offer:
+        info = msgspec.structs.replace(workers[0].worker, engines=("vllm",))
+        workers = (msgspec.structs.replace(workers[0], worker=info), *workers[1:])
+    # A spare worker without the engine is of no use to it.
+    rig = Rig(KEEPS, (*workers, worker_record("free")))
+    rig.show(first, theirs)
+    ask(rig, "m1")
+    assert gone(rig.run(WORTH_S + 1.0)) == ({("m0", 2)} if offer else set())

@@ -8,15 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
+from services.planner.core.rounds.by_hand import asked_by_hand
 from services.planner.core.rounds.decider import MAX_ROUND_S, SHRINK_S
 from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.plan_writer import AnyPlan, Begun, PlanWriter
 from services.planner.core.rounds.rounds import LEASE_TRIES
 from services.planner.core.rounds.waiting import ROOM_WAIT_S, SHORT_S
-from shared.errors import Conflict, NoCapacity, Unavailable
+from shared.errors import BadRequest, Conflict, NoCapacity, Unavailable
 from shared.messages.codec import encode
+from shared.messages.operations import StartScale
 from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.progress import ProgressEvent
 from shared.messages.registry import WorkerRecord
@@ -491,3 +494,69 @@ def test_a_clock_that_is_set_does_not_change_how_long_a_slice_lasts(shift_s: flo
     made.demand("b", 1)
     made.round()
     assert [type(plan) for plan in made.plans[1:]] == [DrainPlan]
+
+
+def of_another_engine(num: int, **changes: object) -> Driven:
+    made = serving(num, engine="vllm", **changes)
+    made.workers = tuple(
+        msgspec.structs.replace(w, worker=msgspec.structs.replace(w.worker, engines=("vllm",))) for w in made.workers
+    )
+    return made
+
+
+@pytest.mark.parametrize("engine", ["", "vllm"])
+def test_an_instance_whose_engine_moves_no_kv_sends_all_back_when_it_goes(engine: str) -> None:
+    made = of_another_engine(2) if engine else serving(2)
+    for n in range(2):
+        made.planner.on_load(report(f"i-w{n}", worker_id=f"w{n}", kv_block_tokens=16, kv_blocks_used=10), made.moment)
+    stopped = made.planner.migrations.of("i-w0", made.view)
+    assert (len(stopped.destinations), stopped.send_back) == ((0, "all") if engine else (1, "waiting"))
+    made.ask("m", 1)
+    made.round()
+    (drain,) = made.plans
+    assert isinstance(drain, DrainPlan)
+    (target,) = drain.targets
+    expected = ((), "all") if engine else (("i-w0",), "waiting")
+    assert (tuple(d.instance_id for d in target.destinations), target.send_back) == expected
+    # Nobody else is left that would take what the other one has.
+    alone = made.planner.migrations.of("i-w0", made.view)
+    assert (alone.destinations, alone.send_back) == ((), "none")
+
+
+@pytest.mark.parametrize("engine", ["", "vllm"])
+def test_nothing_moves_for_a_prompt_where_kv_stays(engine: str) -> None:
+    made = of_another_engine(2) if engine else serving(2)
+    for _ in range(30):
+        made.now_s += 0.1
+        lacks = {"kv_blocks_used": 90, "head_blocks": 30, "running_requests": 3}
+        made.planner.on_load(report("i-w0", worker_id="w0", kv_block_tokens=16, **lacks), made.moment)
+        made.planner.on_load(report("i-w1", worker_id="w1", kv_block_tokens=16, kv_blocks_used=40), made.moment)
+    assert len(made.planner.migrations.make_room(made.view, made.moment, 1)) == (0 if engine else 1)
+
+
+@pytest.mark.parametrize("engine", ["", "vllm"])
+def test_an_engine_that_lends_no_layers_makes_no_pairs(engine: str) -> None:
+    made = of_another_engine(1) if engine else serving(1)
+    made.workers += (worker_record("free", engines=(engine,) if engine else ()),)
+    made.planner.on_load(report("i-w0", worker_id="w0"), made.moment)
+    request = ScaleRequest("m", 2, made.now_s, "asked", "always", by_hand=True)
+    made.planner.rounds.ask(request, made.moment)
+    made.round()
+    (plan,) = made.plans
+    assert isinstance(plan, ScalePlan)
+    assert [t.worker_id for t in plan.targets] == ["free"]
+    (operation,) = made.planner.operations.running()
+    assert len(operation.pairs) == (0 if engine else 1)
+    assert ("not live: instances of the engine vllm lend no layers" in plan.explain) == bool(engine)
+
+
+@pytest.mark.parametrize("engine", ["", "vllm"])
+def test_other_roles_are_not_asked_for_where_kv_stays(engine: str) -> None:
+    made = serving(1, engine=engine)
+    asked = StartScale(model="m", instances=1, hold_s=0.0, role="decode")
+    if not engine:
+        assert asked_by_hand(asked, made.view, made.now_s).role == "decode"
+        return
+    with pytest.raises(BadRequest, match="vllm take no KV") as refused:
+        asked_by_hand(asked, made.view, made.now_s)
+    assert refused.value.param == "role"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from services.planner.core.multicast.chains import left_out_of
 from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.traffic import Flow
 from shared.messages.common import InstanceState
@@ -63,7 +64,7 @@ def test_spare_workers_are_free_and_large_enough() -> None:
         record("w4", "serving"),
     )
     assert [w.worker_id for w in found.spare] == ["w0", "w2"]
-    assert "1 spare worker's arena" in found.too_small
+    assert "1 spare worker's arena" in found.unfit[0]
 
 
 def test_what_a_plan_takes_is_spare_for_no_later_one_whatever_its_size() -> None:
@@ -78,8 +79,8 @@ def test_what_a_plan_takes_is_spare_for_no_later_one_whatever_its_size() -> None
     for found, spare in ((everywhere, ["w2", "w3"]), (clusters.of(MODEL), ["w2", "w3"]), (clusters.of(larger), ["w2"])):
         assert [w.worker_id for w in found.spare] == spare
         assert [w for w in arenas if w in found.spare.targets] == spare
-    assert "1 spare worker's arena" in clusters.of(larger).too_small
-    assert "1 spare" not in clusters.of(MODEL).too_small
+    assert "1 spare worker's arena" in clusters.of(larger).unfit[0]
+    assert clusters.of(MODEL).unfit == ()
     shunning = clusters.of(MODEL, avoided={"w2": "it fails", "w1": "it is taken"})
     assert [w for w in arenas if w in shunning.spare.targets] == [w.worker_id for w in shunning.spare] == ["w3"]
     assert shunning.refused == ("worker w2 is avoided: it fails",)
@@ -125,3 +126,37 @@ def test_the_pools_transfers_are_flows_as_well() -> None:
     assert [c.sending for c in found.copies] == [True, True]
     assert found.traffic.transfers == (Flow("w1", "w2"), Flow("w0", "w2"))
     assert cluster(record("w0", "serving"), loading, knows_flows=False).traffic.transfers == ()
+
+
+def test_a_model_with_another_engine_finds_only_those_that_offer_it() -> None:
+    theirs = model("v", engine="vllm", weights_bytes=MODEL_BYTES)
+    records = [record("w0"), record("w1", engines=("vllm",)), record("w2", engines=("vllm",), arena_bytes=1)]
+    clusters = Clusters([*records, msgspec.structs.replace(record("w3"), cordoned=True)])
+    found = clusters.of(theirs)
+    assert [w.worker_id for w in found.spare] == ["w1"]
+    assert "1 spare worker does not offer the engine vllm (BLITZ_WORKER_ENGINES)" in found.unfit[0]
+    assert "1 spare worker's arena" in found.unfit[1]
+    assert found.drained == ()
+    assert [w.worker_id for w in clusters.of(MODEL).spare] == ["w0", "w1"]
+    clusters.take(["w0"], "p", "m", "colocated")
+    assert [w.worker_id for w in found.spare] == ["w1"]
+    assert len(clusters.of(theirs).unfit) == 1
+    clusters.take(["w1"], "p", "v", "colocated")
+    assert list(found.spare) == list(clusters.of(theirs).spare) == list(clusters.of(MODEL).spare) == []
+
+
+def test_those_that_are_avoided_are_counted_among_those_that_offer_the_engine() -> None:
+    theirs = model("v", engine="vllm", weights_bytes=MODEL_BYTES)
+    clusters = Clusters([record("w0"), record("w1"), record("w2", engines=("vllm",))])
+    assert list(clusters.of(theirs, avoided={"w2": "it fails"}).spare) == []
+    assert len(clusters.of(theirs, avoided={"w2": "it fails"}, at_least=1).spare) == 1
+    assert clusters.of(theirs, avoided={"w0": "it fails"}).refused == ()
+
+
+def test_where_nobody_offers_the_engine_this_is_the_reason() -> None:
+    theirs = model("v", engine="vllm", weights_bytes=MODEL_BYTES)
+    for records in ([record("w0")], [record("w0", "serving")], []):
+        found = Clusters(records).of(theirs)
+        assert left_out_of(found, 0, 1) == (
+            "1 of 1 more instances have no worker: no worker offers the engine vllm (BLITZ_WORKER_ENGINES)",
+        )

@@ -176,3 +176,18 @@ def test_what_is_taken_is_wanted_and_there(wants: list[Want], holdings: list[Hol
     shuffled = list(holdings)
     random.shuffle(shuffled)
     assert allocate(wants, shuffled, freeing(leaving), NOW_S) == takings
+
+
+def test_only_workers_that_offer_the_engine_make_room_for_its_model() -> None:
+    theirs = Want("v", "colocated", 1, False, engine="vllm")
+    rooms = [Room("w0", 100), Room("w1", 100, engines=("vllm",))]
+    found = Holding("b", "colocated", 2, NOW_S - 5.0, 2, rooms=rooms)
+    (taking,) = allocate([theirs], [found], (), NOW_S)
+    assert taking.workers == ("w1",)
+    (taking,) = allocate([want("a")], [found], (), NOW_S)
+    assert taking.workers == ("w0",)
+    assert allocate([theirs], [Holding("b", "colocated", 1, NOW_S, 1, rooms=rooms[:1])], (), NOW_S) == ()
+    # What becomes spare without the engine is not waited for.
+    (taking,) = allocate([theirs], [found], [Room("f", 100)], NOW_S)
+    assert taking.workers == ("w1",)
+    assert allocate([theirs], [found], [Room("f", 100, engines=("vllm",))], NOW_S) == ()

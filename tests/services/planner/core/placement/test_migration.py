@@ -65,3 +65,10 @@ def test_all_goes_back_only_for_another_model_and_if_nobody_is_left() -> None:
     assert DestinationPicker([]).send_back(goes(), at_once=True) == "all"
     assert DestinationPicker([stays("a")]).send_back(goes(), at_once=True) == "waiting"
     assert DestinationPicker([stays("d", role="decode")]).send_back(goes(role="prefill"), at_once=True) == "none"
+
+
+def test_where_kv_stays_all_goes_back_unless_nobody_else_takes_it() -> None:
+    assert DestinationPicker([stays("full", 0)]).send_all_back(goes(), at_once=False) == "all"
+    for others in ([], [stays("goes")], [stays("d", role="decode")]):
+        assert DestinationPicker(others).send_all_back(goes(), at_once=False) == "none"
+        assert DestinationPicker(others).send_all_back(goes(), at_once=True) == "all"
