@@ -71,6 +71,7 @@ def worker_info(
         gpu_uuid=gpu.uuid,
         gpu_capability=gpu.capability_text,
         gpu_memory_bytes=gpu.total_bytes,
+        engines=config.engines,
     )
 
 

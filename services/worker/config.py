@@ -16,6 +16,7 @@ from services.worker.engine.late.failures import LateFailures
 from services.worker.engine.late.settings import LateSettings
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.cgroup import num_cores
+from shared.engines import OTHERS
 from shared.service import ServiceConfig, health_settings, process_settings, profiles_path
 from shared.settings import Settings, SettingsError
 
@@ -31,6 +32,10 @@ class WorkerConfig(ServiceConfig):
     host: str
     device: str
     engine: str
+    engines: tuple[str, ...]
+    """Of others, that it offers (``shared.engines``)."""
+    vllm_python: Path | None
+    """Interpreter of vLLM's environment; None: it is not offered."""
     attention: str
     num_threads: int
     arena_bytes: int
@@ -95,6 +100,7 @@ class WorkerConfig(ServiceConfig):
             default="cpu",
         )
         on_gpu = device == "cuda"
+        engines = _engines(env)
         max_batch_tokens = env.integer(
             "BLITZ_WORKER_MAX_BATCH_TOKENS",
             "Tokens per engine step.",
@@ -120,6 +126,8 @@ class WorkerConfig(ServiceConfig):
                 tuple(ENGINES),
                 default=DEFAULT_ENGINE,
             ),
+            engines=engines,
+            vllm_python=_vllm_python(env, engines),
             attention=env.choice(
                 "BLITZ_WORKER_ATTENTION",
                 "What computes the torch engine's attention. A CPU has `torch_cpu`, a GPU `flashinfer`; `torch_plain` "
@@ -322,6 +330,36 @@ class WorkerConfig(ServiceConfig):
             ),
             late=_late(env),
         )
+
+
+def _engines(env: Settings) -> tuple[str, ...]:
+    key = "BLITZ_WORKER_ENGINES"
+    engines = env.listing(
+        key,
+        "Engines of others that this worker offers beside its own to models that ask for one: `vllm`. Models of an "
+        "engine get instances only on workers that offer it.",
+        default=(),
+    )
+    for name in engines:
+        if name not in OTHERS:
+            raise SettingsError(f"{key}={name!r:.200}: there is no such engine, but {', '.join(OTHERS)}", param=key)
+    return tuple(dict.fromkeys(engines))
+
+
+def _vllm_python(env: Settings, engines: tuple[str, ...]) -> Path | None:
+    key = "BLITZ_VLLM_PYTHON"
+    path = env.text(
+        key,
+        "Python interpreter of the environment that vLLM is installed in. Needed where `BLITZ_WORKER_ENGINES` has "
+        "`vllm`.",
+        default="",
+        shown="none",
+    )
+    if "vllm" in engines and not path:
+        raise SettingsError(
+            f"BLITZ_WORKER_ENGINES has vllm: set {key} to the Python interpreter of vLLM's environment", param=key
+        )
+    return Path(path) if path else None
 
 
 def _late(env: Settings) -> LateSettings | None:

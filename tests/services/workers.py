@@ -37,6 +37,8 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "host": f"host-of-{worker_id}",
         "device": "cpu",
         "engine": "mock",
+        "engines": (),
+        "vllm_python": None,
         "attention": "torch_cpu",
         "num_threads": 1,
         "arena_bytes": 4 * MIB,

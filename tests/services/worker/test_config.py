@@ -101,3 +101,27 @@ def test_a_bad_value_is_refused_with_its_variable_and_value(variable: str, value
         WorkerConfig.from_env({variable: value})
     assert variable in refused.value.message
     assert value in refused.value.message
+
+
+def test_engines_of_others_are_offered_where_they_are_named() -> None:
+    assert (WorkerConfig.from_env({}).engines, WorkerConfig.from_env({}).vllm_python) == ((), None)
+    environ = {"BLITZ_WORKER_ENGINES": " vllm, vllm", "BLITZ_VLLM_PYTHON": "/opt/vllm/bin/python"}
+    config = WorkerConfig.from_env(environ)
+    assert (config.engines, config.vllm_python) == (("vllm",), Path("/opt/vllm/bin/python"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "key", "said"),
+    [
+        ({"BLITZ_WORKER_ENGINES": "vllm"}, "BLITZ_VLLM_PYTHON", "the Python interpreter of vLLM's environment"),
+        (
+            {"BLITZ_WORKER_ENGINES": "vllm,sglang"},
+            "BLITZ_WORKER_ENGINES",
+            "'sglang': there is no such engine, but vllm",
+        ),
+    ],
+)
+def test_engines_that_cannot_be_offered_are_refused(environ: dict[str, str], key: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(said)) as refused:
+        WorkerConfig.from_env(environ)
+    assert refused.value.param == key
