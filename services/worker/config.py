@@ -100,7 +100,7 @@ class WorkerConfig(ServiceConfig):
             default="cpu",
         )
         on_gpu = device == "cuda"
-        engines = _engines(env)
+        engines = _engines(env, on_gpu)
         max_batch_tokens = env.integer(
             "BLITZ_WORKER_MAX_BATCH_TOKENS",
             "Tokens per engine step.",
@@ -332,7 +332,7 @@ class WorkerConfig(ServiceConfig):
         )
 
 
-def _engines(env: Settings) -> tuple[str, ...]:
+def _engines(env: Settings, on_gpu: bool) -> tuple[str, ...]:
     key = "BLITZ_WORKER_ENGINES"
     engines = env.listing(
         key,
@@ -343,6 +343,8 @@ def _engines(env: Settings) -> tuple[str, ...]:
     for name in engines:
         if name not in OTHERS:
             raise SettingsError(f"{key}={name!r:.200}: there is no such engine, but {', '.join(OTHERS)}", param=key)
+    if engines and on_gpu:
+        raise SettingsError(f"{key}: in this version engines of others are for BLITZ_WORKER_DEVICE=cpu only", param=key)
     return tuple(dict.fromkeys(engines))
 
 

@@ -15,15 +15,18 @@ from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.device.device import Device
 from services.worker.device.late import LateDevice, LateStreams
+from services.worker.device.memory import DeviceMemory, SharedMemory
 from services.worker.engine.base import Engine
 from services.worker.engine.kinds import EngineParts, engine_kind
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.late.late_engine import LateEngine
 from services.worker.engine.loop import EngineLoop, PrefillListener, StepListener, StepOutput
+from services.worker.engine.serving import ServingEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
 from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
+from services.worker.vllm.make import make_vllm
 from shared.aio import in_thread
 from shared.checkpoint import TOKENIZER_FILE
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
@@ -79,7 +82,10 @@ class InstanceFactory:
         weights = device if self._streams is None else LateDevice(self._streams)
         if config.late is not None:
             log.warning("the engine computes later than it is called: %s", config.late)
-        self._arena = _reserved(lambda n: Arena(weights.allocate(n)), config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
+        # The processes of others' engines map it, too.
+        allocate: Callable[[int], DeviceMemory] = SharedMemory if config.engines else weights.allocate
+        self._weights = _reserved(allocate, config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
+        self._arena = Arena(self._weights)
         self._kv = _reserved(lambda n: KvPool(device.allocate(n)), config.kv_bytes, "BLITZ_WORKER_KV_MIB")
         self._profiles = ProfileDirectory(config.profiles)
 
@@ -110,6 +116,9 @@ class InstanceFactory:
         if layout.hash != record.layout_hash:
             raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
         copy = WeightCopy(layout, self._arena, record.unit_digests)
+        if record.engine:
+            engine = self._engine_of_others(record, copy)
+            return Instance(plan, member, copy, engine, default_slo_tbt_s=config.slo_tbt_s)
         await in_thread(self._profiles.look)
         profile = self._profiles.find(
             model_hash=record.model_hash,
@@ -118,24 +127,26 @@ class InstanceFactory:
             device=config.device,
             gpu_name=self._gpu_name,
         )
-        engine = await in_thread(make_engine, config, layout, self._arena, self._kv, self._device, profile)
+        computing = await in_thread(make_engine, config, layout, self._arena, self._kv, self._device, profile)
         if self._streams is not None and config.late is not None:
-            engine = LateEngine(engine, self._streams, config.late.failures, cache=getattr(engine, "cache", None))
+            computing = LateEngine(
+                computing, self._streams, config.late.failures, cache=getattr(computing, "cache", None)
+            )
         limits = SchedulerConfig(
-            num_blocks=engine.num_blocks,
-            block_size=engine.block_size,
+            num_blocks=computing.num_blocks,
+            block_size=computing.block_size,
             context_tokens=record.spec.max_position,
             max_num_sequences=config.max_running_requests,
             max_batch_tokens=config.max_batch_tokens,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
-            prepared_blocks=engine.prepared_blocks,
+            prepared_blocks=computing.prepared_blocks,
             prefix_cache=True,
         )
-        loop = EngineLoop(engine, limits, time.monotonic)
-        if isinstance(engine, LateEngine):
-            engine.watch(loop.scheduler.pool)
+        loop = EngineLoop(computing, limits, time.monotonic)
+        if isinstance(computing, LateEngine):
+            computing.watch(loop.scheduler.pool)
         if profile is not None:
             loop.scheduler.budgets.expect(profile)
         loop.scheduler.table.scores_prompts = self._kind.scores_prompts
@@ -144,6 +155,12 @@ class InstanceFactory:
         loop.prefill_listener, loop.step_listener = self._prefill_listener, self._step_listener
         thread = EngineThread(loop, self._on_output, self._on_failure)
         return Instance(plan, member, copy, thread, default_slo_tbt_s=config.slo_tbt_s)
+
+    def _engine_of_others(self, record: ModelRecord, copy: WeightCopy) -> ServingEngine:
+        """Raises ``Conflict`` for one that this worker does not offer."""
+        if record.engine not in self._config.engines or not isinstance(self._weights, SharedMemory):
+            raise Conflict(f"this worker does not offer the engine {record.engine!r}: BLITZ_WORKER_ENGINES")
+        return make_vllm(record, self._config, copy, self._weights, self._on_output, self._on_failure)
 
     async def _guide(self, record: ModelRecord, loop: EngineLoop) -> Callable[[ActiveSequence], Guidance]:
         from services.worker.engine.grammar.guidance import GrammarGuides, compiler_of

@@ -19,6 +19,7 @@ from services.worker.engine.loop import LoopStats, StepOutput
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
 from services.worker.vllm.weights_server import WeightsServer
+from shared.engines import OTHERS
 from shared.errors import BlitzError, Conflict, EngineBroken, Internal, Overloaded, Unavailable, UnsupportedParameter
 from shared.messages.common import ErrorInfo
 from shared.messages.destinations import SendBack
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
 T = TypeVar("T")
-START_S = 600.0
+START_S = OTHERS["vllm"].start_s
 """Longest that vLLM may take from the start of its process until it serves."""
 FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "error": "error"}
 

@@ -1,0 +1,60 @@
+"""An instance's vLLM, of a model's record and a worker's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.worker.config import WorkerConfig
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.device.memory import SharedMemory
+from services.worker.engine.loop import StepOutput
+from services.worker.memory.weight_copy import WeightCopy
+from services.worker.vllm.engine import VllmEngine
+from services.worker.vllm.weights_server import WeightsServer
+from shared.engine_args import EngineArgs
+from shared.errors import BadCheckpoint, BlitzError
+from shared.messages.registry import ModelRecord
+
+BLOCK_TOKENS = 128
+"""vLLM's on CPUs, where a model does not say another."""
+
+
+def make_vllm(
+    record: ModelRecord,
+    config: WorkerConfig,
+    copy: WeightCopy,
+    memory: SharedMemory,
+    on_output: Callable[[StepOutput], None],
+    on_failure: Callable[[BlitzError], None],
+) -> VllmEngine:
+    """``memory``: what ``copy`` lies in. Raises ``BadCheckpoint`` where its KV has no room for a block."""
+    args, spec = record.engine_args or EngineArgs(), record.spec
+    block_size = args.block_size or BLOCK_TOKENS
+    kv_gib = max(1, round(args.kv_cache_gib or config.kv_bytes / (1 << 30)))
+    num_blocks = (kv_gib << 30) // (spec.kv_bytes_per_token * block_size)
+    if num_blocks < 1:
+        raise BadCheckpoint(f"a KV block of this model does not fit {kv_gib} GiB: raise kv_cache_gib in its arguments")
+    limits = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        context_tokens=min(args.max_model_len or spec.max_position, spec.max_position),
+        max_num_sequences=args.max_num_seqs or config.max_running_requests,
+        max_batch_tokens=args.max_num_batched_tokens or config.max_batch_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+    )
+    # Compiled, it would serve minutes later.
+    arguments = {"dtype": spec.dtype, "enforce_eager": True} | args.as_mapping()
+    arguments |= {"max_model_len": limits.limit_tokens, "max_num_seqs": limits.max_num_sequences}
+    arguments.pop("kv_cache_gib", None)
+    return VllmEngine(
+        limits,
+        record.path,
+        arguments,
+        WeightsServer(copy, memory.descriptor, memory.first_byte),
+        on_output,
+        on_failure,
+        python=str(config.vllm_python),
+        threads=config.num_threads,
+        kv_gib=kv_gib,
+    )

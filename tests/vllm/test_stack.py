@@ -1,0 +1,127 @@
+"""A model that vLLM serves, beside one of ours, in a real stack with the unmodified client."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from openai import AsyncOpenAI, BadRequestError
+from transformers import AutoModelForCausalLM
+
+from compose.config import StackConfig
+from compose.stack import Stack
+from tests.checkpoints import tiny_checkpoint
+from tests.stack.client import until
+from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
+from tests.vllm.conftest import CONTEXT_TOKENS, PATIENCE_S, PYTHON
+
+pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
+
+NAME = "others"
+PROMPT = [1 + 7 * j % 255 for j in range(40)]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    config = StackConfig(
+        models=(tiny_checkpoint("llama"),),
+        state_dir=tmp_path_factory.mktemp("vllm"),
+        workers=4,
+        port=0,
+        env=FAST
+        | NO_DEMAND
+        | {"BLITZ_WORKER_ENGINES": "vllm", "BLITZ_VLLM_PYTHON": PYTHON, "BLITZ_GATEWAY_QUEUE_TIMEOUT_S": "600"},
+    )
+    async with Stack(config) as running:
+        await running.wait_ready(READY_S)
+        await running.admin.add_model(
+            str(checkpoint),
+            name=NAME,
+            engine="vllm",
+            engine_args={"max_model_len": CONTEXT_TOKENS, "kv_cache_gib": 1, "max_num_seqs": 8},
+        )
+        await serving(running, 1)
+        yield running
+
+
+async def serving(stack: Stack, num: int) -> None:
+    """Until so many instances of it serve."""
+    await until(
+        stack, lambda status: sum(i.model == NAME and i.state == "serving" for i in status.instances) == num, PATIENCE_S
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return out[0].tolist()[len(PROMPT) :]  # type: ignore[no-any-return]
+
+
+def client_of(stack: Stack) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=300.0)
+
+
+async def text_of(client: AsyncOpenAI, max_tokens: int = 60) -> str:
+    answer = await client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=max_tokens, temperature=0.0, extra_body={"ignore_eos": True}
+    )
+    return answer.choices[0].text
+
+
+async def test_its_answers_are_the_models(stack: Stack, expected: list[int]) -> None:
+    async with client_of(stack) as client:
+        ours = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4)
+        assert ours.choices[0].finish_reason in ("length", "stop")
+        text = await text_of(client)
+        detokenized = await client.post("/detokenize", body={"model": NAME, "tokens": expected}, cast_to=object)
+        assert text == detokenized["prompt"]  # type: ignore[index]
+        chat = await client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "hi"}], max_tokens=8, logprobs=True, top_logprobs=2
+        )
+        assert chat.usage is not None
+        assert chat.usage.completion_tokens <= 8
+        with pytest.raises(BadRequestError) as refused:
+            await client.chat.completions.create(
+                model=NAME, messages=[{"role": "user", "content": "hi"}], response_format={"type": "json_object"}
+            )
+        assert refused.value.param == "response_format"
+
+
+async def test_a_stream_goes_on_where_its_vllm_was_killed(stack: Stack) -> None:
+    await stack.admin.scale(NAME, 2, hold_s=3600.0)
+    await serving(stack, 2)
+    async with client_of(stack) as client:
+        whole = await text_of(client, 400)
+        for _ in range(2):
+            stream = await client.completions.create(
+                model=NAME, prompt=PROMPT, max_tokens=400, temperature=0.0, stream=True, extra_body={"ignore_eos": True}
+            )
+            text, killed = "", False
+            async for event in stream:
+                text += event.choices[0].text
+                if len(text) > 20 and not killed:
+                    killed = True
+                    busiest().send_signal(signal.SIGKILL)
+            assert killed
+            assert text == whole
+            await serving(stack, 2)
+
+
+def busiest() -> psutil.Process:
+    """The engine process of vLLM that has computed most in the last moment."""
+    engines = [
+        process
+        for front in psutil.Process(os.getpid()).children(recursive=True)
+        if "blitz_vllm" in front.cmdline()
+        for process in front.children(recursive=True)
+    ]
+    before = {process.pid: sum(process.cpu_times()[:2]) for process in engines}
+    psutil.cpu_percent(interval=0.2)
+    return max(engines, key=lambda process: sum(process.cpu_times()[:2]) - before[process.pid])
