@@ -23,6 +23,8 @@ class EngineTraits:
     moves_kv: bool
     """Requests go on at another instance with their KV: disaggregated serving, other roles, migration. Without it an
     instance that goes sends them back with the tokens that they have."""
+    start_s: float = 0.0
+    """Longest that an instance may take to start, beside its weights."""
     refuses: frozenset[str] = frozenset()
     """Parameters that requests may not have, by the names that clients know: of a nested one the path. ``echo`` is
     refused where the text that is repeated would have log-probabilities."""
@@ -40,6 +42,8 @@ OTHERS: Mapping[str, EngineTraits] = {
         name="vllm",
         lends_layers=False,
         moves_kv=False,
+        # It imports, compiles, and measures its memory.
+        start_s=600.0,
         refuses=frozenset(
             {
                 "response_format",

@@ -20,6 +20,7 @@ from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.pair_planner import PairPlanner
 from services.planner.core.rounds.settings import PlanSettings
 from services.planner.core.rounds.step import Load, Step
+from shared.engines import traits_of
 from shared.messages.plans import DrainPlan, MutatePlan, ScalePlan
 from shared.messages.registry import LeaseGrant
 
@@ -73,6 +74,7 @@ class PlanWriter:
     def _load(self, step: Step, load: Load, grant: LeaseGrant, moment: Moment, header: PlanHeader) -> Begun:
         model, chains, ttl_s = step.model, load.chains, self._settings.lease_ttl_s
         limit_s = give_up_s(model.weights_bytes, self._settings.load_floor_gbps, chains.predicted_s.values())
+        limit_s += traits_of(model.engine).start_s
         plan = scale_plan(
             step.plan_id,
             model,

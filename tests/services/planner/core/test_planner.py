@@ -17,6 +17,7 @@ from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.plan_writer import AnyPlan, Begun, PlanWriter
 from services.planner.core.rounds.rounds import LEASE_TRIES
 from services.planner.core.rounds.waiting import ROOM_WAIT_S, SHORT_S
+from shared.engines import traits_of
 from shared.errors import BadRequest, Conflict, NoCapacity, Unavailable
 from shared.messages.codec import encode
 from shared.messages.operations import StartScale
@@ -560,3 +561,16 @@ def test_other_roles_are_not_asked_for_where_kv_stays(engine: str) -> None:
     with pytest.raises(BadRequest, match="vllm take no KV") as refused:
         asked_by_hand(asked, made.view, made.now_s)
     assert refused.value.param == "role"
+
+
+def test_an_engine_that_starts_slowly_is_given_the_time_for_it() -> None:
+    plans = []
+    for engine in ("", "vllm"):
+        made = Driven([model("m", min_instances=0, engine=engine)], [worker_record("w0", engines=("vllm",))])
+        made.demand("m", 1)
+        made.round()
+        plans += made.plans
+    ours, theirs = plans
+    assert isinstance(ours, ScalePlan)
+    assert isinstance(theirs, ScalePlan)
+    assert theirs.give_up_s == ours.give_up_s + traits_of("vllm").start_s > ours.give_up_s
