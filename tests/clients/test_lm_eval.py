@@ -83,7 +83,6 @@ def test_what_is_generated_is_what_transformers_generates(served: Any, reference
     assert [text for (text,) in evaluate(served, CONTINUE)] == reference["texts"]
 
 
-@pytest.mark.xfail(reason="echo with logprobs is refused", strict=False)
 def test_likelihoods_are_those_of_transformers(served: Any, reference: dict[str, Any]) -> None:
     found = [float(logprob) for choices in evaluate(served, CHOOSE) for logprob, _ in choices]
     assert found == pytest.approx(reference["logprobs"], abs=1e-3)
