@@ -115,7 +115,9 @@ def read_messages_request(
         options=read_options(
             body,
             vocab_size=vocab_size,
-            max_tokens=body.max_tokens,
+            # Anthropic's clients ask for as much as its own models hold: it is cut to what the context leaves.
+            max_tokens=None,
+            default_max_tokens=body.max_tokens,
             logprobs=None,
             tools=_read_tools(body),
             guide=read_format(bytes(config.format), "output_config.format") if config is not None else None,
