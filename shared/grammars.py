@@ -17,7 +17,7 @@ ANSWER = "@answer"
 """In ``Grammar.before``: the grammar itself."""
 OPTIONS_KEYWORD = "x-guidance"
 """With which a schema would set llguidance's options, which are ours to set."""
-_OPTIONS = {"coerce_one_of": True}
+OPTIONS = {"coerce_one_of": True}
 """The gateway passes a ``oneOf`` only where no two of its alternatives can both hold."""
 _NOT_IN_LITERALS = re.compile(r"\\(.)|([/\n\r])", re.DOTALL)
 _ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
@@ -62,7 +62,7 @@ def _of_schema(text: str) -> dict[str, Any]:
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise ValueError("a schema must be an object")
-    return {"json_schema": {**schema, OPTIONS_KEYWORD: _OPTIONS}}
+    return {"json_schema": {**schema, OPTIONS_KEYWORD: OPTIONS}}
 
 
 def _of_regex(text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 
 from tests.clients.names import SCRIPTED
 from tests.clients.shapes import Drawing
@@ -62,7 +62,6 @@ def test_an_agents_output_has_its_type(kind: Any) -> None:
     assert isinstance(result.final_output, Drawing)
 
 
-@pytest.mark.xfail(raises=BadRequestError, strict=True, reason="functions together with a schema are refused")
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_agent_has_functions_and_an_output_type(kind: Any) -> None:
     agent = agent_of(kind, tools=[get_weather], output_type=Drawing)

@@ -26,7 +26,7 @@ from services.gateway.core.text_output import StopScanner, TextOutput
 from services.gateway.core.thinking_output import ThinkingOutput
 from services.gateway.core.thought_grammar import behind_thought
 from services.gateway.core.thoughts import PlainText, Thinking, ThoughtParser
-from services.gateway.core.tools.call_grammar import call_schema, calls_grammar
+from services.gateway.core.tools.call_grammar import call_schema, calls_grammar, calls_or_answer
 from services.gateway.core.tools.parser import ToolParser
 from services.gateway.http import asgi
 from services.gateway.http.endpoints.endpoint import Endpoint
@@ -123,6 +123,8 @@ class Preparation:
         tool_parser = tool_parser_of(record, tokenizer) if options.tools is not None else None
         if options.tools is not None and options.tools.forced and tool_parser is not None:
             options = await gateway.offload.run(_forced_to_call, options, options.tools, tool_parser, tokenizer)
+        elif options.tools is not None and grammar is not None and tool_parser is not None:
+            options = await gateway.offload.run(_calls_or_answer, options, options.tools, tool_parser, tokenizer)
         prompts = await endpoint.prompts(request, PromptMaker(record, tokenizer, gateway.offload, limits))
         [first, *_] = prompts
         if first.thinking is not None and options.sampling.grammar is not None:
@@ -159,6 +161,21 @@ def _forced_to_call(options: Options, tools: ChatTools, kind: type[ToolParser], 
         )
     grammar = bounded_grammar(grammar.kind, grammar.text, "tools")
     return replace(options, sampling=structs.replace(options.sampling, grammar=grammar), guide_param=param)
+
+
+def _calls_or_answer(options: Options, tools: ChatTools, kind: type[ToolParser], tokenizer: ModelTokenizer) -> Options:
+    """With the grammar of an answer by the schema, beside which functions may be called, with any arguments."""
+    answer, param = options.sampling.grammar, options.guide_param
+    assert answer is not None
+    schema = call_schema({name: {"type": "object"} for name in sorted(tools.names)}, kind.arguments_field)
+    calls = calls_grammar(kind, schema, tokenizer.token_ids(kind.marks), parallel=tools.parallel)
+    if calls is None:
+        raise UnsupportedParameter(
+            f"{param}: together with tools in the format of this model it is not supported", param=param
+        )
+    grammar = calls_or_answer(calls, json.loads(answer.text))
+    grammar = bounded_grammar(grammar.kind, grammar.text, param)
+    return replace(options, sampling=structs.replace(options.sampling, grammar=grammar))
 
 
 def _behind_thought(options: Options, thinking: Thinking, tokenizer: ModelTokenizer) -> Options:

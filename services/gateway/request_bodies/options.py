@@ -207,8 +207,10 @@ def read_options(
     include_usage = usage is not None and _or(usage.include_usage, False)
     continuous_usage = usage is not None and _or(usage.continuous_usage_stats, False)
     guide = guide or read_guide(body)
-    if guide is not None and tools is not None:
-        raise UnsupportedParameter(f"{guide.param}: together with tools it is not supported", param=guide.param)
+    if guide is not None and tools is not None and guide.grammar.kind != "json_schema":
+        raise UnsupportedParameter(
+            f"{guide.param}: together with tools only a JSON schema is supported", param=guide.param
+        )
     sampling = SamplingParams(
         max_tokens=0,
         seed=0,

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.core.tools.parser import ToolParser
+from shared.grammars import OPTIONS, OPTIONS_KEYWORD
 from shared.messages.generation import Grammar
 
+_START = "start: "
 _DATA = frozenset({"const", "enum"})
 """Keywords whose values are no schemas."""
 _BY_NAME = frozenset({"$defs", "definitions", "patternProperties", "properties"})
@@ -62,3 +64,11 @@ def calls_grammar(
     if rules is None:
         return None
     return Grammar(kind="calls", text=f"{rules}\ncall: %json {json.dumps(schema)}")
+
+
+def calls_or_answer(calls: Grammar, schema: Mapping[str, Any]) -> Grammar:
+    """Either those (``calls_grammar``), or an object of JSON by ``schema``."""
+    rules = calls.text.removeprefix(_START)
+    assert rules != calls.text
+    answer = json.dumps({**schema, OPTIONS_KEYWORD: OPTIONS})
+    return Grammar(kind="calls", text=f"{_START}calls | answer\ncalls: {rules}\nanswer: %json {answer}")

@@ -487,7 +487,35 @@ async def test_a_call_that_must_be_made_is_a_grammar(hermes: Stack, choice: Any)
     assert called["finish_reason"] in ("tool_calls", "stop")
 
 
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "required": ["answered"]}}}
+
+
+async def test_beside_functions_that_may_be_called_an_answer_has_its_schema(hermes: Stack) -> None:
+    def grammar() -> str:
+        (asked,) = [s.sampling.grammar for s in hermes.workers[0].submits[-1:]]
+        assert asked is not None
+        assert asked.kind == "calls"
+        return asked.text
+
+    hermes.workers[0].script = say(CALL)
+    called = await whole(hermes, response_format=FORMAT)
+    assert called["finish_reason"] == "tool_calls"
+    assert "<tool_call>" in grammar()
+    assert '"answered"' in grammar()
+    hermes.workers[0].script = say('{"answered": 1}')
+    assert (await whole(hermes, response_format=FORMAT))["message"]["content"] == '{"answered": 1}'
+    await whole(hermes, response_format=FORMAT, tool_choice="required")
+    assert '"answered"' not in grammar(), "an answer is nothing but calls"
+    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "guided_regex": "a"}
+    check(
+        await hermes.http.post(CHAT, json=body), 400, "invalid_request_error", "unsupported_parameter", "guided_regex"
+    )
+
+
 async def test_calls_of_python_cannot_be_asked_for(make_stack: StackFactory, tmp_path: Path) -> None:
     stack = await stack_of(make_stack, tmp_path, templates.PYTHONIC)
     body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
     check(await stack.http.post(CHAT, json=body), 400, "invalid_request_error", "unsupported_parameter", "tool_choice")
+    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "response_format": FORMAT}
+    answer = await stack.http.post(CHAT, json=body)
+    check(answer, 400, "invalid_request_error", "unsupported_parameter", "response_format.json_schema.schema")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import validate
 
-from services.gateway.core.tools.call_grammar import call_schema, calls_grammar
+from services.gateway.core.tools.call_grammar import call_schema, calls_grammar, calls_or_answer
 from services.gateway.core.tools.hermes import HermesParser
 from services.gateway.core.tools.llama import LlamaParser
 from services.gateway.core.tools.mistral import MistralParser
@@ -77,6 +77,33 @@ def test_marks_that_are_special_tokens_are_written_as_such(kind: type[ToolParser
         parts = [parser.mark(begin), parser.push(text_of(token_ids[1:])), parser.flush()]
         assert [delta.name for part in parts for delta in part.calls if delta.name]
         assert "".join(part.text for part in parts) == ""
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_where_there_is_a_schema_too_it_is_calls_or_an_answer(kind: type[ToolParser]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    any_call = {name: {"type": "object", "additionalProperties": False} for name in SCHEMAS}
+    calls = calls_grammar(kind, call_schema(any_call, kind.arguments_field), {}, parallel=True)
+    assert calls is not None
+    compiled = compiler().compile(calls_or_answer(calls, schema))
+    kinds = set()
+    for seed in range(60):
+        token_ids, whole = walk(GrammarMatcher(compiled), random.Random(seed))
+        assert whole
+        found = read(
+            parser_of(kind), [text_of([token_id]) for token_id in token_ids if token_id not in compiler().end_ids]
+        )
+        kinds.add(bool(found.calls))
+        if found.calls:
+            assert found.text == ""
+        else:
+            validate(json.loads(found.text), schema)
+    assert kinds == {True, False}
 
 
 def test_calls_as_python_writes_them_cannot_be_asked_for() -> None:
