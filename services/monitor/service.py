@@ -153,7 +153,7 @@ class MonitorService:
         return self._profiles.find(
             model_hash=record.model_hash,
             layout_hash=record.layout_hash,
-            engine=record.engine or worker.engine,
+            engine=worker.engine_of(record),
             device=worker.device,
             gpu_name=worker.gpu_name,
         )

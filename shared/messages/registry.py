@@ -126,6 +126,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it has a model's engine; our own all workers have."""
         return not engine or engine in self.engines
 
+    def engine_of(self, model: ModelRecord) -> str:
+        """What computes the model's instances here."""
+        return model.engine or self.engine
+
     def can_hold(self, model: ModelRecord) -> bool:
         """Whether an instance of the model can be here, if the worker is spare."""
         return self.arena_bytes >= model.weights_bytes and self.offers(model.engine)

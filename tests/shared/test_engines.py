@@ -47,6 +47,11 @@ def test_a_worker_holds_what_fits_and_whose_engine_it_has() -> None:
     assert not worker("w2", arena_bytes=99, engines=("vllm",)).can_hold(theirs)
 
 
+def test_what_computes_an_instance_is_its_models_engine_or_the_workers_own() -> None:
+    offers = worker("w", engine="torch", engines=("vllm",))
+    assert [offers.engine_of(model("m", engine=engine)) for engine in ("", "vllm")] == ["torch", "vllm"]
+
+
 def test_arguments_are_those_that_are_set_and_false_is_one() -> None:
     args = EngineArgs(max_model_len=4096, enforce_eager=False, kv_cache_gib=0.5)
     assert args.as_mapping() == {"max_model_len": 4096, "kv_cache_gib": 0.5, "enforce_eager": False}

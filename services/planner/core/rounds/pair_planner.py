@@ -81,7 +81,7 @@ class PairPlanner:
         return self._find_profile(
             model_hash=model.model_hash,
             layout_hash=model.layout_hash,
-            engine=model.engine or worker.engine,
+            engine=worker.engine_of(model),
             device=worker.device,
             gpu_name=worker.gpu_name,
         )

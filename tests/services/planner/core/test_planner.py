@@ -8,14 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.planner.core.multicast.overhead import Overheads
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.planner.core.rounds.by_hand import asked_by_hand
 from services.planner.core.rounds.decider import MAX_ROUND_S, SHRINK_S
 from services.planner.core.rounds.moment import Moment
+from services.planner.core.rounds.pair_planner import PairPlanner
 from services.planner.core.rounds.plan_writer import AnyPlan, Begun, PlanWriter
 from services.planner.core.rounds.rounds import LEASE_TRIES
+from services.planner.core.rounds.settings import LiveSettings
 from services.planner.core.rounds.waiting import ROOM_WAIT_S, SHORT_S
 from shared.engines import traits_of
 from shared.errors import BadRequest, Conflict, NoCapacity, Unavailable
@@ -574,3 +577,25 @@ def test_an_engine_that_starts_slowly_is_given_the_time_for_it() -> None:
     assert isinstance(ours, ScalePlan)
     assert isinstance(theirs, ScalePlan)
     assert theirs.give_up_s == ours.give_up_s + traits_of("vllm").start_s > ours.give_up_s
+
+
+@pytest.mark.parametrize("engine", ["", "vllm"])
+def test_instances_get_no_other_role_where_kv_stays(engine: str) -> None:
+    made = serving(2, engine=engine)
+    made.ask("m", 1)
+    made.ask("m", 1, "decode")
+    made.round()
+    assert any(isinstance(plan, MutatePlan) for plan in made.plans) == (not engine)
+
+
+def test_a_profile_of_our_engine_says_nothing_of_another() -> None:
+    asked: list[str] = []
+
+    def find(*, engine: str, **_: str) -> None:
+        asked.append(engine)
+
+    pairs = PairPlanner(Operations(), LiveSettings(), Overheads(), find)
+    on = worker_record("w0", engine="torch", engines=("vllm",))
+    for engine in ("", "vllm"):
+        pairs.profile_of(model("m", engine=engine), on)
+    assert asked == ["torch", "vllm"]

@@ -55,13 +55,14 @@ def test_a_gpu_worker_asks_nvml(probes: Probes) -> None:
     assert facts.how.scale_up_domain == facts.how.scale_up_gbps == facts.how.host_link_gbps == "nvml"
 
 
-def test_a_worker_tells_which_gpu_it_has(probes: Probes) -> None:
-    config = worker_config("w", device="cuda", engine="torch", **FOUND)
+def test_a_worker_tells_which_gpu_and_which_engines_it_has(probes: Probes) -> None:
+    config = worker_config("w", device="cuda", engine="torch", engines=("vllm",), **FOUND)
     facts = discover(config, probes)
     assert facts.gpu is not None
     assert facts.describe().endswith(f", GPU {facts.gpu.shown}")
     info = worker_info(config, facts, SimpleNamespace(address=b"a"), pid=1, incarnation="i")  # type: ignore[arg-type]
     assert (info.gpu_name, info.gpu_capability, info.gpu_memory_bytes) == ("NVIDIA H100 80GB HBM3", "9.0", 80 << 30)
+    assert (info.engine, info.engines) == ("torch", ("vllm",))
     on_cpu = discover(worker_config("w", **FOUND), probes)
     assert on_cpu.gpu is None
     assert "GPU" not in on_cpu.describe()
