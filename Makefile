@@ -89,6 +89,8 @@ VLLM := build/vllm
 $(VLLM)/.installed: tests/vllm/requirements.txt services/worker/vllm/pyproject.toml | $(STAMP)
 	@echo "installing into $(VLLM) ..."
 	@$(BIN)/python -m venv --clear $(VLLM)
+	@[ -z "$(TORCH_INDEX)" ] || $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --retries 0 \
+		--timeout 15 --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)" || true
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/vllm/requirements.txt
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e services/worker/vllm
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.vllm.engine import VllmEngine
-from shared.errors import EngineBroken, SentBack, UnsupportedParameter
+from shared.errors import ContextLengthExceeded, EngineBroken, SentBack, UnsupportedParameter
 from shared.messages.common import ErrorInfo
 from tests.checkpoints import EOS_ID
-from tests.vllm.conftest import Serving
+from tests.vllm.conftest import CONTEXT_TOKENS, Serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -92,6 +92,16 @@ async def test_an_answer_goes_on_where_it_was_cut(serving: Serving, how: dict[st
         rest = await serving.run(f"{name}-{cut}", prompt, output=whole[:cut], max_tokens=24, **how)
         assert whole[:cut] + rest == whole
         assert serving.parts[f"{name}-{cut}"][0].offset == cut
+
+
+async def test_what_has_no_room_is_refused_and_what_has_ended_ends(serving: Serving) -> None:
+    with pytest.raises(ContextLengthExceeded):
+        await serving.submit("long", [1] * CONTEXT_TOKENS)
+    await serving.submit("ended", PROMPTS[0], output=PROMPTS[1][:4], max_tokens=4)
+    end = await serving.ends("ended")
+    assert (end.finish_reason, end.offset, end.token_ids) == ("length", 4, ())
+    fills = await serving.run("fills", [1] * (CONTEXT_TOKENS - 3), max_tokens=100)
+    assert len(fills) == 3
 
 
 async def test_what_is_cancelled_says_nothing_more(serving: Serving) -> None:

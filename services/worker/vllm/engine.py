@@ -20,7 +20,16 @@ from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
 from services.worker.vllm.weights_server import WeightsServer
 from shared.engines import OTHERS
-from shared.errors import BlitzError, Conflict, EngineBroken, Internal, Overloaded, Unavailable, UnsupportedParameter
+from shared.errors import (
+    BlitzError,
+    Conflict,
+    ContextLengthExceeded,
+    EngineBroken,
+    Internal,
+    Overloaded,
+    Unavailable,
+    UnsupportedParameter,
+)
 from shared.messages.common import ErrorInfo
 from shared.messages.destinations import SendBack
 from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
@@ -91,6 +100,8 @@ class VllmEngine:
         self._starting = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
+        if self._stop_error is not None:
+            return
         try:
             self._weights.listen(str(self._front.folder / "weights.sock"))
             await self._front.start(threads=self._threads, kv_gib=self._kv_gib)
@@ -163,6 +174,12 @@ class VllmEngine:
             raise UnsupportedParameter("vLLM's instances keep no answer to a grammar yet", param="response_format")
         if sequence.num_to_score:
             raise NO_PROMPT_LOGPROBS
+        limit = self.limits.limit_tokens
+        if len(sequence.prompt) >= limit:
+            raise ContextLengthExceeded(f"{len(sequence.prompt)} tokens of a prompt, of at most {limit - 1}")
+        if (reason := sequence.finish_reason(limit)) is not None:
+            self._on_output(StepOutput((sequence.end(reason),)))
+            return
         if len(self._requests) >= self.limits.max_num_sequences + self.limits.max_queued_requests:
             raise Overloaded(f"{len(self._requests)} requests are here")
         sequence.arrived_s = time.monotonic()

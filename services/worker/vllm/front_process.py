@@ -54,16 +54,20 @@ class FrontProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._is_over = False
+        self._loop = asyncio.get_running_loop()
         self.ended = threading.Event()
         """The process and all that it started are gone."""
 
     async def start(self, *, threads: int, kv_gib: int) -> None:
-        """Raises ``EngineBroken`` where there is no such interpreter."""
+        """Raises ``EngineBroken`` where there is no such interpreter. Nothing, once it was closed."""
         path = self.folder / "front.sock"
-        self._server = await asyncio.start_unix_server(self._connected, path)
+        server = await asyncio.start_unix_server(self._connected, path)
+        if self._is_over:
+            server.close()
+            return
+        self._server = server
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
         environment |= _OURS | {
             "OMP_NUM_THREADS": str(threads),
@@ -82,8 +86,9 @@ class FrontProcess:
         except OSError as error:
             self.ended.set()
             raise EngineBroken(f"BLITZ_VLLM_PYTHON={self._python}: {error.strerror}") from error
-        threading.Thread(target=self._read_lines, name="vllm-log", daemon=True).start()
-        self._watching = asyncio.create_task(self._watch(self._process))
+        # Threads of their own: those of the default executor are few, and these take as long as the process lives.
+        for work in (self._read_lines, self._wait):
+            threading.Thread(target=work, name="vllm", daemon=True).start()
 
     def _read_lines(self) -> None:
         assert self._process is not None
@@ -94,12 +99,14 @@ class FrontProcess:
                 self._lines.append(text)
                 log.debug("vllm: %s", text)
 
-    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait(self) -> None:
         """Until it has ended; then whatever it has started ends, too."""
-        await asyncio.to_thread(process.wait)
+        assert self._process is not None
+        status = self._process.wait()
         self._kill()
         self.ended.set()
-        self._over(f"vLLM's process ended with {process.returncode}: {self.last_words}")
+        with contextlib.suppress(RuntimeError):  # the loop has ended before
+            self._loop.call_soon_threadsafe(self._over, f"vLLM's process ended with {status}: {self.last_words}")
 
     @property
     def pid(self) -> int | None:
@@ -112,7 +119,7 @@ class FrontProcess:
         return " / ".join(list(self._lines)[-5:]) or "it said nothing"
 
     def _kill(self) -> None:
-        if self._process is not None:
+        if self._process is not None and not self.ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
