@@ -31,10 +31,8 @@ def _one_lab_at_a_time() -> None:
 
 
 def workload(engine: EngineKind) -> Workload:
-    if engine == "torch":
-        # Its layers take what they take: the burst has to last longer than a busy machine needs to form a pair.
-        return Workload(engine, num_prompts=12, num_layers=6, prompt_tokens=128)
-    return Workload(engine, num_prompts=4, num_layers=6, prompt_tokens=32)
+    # The burst has to last longer than a busy machine needs to form a pair; torch's layers take what they take.
+    return Workload(engine, num_prompts=12, num_layers=6, prompt_tokens=128 if engine == "torch" else 32)
 
 
 @pytest.mark.parametrize("engine", ["mock", "torch"])

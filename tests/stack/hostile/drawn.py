@@ -118,6 +118,8 @@ def base(found: inspect.Type, name: str, facts: Facts) -> Any:
             )
         case inspect.BoolType():
             return False
+        case inspect.Metadata():
+            return base(found.type, name, facts)
     raise TypeError(f"no message has {found}")
 
 
