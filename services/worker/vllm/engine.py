@@ -71,15 +71,7 @@ class VllmEngine:
         self._kv_gib = kv_gib
         self._front = FrontProcess(python, self._on_word, self._on_end)
         self._requests: dict[Key, ActiveSequence] = {}
-        self._load = words.EngineLoad(
-            running=0,
-            waiting=0,
-            kv_usage=0.0,
-            prompt_tokens_total=0,
-            generated_tokens_total=0,
-            preemptions_total=0,
-            num_steps=0,
-        )
+        self._load = words.EngineLoad()
         self._ended_requests = self._ended_tokens = self._cached_tokens = 0
         self._busy_s, self._loaded_at_s = 0.0, time.monotonic()
         self._starting: asyncio.Task[None] | None = None

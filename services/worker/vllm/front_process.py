@@ -38,8 +38,8 @@ _OURS = {
     # vLLM would bind the threads of all engines of a host to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-_NOT_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_NATS_PASSWORD", "BLITZ_NATS_URL", "BLITZ_REDIS_URL")
-"""Of this process's environment: it has other packages, and what is secret here is none of vLLM's business."""
+_NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_")
+"""What these begin is not passed on: it has other packages, and our passwords are none of vLLM's business."""
 
 
 class FrontProcess:
@@ -68,7 +68,7 @@ class FrontProcess:
             server.close()
             return
         self._server = server
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_THEIRS)}
         environment |= _OURS | {
             "OMP_NUM_THREADS": str(threads),
             "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),

@@ -12,7 +12,7 @@ import msgspec
 
 from . import plugin, words
 
-FLUSH_S = 0.1
+LOAD_EVERY_S = 0.1
 """How often the load is said."""
 MAX_UNREAD_BYTES = 256 << 20
 """Of a worker that does not read: this process ends."""
@@ -52,15 +52,7 @@ class Front:
         self._engine: Any = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outputs: list[words.Output] = []
-        self._load = words.EngineLoad(
-            running=0,
-            waiting=0,
-            kv_usage=0.0,
-            prompt_tokens_total=0,
-            generated_tokens_total=0,
-            preemptions_total=0,
-            num_steps=0,
-        )
+        self._load = words.EngineLoad()
         self._is_dead = False
 
     def start(self, start: words.Start) -> words.Started:
@@ -133,7 +125,7 @@ class Front:
             if self._load is not said:
                 said = self._load
                 self._say(said)
-            await asyncio.sleep(FLUSH_S)
+            await asyncio.sleep(LOAD_EVERY_S)
 
     def add(self, request: words.Add) -> None:
         """Begin it. One of an id that runs is refused."""

@@ -43,10 +43,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """Units that can be read; ``failed``: why no more will come."""
+    """Units that can be read. Where no more will come, the connection ends."""
 
-    units: tuple[int, ...] = ()
-    failed: str = ""
+    units: tuple[int, ...]
 
 
 class WeightsSource:
@@ -76,8 +75,6 @@ class WeightsSource:
         """Until it can be read. Raises ``ConnectionError`` if it never can."""
         while unit not in self._ready:
             ready = msgspec.msgpack.decode(self._read(words.length_of(self._read(words.LENGTH_BYTES))), type=Ready)
-            if ready.failed:
-                raise ConnectionError(ready.failed)
             self._ready.update(ready.units)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

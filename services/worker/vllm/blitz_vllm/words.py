@@ -114,14 +114,14 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Of the engine now, and counters over its life."""
 
-    running: int
-    waiting: int
-    kv_usage: float
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
     """0 to 1."""
-    prompt_tokens_total: int
-    generated_tokens_total: int
-    preemptions_total: int
-    num_steps: int
+    prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    preemptions_total: int = 0
+    num_steps: int = 0
 
 
 ToProcess = Start | Add | Leave
