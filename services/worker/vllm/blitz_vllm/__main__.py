@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from . import words
+from . import plugin, words
 from .front import MAX_UNREAD_BYTES, Front, imported
 
 
@@ -70,6 +70,7 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
 
 def main() -> None:
     """Ends with everything that it has started."""
+    plugin.die_with_parent()  # it may import, or start, for minutes before it sees that the connection has ended
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all: the worker says when
     status = 1
     try:

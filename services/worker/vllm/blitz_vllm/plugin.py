@@ -11,15 +11,20 @@ OURS = "BLITZ_VLLM_PARENT"
 _PR_SET_PDEATHSIG = 1
 
 
+def die_with_parent() -> None:
+    """Be killed as soon as the process that started this one has ended, whatever this one is doing."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # it ended before that
+        os._exit(1)
+
+
 def register() -> None:
     """Our loader of weights; and no process of ours outlives the one that started it."""
     parent = os.environ.get(OURS)
     if parent is None:
         return
     if parent != str(os.getpid()):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:  # it ended before that
-            os._exit(1)
+        die_with_parent()
     from . import weights
 
     weights.register()
