@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import BadCheckpoint, CheckpointChanged
+from shared.generic_layout import generic_units, manifest_digest
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.registry import FileDigest
 from shared.model_spec import ModelSpec
 from shared.models.families import parse_config
+from shared.models.generic import generic_spec
 from shared.safetensors_header import WEIGHT_DTYPES, TensorEntry, read_header
 
 __all__ = [
@@ -48,8 +50,8 @@ class Checkpoint:
     """A checkpoint that can be served."""
 
     path: Path
-    spec: ModelSpec
     layout: ArenaLayout
+    """With the tensors of each unit."""
     tensors: Mapping[str, TensorEntry]
     """What the layout needs, by checkpoint name."""
     model_hash: str
@@ -60,6 +62,11 @@ class Checkpoint:
     """``IDENTITY_FILES``, as far as they are there."""
     unit_digests: str = ""
     """As in ``ModelRecord``; empty if no hash was asked for."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Raises ``Conflict`` for a checkpoint with a generic layout."""
+        return self.layout.spec
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
@@ -246,9 +253,10 @@ def hash_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, model_hash=whole.hexdigest(), unit_digests=digests)
 
 
-def inspect_checkpoint(path: Path, *, with_hash: bool = True) -> Checkpoint:
+def inspect_checkpoint(path: Path, *, with_hash: bool = True, generic: bool = False) -> Checkpoint:
     """Check a checkpoint directory and find its tensors.
 
+    ``generic``: for an engine of others, which may know models that we do not (``shared.generic_layout``).
     ``with_hash=False`` leaves ``model_hash`` and ``unit_digests`` empty, and of the weights reads headers only. Raises
     ``BadCheckpoint`` naming file and tensor.
     """
@@ -256,29 +264,48 @@ def inspect_checkpoint(path: Path, *, with_hash: bool = True) -> Checkpoint:
         raise BadCheckpoint(f"{path}: no such directory")
     contents = {name: read_file(path / name) for name in IDENTITY_FILES}
     config = parse_json(path / CONFIG_FILE, contents[CONFIG_FILE])
-    generation = contents[GENERATION_CONFIG_FILE]
-    spec = parse_config(
-        config, parse_json(path / GENERATION_CONFIG_FILE, generation) if generation is not None else None
+    generation = (
+        parse_json(path / GENERATION_CONFIG_FILE, content)
+        if (content := contents[GENERATION_CONFIG_FILE]) is not None
+        else None
     )
-    layout = layout_of(spec)
+    layout = None if generic else layout_of(parse_config(config, generation))
     if is_file(path / SINGLE_FILE):
         source, found = SINGLE_FILE, read_header(path / SINGLE_FILE)
     elif is_file(path / INDEX_FILE):
         source, found = INDEX_FILE, _sharded_tensors(path)
     else:
         raise _no_weights(path)
-    tensors = _needed_tensors(layout, found, source)
-    _check_tokenizer(parse_json(path / TOKENIZER_FILE, contents[TOKENIZER_FILE]), spec.vocab_size)
+    if layout is None:
+        tensors, layout = found, _generic_layout(config, generation or {}, found, source)
+        if layout.of.vocab_size:
+            parse_json(path / TOKENIZER_FILE, contents[TOKENIZER_FILE])
+    else:
+        tensors = _needed_tensors(layout, found, source)
+        _check_tokenizer(parse_json(path / TOKENIZER_FILE, contents[TOKENIZER_FILE]), layout.spec.vocab_size)
     files = tuple(FileDigest(name=n, sha256=_sha256(content)) for n, content in contents.items() if content is not None)
-    checkpoint = Checkpoint(path, spec, layout, tensors, "", layout.num_bytes, files)
+    checkpoint = Checkpoint(path, layout, tensors, "", layout.num_bytes, files)
     return hash_checkpoint(checkpoint) if with_hash else checkpoint
 
 
-def inspect_registered(path: Path, files: Iterable[FileDigest]) -> Checkpoint:
+def _generic_layout(
+    config: Mapping[str, Any], generation: Mapping[str, Any], found: Mapping[str, TensorEntry], source: str
+) -> ArenaLayout:
+    if not found:
+        raise BadCheckpoint(f"{source}: no tensors")
+    units = generic_units(found)
+    try:
+        layout = layout_of(generic_spec(config, generation, units, manifest_digest(units)))
+    except ValueError as error:
+        raise BadCheckpoint(f"{CONFIG_FILE}: {error}") from error
+    return replace(layout, units=units)
+
+
+def inspect_registered(path: Path, files: Iterable[FileDigest], *, generic: bool = False) -> Checkpoint:
     """As ``inspect_checkpoint`` without hash, for a checkpoint that was registered with these files: what the layout
     follows from must be as it was. Raises ``CheckpointChanged`` besides."""
     known = tuple(files)
     if is_directory(path):
         for name in CONFIG_FILES:
             check_file(known, path / name, read_file(path / name))
-    return inspect_checkpoint(path, with_hash=False)
+    return inspect_checkpoint(path, with_hash=False, generic=generic)

@@ -26,12 +26,8 @@ class EngineTraits:
     start_s: float = 0.0
     """Longest that an instance may take to start, beside its weights."""
     refuses: frozenset[str] = frozenset()
-    """Parameters that requests may not have, by the names that clients know: of a nested one the path. ``echo`` is
-    refused where the text that is repeated would have log-probabilities."""
-
-    def is_refused(self, param: str) -> bool:
-        """Whether a parameter is one of these, or lies within one."""
-        return any(param == name or param.startswith(f"{name}.") for name in self.refuses)
+    """Parameters that requests may not have, by the names that clients know. ``echo`` is refused where the text that is
+    repeated would have log-probabilities."""
 
 
 LAYERED = EngineTraits(name="layered", lends_layers=True, moves_kv=True)
@@ -44,22 +40,7 @@ OTHERS: Mapping[str, EngineTraits] = {
         moves_kv=False,
         # It imports, compiles, and measures its memory.
         start_s=600.0,
-        refuses=frozenset(
-            {
-                "response_format",
-                "guided_json",
-                "guided_regex",
-                "guided_choice",
-                "guided_grammar",
-                "structured_outputs",
-                "text.format",
-                "output_config.format",
-                "tool_choice",
-                "priority",
-                "prompt_logprobs",
-                "echo",
-            }
-        ),
+        refuses=frozenset({"priority", "prompt_logprobs", "echo"}),
     ),
 }
 """Engines of others, by the names that models and workers give."""

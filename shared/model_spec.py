@@ -15,6 +15,9 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
 """Of anything else that is counted: what is beyond is no model, and nothing is made by it."""
+ALIGN_BYTES = 4096
+"""Units of an arena start at multiples of this (a page; UCX and direct I/O like it)."""
+MAX_UNIT_BYTES = 1 << 44
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position",
     "sliding_window",
@@ -71,3 +74,45 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+class GenericSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a model of any kind, which an engine of others computes: how its bytes are divided, and what its
+    configuration says, as far as it does. Raises ``ValueError`` for one that cannot be."""
+
+    num_layers: int
+    """Of all its stacks together; 0 where the names of its tensors tell of none."""
+    unit_bytes: tuple[int, ...]
+    """Of its units, in the order of the arena (``shared.generic_layout``): the manifest, what precedes the layers, the
+    layers, the rest."""
+    manifest_sha256: str
+    """64 hex digits, of what the first unit says."""
+    architecture: str = ""
+    dtype: str = ""
+    """In which its engine computes, unless it is told otherwise."""
+    vocab_size: int = 0
+    """0: it is no language model, and takes no requests."""
+    max_position: int = 1
+    kv_bytes_per_token: int = 0
+    """Bytes of K and V of one token over all layers. 0: not known."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_layers <= MAX_LAYERS or len(self.unit_bytes) != self.num_layers + 3:
+            raise ValueError(f"{len(self.unit_bytes)} units of {self.num_layers} layers")
+        for num_bytes in self.unit_bytes:
+            if not 0 < num_bytes <= MAX_UNIT_BYTES or num_bytes % ALIGN_BYTES:
+                raise ValueError(f"a unit of {num_bytes} bytes")
+        for name, value, least in (
+            ("vocab_size", self.vocab_size, 0),
+            ("max_position", self.max_position, 1),
+            ("kv_bytes_per_token", self.kv_bytes_per_token, 0),
+        ):
+            if not least <= value <= MAX_SIZE:
+                raise ValueError(f"{name} {value} is outside {least}..{MAX_SIZE}")
+
+
+AnySpec = ModelSpec | GenericSpec
+"""What both say: ``architecture``, ``dtype``, ``num_layers``, ``vocab_size``, ``max_position``,
+``kv_bytes_per_token``, ``bos_token_id``, ``eos_token_ids``."""

@@ -30,17 +30,19 @@ def opened(file: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_tensor(descriptor: int, name: str, entry: TensorEntry, first: int, dtype: str, target: Buffer) -> None:
-    """Fill ``target`` (host bytes) with the tensor's numbers from number ``first`` on, as ``dtype``.
+def read_tensor(
+    descriptor: int, name: str, entry: TensorEntry, first_byte: int, dtype: str | None, target: Buffer
+) -> None:
+    """Fill ``target`` (host bytes) with the tensor as ``dtype`` (None: as the file has it), from this byte of that on,
+    where a number begins.
 
     Raises ``BadCheckpoint`` naming file and tensor ``name`` where the file cannot be read, or ends.
     """
-    stored = WEIGHT_DTYPES[entry.dtype]
-    begin = entry.begin + first * DTYPE_BYTES[stored]
     target = memoryview(target)
-    if stored == dtype:
-        _read_into(descriptor, name, entry, begin, target)
+    if dtype is None or (stored := WEIGHT_DTYPES[entry.dtype]) == dtype:
+        _read_into(descriptor, name, entry, entry.begin + first_byte, target)
         return
+    begin = entry.begin + first_byte // DTYPE_BYTES[dtype] * DTYPE_BYTES[stored]
     staging = bytearray(len(target) // DTYPE_BYTES[dtype] * DTYPE_BYTES[stored])
     _read_into(descriptor, name, entry, begin, memoryview(staging))
     cast(staging, stored, target, dtype)

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import numpy.typing as npt
 import xxhash
 
 from shared.layout import CHECK_BYTES, ArenaLayout, TensorPart, Unit
-from shared.model_spec import DTYPE_BYTES
 from shared.safetensors_header import TensorEntry
 from shared.tensor_file import opened, read_tensor
 
@@ -70,32 +68,33 @@ def hash_units(layout: ArenaLayout, tensors: Mapping[str, TensorEntry]) -> tuple
 
 def _hash_unit(layout: ArenaLayout, unit: Unit, tensors: Mapping[str, TensorEntry]) -> UnitHash:
     whole, checksums = hashlib.sha256(), list[int]()
-    for blocks in _steps(layout.spec.dtype, unit, tensors):
+    for blocks in _steps(layout.dtype, unit, tensors):
         whole.update(blocks)
         checksums += block_checksums(blocks)
     return UnitHash(whole.digest(), unit_digest(checksums))
 
 
-def _steps(dtype: str, unit: Unit, tensors: Mapping[str, TensorEntry]) -> Iterator[memoryview]:
+def _steps(dtype: str | None, unit: Unit, tensors: Mapping[str, TensorEntry]) -> Iterator[memoryview]:
     """The unit's bytes as they lie in an arena, ``_STEP_BYTES`` at a time; valid until the next."""
     step = memoryview(bytearray(_STEP_BYTES))
     filled = 0
     with ExitStack() as files:
         descriptors: dict[Path, int] = {}
-        for part, num_bytes in _in_order(dtype, unit):
+        for part, num_bytes in _in_order(unit):
             done = 0
             while done < num_bytes:
                 size = min(num_bytes - done, _STEP_BYTES - filled)
                 target = step[filled : filled + size]
                 if part is None:
                     target[:] = bytes(size)
+                elif isinstance(part, bytes):
+                    target[:] = part[done : done + size]
                 else:
                     entry = tensors[part.checkpoint_name]
                     if entry.file not in descriptors:
                         descriptors[entry.file] = files.enter_context(opened(entry.file))
                     # No number lies in two steps: tensors begin at multiples of ``TENSOR_ALIGN_BYTES``.
-                    first = done // DTYPE_BYTES[dtype]
-                    read_tensor(descriptors[entry.file], part.checkpoint_name, entry, first, dtype, target)
+                    read_tensor(descriptors[entry.file], part.checkpoint_name, entry, done, dtype, target)
                 done += size
                 filled += size
                 if filled == _STEP_BYTES:
@@ -105,12 +104,13 @@ def _steps(dtype: str, unit: Unit, tensors: Mapping[str, TensorEntry]) -> Iterat
         yield step[:filled]
 
 
-def _in_order(dtype: str, unit: Unit) -> Iterator[tuple[TensorPart | None, int]]:
-    """What the unit's bytes are, and how many: parts of its tensors, or (None) the zeros between them."""
-    cursor = unit.offset
+def _in_order(unit: Unit) -> Iterator[tuple[TensorPart | bytes | None, int]]:
+    """What the unit's bytes are, and how many: its content, parts of its tensors, or (None) the zeros between them."""
+    yield unit.content, len(unit.content)
+    cursor = unit.offset + len(unit.content)
     for slot in unit.slots:
         yield None, slot.offset - cursor
         for part in slot.parts:
-            yield part, prod(part.shape) * DTYPE_BYTES[dtype]
+            yield part, part.num_bytes
         cursor = slot.offset + slot.num_bytes
     yield None, unit.offset + unit.num_bytes - cursor

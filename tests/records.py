@@ -163,9 +163,9 @@ def profile(record: ModelRecord | None = None, **changes: object) -> Profile:
         "engine": "torch",
         "device": "cpu",
         "num_threads": 1,
-        "num_layers": record.spec.num_layers,
+        "num_layers": record.basics.num_layers,
         "weights_bytes": record.weights_bytes,
-        "kv_bytes_per_token": record.spec.kv_bytes_per_token,
+        "kv_bytes_per_token": record.basics.kv_bytes_per_token,
         "chunk_tokens": 512,
         "prefill": (
             PrefillPoint(prompt_tokens=100, seconds=0.1, repetitions=3),

@@ -131,7 +131,7 @@ class SimWorker:
         self._tasks.start(self._load(plan, self.instance))
 
     async def _load(self, plan: ScalePlan, instance: SimInstance) -> None:
-        tell, num_layers = self._progress.tell, plan.model.spec.num_layers
+        tell, num_layers = self._progress.tell, plan.model.basics.num_layers
         await tell(plan.plan_id, instance.instance_id, "accepted")
         await asyncio.sleep(self._load_s / 2)
         await tell(plan.plan_id, instance.instance_id, "first_byte")

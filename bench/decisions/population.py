@@ -158,11 +158,11 @@ class Population:
             state="loading" if loads else "serving",
             role="colocated",
             epoch=epoch,
-            layers_ready=0 if loads else model.spec.num_layers,
+            layers_ready=0 if loads else model.basics.num_layers,
             weights_digest="" if loads else "digest",
             max_running_requests=256,
             max_queued_tokens=32768,
-            context_tokens=model.spec.max_position,
+            context_tokens=model.basics.max_position,
             plan_id=plan_id,
         )
 

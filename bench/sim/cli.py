@@ -199,7 +199,7 @@ def simulate(
                 start_at_s=start_at,
                 window_s=window,
                 max_requests=max_requests,
-                context_tokens=sim_model.record.spec.max_position,
+                context_tokens=sim_model.record.basics.max_position,
             )
             evaluator = Evaluator(setup, spread_seconds(source, seed=seed), shape, say=say)
             evaluator.requests(1.0 if factor is None else factor)  # before anything is said

@@ -222,7 +222,7 @@ class Simulation:
         return SchedulerConfig(
             num_blocks=num_blocks,
             block_size=worker.block_size,
-            context_tokens=model.record.spec.max_position,
+            context_tokens=model.record.basics.max_position,
             max_num_sequences=worker.max_running_requests,
             max_batch_tokens=worker.max_batch_tokens,
             prefill_chunk_tokens=worker.prefill_chunk_tokens,

@@ -26,6 +26,7 @@ from shared.checkpoint import (
 from shared.errors import BadCheckpoint, BlitzError, DeadlineExceeded, InProgress, Internal, Overloaded, Unavailable
 from shared.messages.common import ErrorInfo
 from shared.messages.registry import FileDigest, ModelRecord
+from shared.model_spec import GenericSpec
 from shared.safetensors_header import header_bytes
 
 MAX_AT_ONCE = 2
@@ -141,20 +142,22 @@ def _is_small(path: Path) -> bool:
 
 def _inspect(path: Path, engine: str = "") -> ModelRecord:
     try:
-        checkpoint = inspect_checkpoint(path)
+        checkpoint = inspect_checkpoint(path, generic=bool(engine))
         if engine:
             _refuse_own_code(path, checkpoint.files)
     except BadCheckpoint as error:
         if len(error.message) <= MAX_ERROR:
             raise
         raise BadCheckpoint(f"{error.message[:MAX_ERROR]}…") from None
+    layout = checkpoint.layout
     return ModelRecord(
         name="",
         path=str(checkpoint.path),
         model_hash=checkpoint.model_hash,
-        layout_hash=checkpoint.layout.hash,
-        spec=checkpoint.spec,
-        weights_bytes=checkpoint.layout.num_bytes,
+        layout_hash=layout.hash,
+        spec=None if layout.is_generic else layout.spec,
+        generic=layout.of if isinstance(layout.of, GenericSpec) else None,
+        weights_bytes=layout.num_bytes,
         added_at_s=0.0,
         unit_digests=checkpoint.unit_digests,
         files=checkpoint.files,

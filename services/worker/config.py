@@ -7,7 +7,7 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Literal, Self, cast
 
 from services.worker.device.late import LateOrder, LateTiming
 from services.worker.engine.attention.kinds import ATTENTION, BY_DEVICE
@@ -24,6 +24,8 @@ MIB = 1024 * 1024
 MAX_MIB = 1 << 32
 """Beyond what addresses can name."""
 DEFAULT_LEAF = "leaf-0"
+WarmStage = Literal["none", "imported", "started"]
+_WARM_STAGES: tuple[WarmStage, ...] = ("none", "imported", "started")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class WorkerConfig(ServiceConfig):
     engines: tuple[str, ...]
     """Of others, that it offers (``shared.engines``)."""
     vllm_python: Path | None
+    vllm_warm: WarmStage
     """Interpreter of vLLM's environment; None: it is not offered."""
     attention: str
     num_threads: int
@@ -128,6 +131,14 @@ class WorkerConfig(ServiceConfig):
             ),
             engines=engines,
             vllm_python=_vllm_python(env, engines),
+            vllm_warm=env.choice(
+                "BLITZ_VLLM_WARM",
+                "How far processes of vLLM that wait for their next instance may be: `imported`, one for any model, "
+                "some 0.5 GiB; `started`, besides, that of the instance before, with its weights and KV, until the "
+                "worker gets another model or the host has less than a tenth of its memory left; or `none`.",
+                _WARM_STAGES,
+                default="started",
+            ),
             attention=env.choice(
                 "BLITZ_WORKER_ATTENTION",
                 "What computes the torch engine's attention. A CPU has `torch_cpu`, a GPU `flashinfer`; `torch_plain` "

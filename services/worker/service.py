@@ -152,6 +152,7 @@ class WorkerService:
         )
         await asyncio.gather(*(closed(type(part).__name__, part.close(), EACH_S) for part in parts))
         await closed("the instance", self.parts.scaling.close(), EACH_S)
+        await closed("what waits for the next one", self.parts.factory.close(), EACH_S)
         await closed("the registration", self.parts.registration.leave(), FAREWELL_S)
 
     def _holder_subjects(self) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from shared.messages.common import (
     SignedFigure,
     ToolParserName,
 )
-from shared.model_spec import ModelSpec
+from shared.model_spec import AnySpec, GenericSpec, ModelSpec
 from shared.subjects import Process
 
 MAX_HOLD_S = 1e9
@@ -49,9 +49,11 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     """Checkpoint directory, as every worker and gateway sees it."""
     model_hash: str
     layout_hash: str
-    spec: ModelSpec
     weights_bytes: Count
     added_at_s: Figure
+    spec: ModelSpec | None = None
+    """Of a model that our engine computes; the others have ``generic``."""
+    generic: GenericSpec | None = None
     unit_digests: str = ""
     """What the layout's units must hold (``shared.unit_digests``), in their order; ``DIGEST_DIGITS`` each. No worker
     loads a model without. Text, for Redis' scripts read no bytes."""
@@ -84,6 +86,18 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     engine: EngineName = ""
     """What computes it (``shared.engines``). Empty: our own, whichever of them a worker has."""
     engine_args: EngineArgs | None = None
+
+    def __post_init__(self) -> None:
+        if (self.spec is None) is (self.generic is None):
+            raise ValueError("a model has either a spec or a generic one")
+
+    @property
+    def basics(self) -> AnySpec:
+        """What is known of it, whatever computes it."""
+        if self.spec is not None:
+            return self.spec
+        assert self.generic is not None
+        return self.generic
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,7 +70,7 @@ async def test_the_monitor_alone_brings_the_first_instance_up_from_disk(cluster:
     model = await cluster.add_model(min_instances=1)
     (only,) = await cluster.serving(1)
     assert only.instance is not None
-    assert only.instance.layers_ready == model.spec.num_layers
+    assert only.instance.layers_ready == model.basics.num_layers
     (plan,) = cluster.plans()
     assert sources(plan) == [("", "disk")]
     record = await cluster.record(plan.plan_id)
@@ -114,7 +114,7 @@ async def test_scaling_out_gives_identical_weights_and_a_consistent_record(unwat
     assert {t.worker_id for t in record.targets} == {m.worker_id for m in plan.targets}
     assert record.bytes == 2 * model.weights_bytes
     assert [t.received_bytes for t in record.targets] == [model.weights_bytes] * 2
-    assert len(record.layer_ready_ms) == model.spec.num_layers
+    assert len(record.layer_ready_ms) == model.basics.num_layers
     assert record.gbps > 0
     check_times(record)
 

@@ -32,14 +32,6 @@ def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
     assert len(refused.value.message) < 300
 
 
-def test_what_is_inside_of_a_refused_parameter_is_refused_too() -> None:
-    traits = OTHERS["vllm"]
-    refused = ["response_format", "response_format.json_schema.schema", "text.format.schema", "priority"]
-    taken = ["response_formats", "text", "text.verbosity", "temperature", "tools"]
-    assert [param for param in (*refused, *taken) if traits.is_refused(param)] == refused
-    assert not any(LAYERED.is_refused(param) for param in refused)
-
-
 def test_a_worker_holds_what_fits_and_whose_engine_it_has() -> None:
     ours, theirs = model("m", weights_bytes=100), model("v", weights_bytes=100, engine="vllm")
     plain, offers = worker("w0", arena_bytes=100), worker("w1", arena_bytes=100, engines=("vllm",))

@@ -19,7 +19,8 @@ from services.worker.memory.arena import Arena
 from services.worker.memory.loader import load_unit
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.vllm.engine import VllmEngine
-from services.worker.vllm.weights_server import WeightsServer, order_of
+from services.worker.vllm.warm import Shape, WarmFronts
+from services.worker.vllm.weights_server import WeightsServer
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BlitzError
 from shared.messages.generation import SamplingParams, StreamPart
@@ -27,6 +28,12 @@ from tests.checkpoints import build_model, write_tokenizer
 
 PYTHON = os.environ.get("BLITZ_VLLM_PYTHON", "")
 CONTEXT_TOKENS = 512
+ARGUMENTS: dict[str, int | float | str | bool] = {
+    "dtype": "float32",
+    "max_model_len": CONTEXT_TOKENS,
+    "max_num_seqs": 8,
+    "enforce_eager": True,
+}
 PATIENCE_S = 400.0
 """A first start reads a gigabyte of cold files."""
 
@@ -50,8 +57,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Serving:
     """An engine, the weights that it gets, and what it put out."""
 
-    def __init__(self, path: Path) -> None:
-        self.checkpoint = inspect_checkpoint(path)
+    def __init__(self, path: Path, warm: WarmFronts) -> None:
+        self.checkpoint = inspect_checkpoint(path, generic=True)
         layout = self.checkpoint.layout
         self.memory = SharedMemory(layout.num_bytes)
         self.arena = Arena(self.memory)
@@ -63,13 +70,14 @@ class Serving:
         self.engine = VllmEngine(
             SchedulerConfig(num_blocks=128, block_size=16, context_tokens=CONTEXT_TOKENS, max_num_sequences=8),
             str(path),
-            {"dtype": "float32", "max_model_len": CONTEXT_TOKENS, "max_num_seqs": 8, "enforce_eager": True},
+            ARGUMENTS,
+            self.checkpoint.layout.of.eos_token_ids,
             WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte),
             self._put,
             self.failures.append,
-            python=PYTHON,
-            threads=1,
-            kv_gib=1,
+            warm=warm,
+            shape=Shape(layout.hash, (), (), 1),
+            model_hash=self.checkpoint.model_hash,
         )
 
     def _put(self, output: StepOutput) -> None:
@@ -79,11 +87,18 @@ class Serving:
     async def fill(self, *, pause_s: float = 0.0) -> None:
         """Its weights come, unit by unit."""
         layout = self.copy.layout
-        for number in order_of(layout):
-            await asyncio.to_thread(load_unit, self.checkpoint, layout, layout.units[number], self.arena)
+        for number, unit in enumerate(layout.units):
+            await asyncio.to_thread(load_unit, self.checkpoint, layout, unit, self.arena)
             assert self.copy.seal(number)
             self.copy.mark_ready(number)
             await asyncio.sleep(pause_s)
+
+    async def start(self, *, pause_s: float = 0.0) -> None:
+        """Until it serves."""
+        self.engine.prepare()
+        async with asyncio.timeout(PATIENCE_S):
+            await self.fill(pause_s=pause_s)
+            await self.engine.until_ready()
 
     async def submit(
         self,
@@ -134,12 +149,17 @@ class Serving:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def serving(checkpoint: Path) -> AsyncIterator[Serving]:
+async def warm() -> AsyncIterator[WarmFronts]:
+    """The processes of one worker."""
+    warm = WarmFronts(PYTHON, 1, "started")
+    yield warm
+    await warm.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def serving(checkpoint: Path, warm: WarmFronts) -> AsyncIterator[Serving]:
     """Its weights came while vLLM was starting, one unit after the other."""
-    serving = Serving(checkpoint)
-    serving.engine.prepare()
-    async with asyncio.timeout(PATIENCE_S):
-        await serving.fill(pause_s=0.2)
-        await serving.engine.until_ready()
+    serving = Serving(checkpoint, warm)
+    await serving.start(pause_s=0.2)
     yield serving
     await serving.close()

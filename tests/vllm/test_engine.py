@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -10,14 +11,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.vllm.engine import VllmEngine
-from shared.errors import ContextLengthExceeded, EngineBroken, SentBack, UnsupportedParameter
+from shared.errors import BadRequest, ContextLengthExceeded, EngineBroken, SentBack, UnsupportedParameter
 from shared.messages.common import ErrorInfo
+from shared.messages.generation import Grammar
 from tests.checkpoints import EOS_ID
 from tests.vllm.conftest import CONTEXT_TOKENS, Serving
 
@@ -92,6 +95,60 @@ async def test_an_answer_goes_on_where_it_was_cut(serving: Serving, how: dict[st
         rest = await serving.run(f"{name}-{cut}", prompt, output=whole[:cut], max_tokens=24, **how)
         assert whole[:cut] + rest == whole
         assert serving.parts[f"{name}-{cut}"][0].offset == cut
+
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 9},
+            "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 2, "maxItems": 5},
+        },
+        "required": ["name", "tags"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "presence_penalty": 0.5}], ids=["greedy", "drawn"])
+async def test_an_answer_with_a_grammar_follows_it_also_where_it_goes_on(
+    serving: Serving, how: dict[str, object]
+) -> None:
+    how = {"max_tokens": 150, "grammar": Grammar(kind="json_schema", text=SCHEMA), **how}
+    name, prompt = f"guided-{len(how)}", PROMPTS[4]
+    whole = await serving.run(name, prompt, **how)
+    assert serving.parts[name][-1].finish_reason == "stop"
+    jsonschema.validate(json.loads(bytes(whole[:-1])), json.loads(SCHEMA))
+    assert whole[-1] == EOS_ID
+    for cut in (1, 9, len(whole) - 2, len(whole) - 1):
+        rest = await serving.run(f"{name}-{cut}", prompt, output=whole[:cut], **how)
+        jsonschema.validate(json.loads(bytes((whole[:cut] + rest)[:-1])), json.loads(SCHEMA))
+        assert "temperature" in how or whole[:cut] + rest == whole
+
+
+async def test_an_answer_with_a_grammar_is_as_long_as_it_may_be(serving: Serving) -> None:
+    digits = Grammar(kind="regex", text="[0-9]{2,20}")
+    at_least = await serving.run("digits", PROMPTS[1], grammar=digits, min_tokens=15, max_tokens=100)
+    assert len(at_least) > 15
+    assert set(at_least[:-1]) <= set(b"0123456789")
+    longest = await serving.run("ignored", PROMPTS[1], grammar=digits, ignore_eos=True, max_tokens=100)
+    assert (len(longest), longest[-1]) == (21, EOS_ID), "a complete one ends, whatever else was asked for"
+    chosen = await serving.run("chosen", PROMPTS[1], grammar=Grammar(kind="choice", text='["yes", "no"]'))
+    assert bytes(chosen[:-1]) in (b"yes", b"no")
+
+
+async def test_a_grammar_that_fails_ends_its_request_alone(serving: Serving) -> None:
+    await serving.submit("beside", PROMPTS[2], max_tokens=100)
+    await serving.submit("none", PROMPTS[2], grammar=Grammar(kind="lark", text="start: start"))
+    end = await serving.ends("none")
+    assert end.error is not None
+    assert end.error.code == BadRequest.code
+    with pytest.raises(BadRequest, match="response_format"):
+        await serving.submit("no-schema", PROMPTS[2], grammar=Grammar(kind="json_schema", text="[1]"))
+    await serving.submit("not-its-own", PROMPTS[2], output=[65, 66], grammar=Grammar(kind="regex", text="[0-9]+"))
+    end = await serving.ends("not-its-own")
+    assert end.error is not None
+    assert (await serving.ends("beside")).finish_reason == "length"
 
 
 async def test_what_has_no_room_is_refused_and_what_has_ended_ends(serving: Serving) -> None:

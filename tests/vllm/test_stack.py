@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import httpx
 import psutil
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from openai import AsyncOpenAI, BadRequestError
+from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM
 
 from compose.config import StackConfig
@@ -45,7 +47,7 @@ async def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
             str(checkpoint),
             name=NAME,
             engine="vllm",
-            engine_args={"max_model_len": CONTEXT_TOKENS, "kv_cache_gib": 1, "max_num_seqs": 8},
+            engine_args={"dtype": "float32", "max_model_len": CONTEXT_TOKENS, "kv_cache_gib": 1, "max_num_seqs": 8},
         )
         await serving(running, 1)
         yield running
@@ -91,10 +93,29 @@ async def test_its_answers_are_the_models(stack: Stack, expected: list[int]) -> 
         assert chat.usage is not None
         assert chat.usage.completion_tokens <= 8
         with pytest.raises(BadRequestError) as refused:
-            await client.chat.completions.create(
-                model=NAME, messages=[{"role": "user", "content": "hi"}], response_format={"type": "json_object"}
+            await client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4, extra_body={"prompt_logprobs": 1})
+        assert refused.value.param == "prompt_logprobs"
+
+
+class Person(BaseModel):
+    name: Annotated[str, Field(max_length=12)]
+    age: Annotated[int, Field(ge=0, le=130)]
+    kind: Literal["a", "b"]
+
+
+async def test_answers_follow_their_schema_and_calls_are_forced(stack: Stack) -> None:
+    async with client_of(stack) as client:
+        messages = [{"role": "user", "content": "who?"}]
+        for seed in range(6):
+            answer = await client.chat.completions.parse(
+                model=NAME, messages=messages, response_format=Person, max_tokens=200, temperature=1.0, seed=seed
             )
-        assert refused.value.param == "response_format"
+            assert answer.choices[0].finish_reason == "stop"
+            assert answer.choices[0].message.parsed is not None
+        chosen = await client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=40, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+        )
+        assert chosen.choices[0].text in ("yes", "no")
 
 
 async def test_a_stream_goes_on_where_its_vllm_was_killed(stack: Stack) -> None:

@@ -94,7 +94,7 @@ class Capacity:
     def context_tokens(self, record: ModelRecord, now_s: float) -> int:
         """The longest context that an instance of the model could have: at most what the model allows, and never less
         than what an instance will turn out to hold, which is rounded to its KV blocks."""
-        longest = record.spec.max_position
+        longest = record.basics.max_position
         if record.engine:
             # Its KV is not the worker's.
             most = record.engine_args.max_model_len if record.engine_args is not None else None
@@ -102,7 +102,7 @@ class Capacity:
         offer = self._offers.get(record.engine)
         if offer is None or not self._judges(now_s) or record.weights_bytes > offer.largest_bytes:
             return longest
-        return min(longest, offer.most_kv_bytes(record.weights_bytes) // record.spec.kv_bytes_per_token)
+        return min(longest, offer.most_kv_bytes(record.weights_bytes) // record.basics.kv_bytes_per_token)
 
 
 @dataclass(frozen=True, slots=True)

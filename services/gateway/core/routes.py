@@ -44,7 +44,7 @@ class ModelRoutes:
     @property
     def context_tokens(self) -> int:
         """Longest prompt plus output that the model, and the best of its instances, can hold."""
-        longest = self.record.spec.max_position
+        longest = self.record.basics.max_position
         return min(longest, max(self._limits(), default=longest))
 
     def _limits(self) -> list[int]:

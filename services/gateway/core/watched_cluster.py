@@ -171,7 +171,7 @@ class WatchedCluster:
             f"model/{name}": {
                 "name": name,
                 "hash": model.model_hash[:12],
-                "layers": model.spec.num_layers,
+                "layers": model.basics.num_layers,
                 "bytes": model.weights_bytes,
                 "served_as": model.serving,
                 "min": model.min_instances,

@@ -113,7 +113,7 @@ class Preparation:
     async def prepare(self, body: SharedBody, model: ModelRoutes) -> PreparedRequest:
         """The request for that model."""
         gateway, endpoint, record = self._gateway, self._endpoint, model.record
-        limits = PromptLimits(record.spec.vocab_size, gateway.bus.max_payload_bytes)
+        limits = PromptLimits.of(record, gateway.bus.max_payload_bytes)
         request = await self._run(lambda: endpoint.read(self._raw, body, limits))
         options, grammar = request.options, request.options.sampling.grammar
         refuse_untaken(options, traits_of(record.engine))
@@ -244,7 +244,7 @@ def streams_of(
     scope = ""
     if prefixes_of is not None and record.prefix_cache:
         scope = cache_scope_of(prefixes_of, options.cache_salt)
-    eos = () if options.sampling.ignore_eos else record.spec.eos_token_ids
+    eos = () if options.sampling.ignore_eos else record.basics.eos_token_ids
     end_token_ids = frozenset((*eos, *options.sampling.stop_token_ids))
     choices = [(prompt, number) for prompt in prepared.prompts for number in range(options.n)]
     return [

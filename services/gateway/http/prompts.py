@@ -49,6 +49,16 @@ class PromptLimits:
     max_bytes: int
     """Of its text, or of its token ids at a byte each: what no message to a worker could hold."""
 
+    @classmethod
+    def of(cls, record: ModelRecord, max_bytes: int) -> PromptLimits:
+        """A model's. Raises ``BadRequest`` for one that takes no text."""
+        if not record.basics.vocab_size:
+            raise BadRequest(
+                f"model {record.name!r} is no language model: its config.json says nothing of a vocabulary",
+                param="model",
+            )
+        return cls(record.basics.vocab_size, max_bytes)
+
 
 class PromptMaker:
     """For one request."""

@@ -121,7 +121,7 @@ def _model(record: ModelRecord, instances: Sequence[InstanceStatus], queued: int
     return _same(
         ModelStatus,
         record,
-        record.spec,
+        record.basics,
         instances=len(states),
         serving=states.count("serving"),
         live=states.count("live"),

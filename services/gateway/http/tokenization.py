@@ -73,7 +73,7 @@ class TokenizerRoute(ABC):
         return PromptMaker(model.record, tokenizer, self._gateway.offload, self._limits(model))
 
     def _limits(self, model: ModelRoutes) -> PromptLimits:
-        return PromptLimits(model.record.spec.vocab_size, self._gateway.bus.max_payload_bytes)
+        return PromptLimits.of(model.record, self._gateway.bus.max_payload_bytes)
 
     async def _text_bytes(self, tokenizer: ModelTokenizer, token_ids: Sequence[int]) -> int:
         return await self._run(lambda: tokenizer.text_bytes(token_ids), len(token_ids) > INLINE_TOKEN_IDS)

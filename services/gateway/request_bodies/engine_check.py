@@ -14,16 +14,12 @@ def refuse_untaken(options: Options, traits: EngineTraits) -> None:
     if not traits.refuses:
         return
     for param in _asked(options):
-        if traits.is_refused(param):
+        if param in traits.refuses:
             raise UnsupportedParameter(f"{param}: the engine {traits.name} of this model does not take it", param=param)
 
 
 def _asked(options: Options) -> Iterator[str]:
     """Parameters of the request, as its client calls them, that not every engine takes."""
-    if options.guide_param:
-        yield options.guide_param
-    if options.tools is not None and options.tools.forced:
-        yield "tool_choice"
     if options.priority:
         yield "priority"
     if options.prompt_logprobs is not None:

@@ -27,6 +27,7 @@ from services.worker.instance.instance import Instance
 from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.vllm.make import make_vllm
+from services.worker.vllm.warm import WarmFronts
 from shared.aio import in_thread
 from shared.checkpoint import TOKENIZER_FILE
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
@@ -88,6 +89,11 @@ class InstanceFactory:
         self._arena = Arena(self._weights)
         self._kv = _reserved(lambda n: KvPool(device.allocate(n)), config.kv_bytes, "BLITZ_WORKER_KV_MIB")
         self._profiles = ProfileDirectory(config.profiles)
+        self._warm = (
+            WarmFronts(str(config.vllm_python), config.num_threads, config.vllm_warm)
+            if "vllm" in config.engines
+            else None
+        )
 
     async def prefault(self, stopping: asyncio.Event) -> None:
         """Commit as much of the arena as is configured, unless the worker is stopped before. To be called before the
@@ -104,6 +110,8 @@ class InstanceFactory:
             await asyncio.gather(in_thread(self._kind.warm_up, self._device), in_thread(self._kv.rest))
         else:
             await in_thread(self._kind.warm_up, self._device)
+        if self._warm is not None:
+            await self._warm.prepare()
 
     async def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
         """An instance in state ``loading``, its engine bound to the places where the weights will be.
@@ -112,13 +120,15 @@ class InstanceFactory:
         ``TransportError`` when the model does not fit the arena, ``BadRequest`` when the KV pool is too small.
         """
         record, config = plan.model, self._config
-        layout = layout_of(record.spec)
+        layout = layout_of(record.basics)
         if layout.hash != record.layout_hash:
             raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
         copy = WeightCopy(layout, self._arena, record.unit_digests)
         if record.engine:
             engine = self._engine_of_others(record, copy)
             return Instance(plan, member, copy, engine, default_slo_tbt_s=config.slo_tbt_s)
+        if self._warm is not None:
+            self._warm.drop_started()
         await in_thread(self._profiles.look)
         profile = self._profiles.find(
             model_hash=record.model_hash,
@@ -135,7 +145,7 @@ class InstanceFactory:
         limits = SchedulerConfig(
             num_blocks=computing.num_blocks,
             block_size=computing.block_size,
-            context_tokens=record.spec.max_position,
+            context_tokens=record.basics.max_position,
             max_num_sequences=config.max_running_requests,
             max_batch_tokens=config.max_batch_tokens,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
@@ -160,7 +170,8 @@ class InstanceFactory:
         """Raises ``Conflict`` for one that this worker does not offer."""
         if record.engine not in self._config.engines or not isinstance(self._weights, SharedMemory):
             raise Conflict(f"this worker does not offer the engine {record.engine!r}: BLITZ_WORKER_ENGINES")
-        return make_vllm(record, self._config, copy, self._weights, self._on_output, self._on_failure)
+        assert self._warm is not None
+        return make_vllm(record, self._config, copy, self._weights, self._warm, self._on_output, self._on_failure)
 
     async def _guide(self, record: ModelRecord, loop: EngineLoop) -> Callable[[ActiveSequence], Guidance]:
         from services.worker.engine.grammar.guidance import GrammarGuides, compiler_of
@@ -181,6 +192,13 @@ class InstanceFactory:
         faster in pages that exist.
         """
         await in_thread(self._kv.rest if self._kind.uses_kv_memory else self._kv.release)
+        if self._warm is not None:
+            await self._warm.prepare()
+
+    async def close(self) -> None:
+        """End what waits for the next instance."""
+        if self._warm is not None:
+            await self._warm.close()
 
 
 def make_engine(

@@ -179,14 +179,14 @@ class Instance:
                 f"instance {self.instance_id} has {self.record.name} of hash {self.record.model_hash}, the request is "
                 f"for {request.model} of hash {request.model_hash}"
             )
-        spec = self.record.spec
+        spec = self.record.basics
         check_request(request, spec.vocab_size)
         return sequence_of(request, spec.eos_token_ids)
 
     def check_token(self, token_id: int) -> None:
         """Raises ``BadRequest`` for a token that the model lacks."""
-        if not 0 <= token_id < self.record.spec.vocab_size:
-            raise BadRequest(f"token id {token_id} is outside 0..{self.record.spec.vocab_size - 1}", param="token_id")
+        if not 0 <= token_id < self.record.basics.vocab_size:
+            raise BadRequest(f"token id {token_id} is outside 0..{self.record.basics.vocab_size - 1}", param="token_id")
 
     @property
     def num_requests(self) -> int:

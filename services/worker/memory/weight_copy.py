@@ -215,8 +215,8 @@ class WeightCopy:
     @property
     def layers_ready(self) -> int:
         """Leading decoder layers that are ready."""
-        count = 0
-        while count < self.layout.num_layers and self._ready[count]:
+        first, count = self.layout.first_layer, 0
+        while count < self.layout.num_layers and self._ready[first + count]:
             count += 1
         return count
 

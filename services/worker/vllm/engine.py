@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.leaving import Moving
@@ -18,9 +22,12 @@ from services.worker.core.scheduling.speed import Speed
 from services.worker.engine.loop import LoopStats, StepOutput
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
+from services.worker.vllm.warm import Shape, Started, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
+from shared.checkpoint import TOKENIZER_FILE
 from shared.engines import OTHERS
 from shared.errors import (
+    BadRequest,
     BlitzError,
     Conflict,
     ContextLengthExceeded,
@@ -30,14 +37,16 @@ from shared.errors import (
     Unavailable,
     UnsupportedParameter,
 )
+from shared.grammars import limits_of, llguidance_text
 from shared.messages.common import ErrorInfo
 from shared.messages.destinations import SendBack
-from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
+from shared.messages.generation import FinishReason, SamplingParams, StreamPart, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
 T = TypeVar("T")
+GUIDE = "response_format"
 START_S = OTHERS["vllm"].start_s
 """Longest that vLLM may take from the start of its process until it serves."""
 FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "error": "error"}
@@ -51,25 +60,34 @@ class VllmEngine:
         limits: SchedulerConfig,
         path: str,
         arguments: Mapping[str, int | float | str | bool],
+        end_ids: Sequence[int],
         weights: WeightsServer,
         on_output: Callable[[StepOutput], None],
         on_failure: Callable[[BlitzError], None],
         *,
-        python: str,
-        threads: int,
-        kv_gib: int,
+        warm: WarmFronts,
+        shape: Shape,
+        model_hash: str,
     ) -> None:
-        """``path``: the model's directory. ``arguments``: of vLLM's engine, checked. ``on_failure``: it serves nothing
-        any more."""
+        """``path``: the model's directory. ``arguments``: of vLLM's engine, checked; they are part of ``shape``.
+        ``end_ids``: tokens that end an answer.
+        ``on_failure``: it serves nothing any more. ``warm``: whose processes it uses."""
         self.limits = limits
         self._path = path
         self._arguments = dict(arguments)
+        self._end_ids = tuple(end_ids)
         self._weights = weights
         self._on_output = on_output
         self._on_failure = on_failure
-        self._threads = threads
-        self._kv_gib = kv_gib
-        self._front = FrontProcess(python, self._on_word, self._on_end)
+        self._warm = warm
+        self._shape = shape
+        self._model_hash = model_hash
+        self._front: FrontProcess | None = None
+        self._takes_others = False
+        self._is_kept = False
+        """Its process waits for the next instance."""
+        self._before = words.EngineLoad()
+        """What the process's counters were when this instance got it."""
         self._requests: dict[Key, ActiveSequence] = {}
         self._load = words.EngineLoad()
         self._ended_requests = self._ended_tokens = self._cached_tokens = 0
@@ -83,22 +101,45 @@ class VllmEngine:
     @property
     def pid(self) -> int | None:
         """Of vLLM's process, which leads a group of its own; None before it has started."""
-        return self._front.pid
+        return None if self._front is None else self._front.pid
 
     # --- its life ------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """The process starts: it imports vLLM, and takes the weights as they come."""
+        """A process starts, and takes the weights as they come; or one that waits goes on."""
         self._starting = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
         if self._stop_error is not None:
             return
         try:
-            self._weights.listen(str(self._front.folder / "weights.sock"))
-            await self._front.start(threads=self._threads, kv_gib=self._kv_gib)
+            started = self._warm.take_started(self._shape, self._model_hash)
+            front = self._front = started.front if started is not None else await self._warm.take()
+            if self._stop_error is not None:  # stopped meanwhile
+                front.close()
+                return
+            front.attach(self._on_word, self._on_end)
+            if started is not None:
+                self._go_on(front, started)
+            elif front.imported is not None:
+                self._on_word(front.imported)
         except (BlitzError, OSError) as error:
             self._on_end(str(error))
+
+    def _go_on(self, front: FrontProcess, started: Started) -> None:
+        self._takes_others = started.takes_others
+        self._before = self._load = msgspec.structs.replace(started.load, running=0, waiting=0)
+        if started.model_hash == self._model_hash:
+            log.info("vLLM waited with the weights of this model")
+            self._started.set_result(None)
+        else:
+            front.say(words.Fill(weights=self._listen(front)))
+
+    def _listen(self, front: FrontProcess) -> str:
+        front.num_weights += 1
+        path = str(front.folder / f"weights-{front.num_weights}.sock")
+        self._weights.listen(path)
+        return path
 
     def start(self) -> None:
         """Nothing: it has been starting since ``prepare``."""
@@ -109,19 +150,27 @@ class VllmEngine:
             async with asyncio.timeout(START_S):
                 await asyncio.shield(self._started)
         except TimeoutError:
-            raise EngineBroken(f"vLLM did not start within {START_S:g} s: {self._front.last_words}") from None
+            said = self._front.last_words if self._front is not None else "it has no process"
+            raise EngineBroken(f"vLLM did not start within {START_S:g} s: {said}") from None
 
     def stop(self, error: BlitzError | None = None) -> None:
         """See ``ServingEngine``."""
+        is_well = self._stop_error is None and error is None
         if self._stop_error is None:
             self._stop_error = error or Unavailable("the engine stopped")
         self._end_all(ErrorInfo.of(self._stop_error))
-        self._front.close()
+        front = self._front
+        if front is not None and not self._is_kept:
+            is_started = self._started.done() and not self._started.cancelled() and self._started.exception() is None
+            kept = Started(front, self._shape, self._model_hash, self._takes_others, self._load)
+            self._is_kept = is_well and is_started and self._warm.keep(kept)
+            if not self._is_kept:
+                front.close()
         self._closing = asyncio.ensure_future(self._weights.close())
 
     def join(self, timeout_s: float) -> bool:
         """See ``ServingEngine``."""
-        return self._front.join(timeout_s)
+        return self._front is None or self._is_kept or self._front.join(timeout_s)
 
     def _on_word(self, word: words.ToWorker) -> None:
         if isinstance(word, words.Outputs):
@@ -132,9 +181,22 @@ class VllmEngine:
             if word.lacks:
                 self._on_end(f"vLLM {word.version} has no {', '.join(word.lacks)}")
                 return
-            socket = str(self._front.folder / "weights.sock")
-            self._front.say(words.Start(path=self._path, arguments=self._arguments, weights=socket))
-        elif isinstance(word, words.Started):
+            front = self._front
+            assert front is not None
+            start = words.Start(
+                path=self._path,
+                arguments=self._arguments,
+                tokenizer=words.Tokenizer(file=str(Path(self._path) / TOKENIZER_FILE), end_ids=self._end_ids),
+                weights=self._listen(front),
+                kv_gib=self._shape.kv_gib,
+                try_refill=self._warm.tries_refill(self._shape),
+            )
+            front.say(start)
+        elif isinstance(word, words.Started | words.Filled):
+            if isinstance(word, words.Started):
+                self._takes_others = word.refills
+                if not word.refills:
+                    self._warm.fails_to_refill(self._shape)
             log.info("vLLM takes requests after %.1f s: %s", word.seconds, word)
             if not self._started.done():
                 self._started.set_result(None)
@@ -146,7 +208,8 @@ class VllmEngine:
         if self._stop_error is not None:
             return
         self._stop_error = EngineBroken(why)
-        self._front.close()
+        if self._front is not None:
+            self._front.close()
         if not self._started.done():
             self._started.set_exception(self._stop_error)
             return  # the load fails, and nobody's request is here
@@ -162,8 +225,8 @@ class VllmEngine:
     def _submit(self, sequence: ActiveSequence) -> None:
         if sequence.key in self._requests:
             raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
-        if sequence.is_guided:
-            raise UnsupportedParameter("vLLM's instances keep no answer to a grammar yet", param="response_format")
+        if sequence.is_guided and not self._end_ids:
+            raise UnsupportedParameter("no answer of this model ends, and so none follows a grammar", param=GUIDE)
         if sequence.num_to_score:
             raise NO_PROMPT_LOGPROBS
         limit = self.limits.limit_tokens
@@ -174,9 +237,17 @@ class VllmEngine:
             return
         if len(self._requests) >= self.limits.max_num_sequences + self.limits.max_queued_requests:
             raise Overloaded(f"{len(self._requests)} requests are here")
+        try:
+            word = _add(sequence, self.limits.limit_tokens, self._end_ids)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"response_format: no answer can follow this: {error}", param=GUIDE) from error
         sequence.arrived_s = time.monotonic()
         self._requests[sequence.key] = sequence
-        self._front.say(_add(sequence, self.limits.limit_tokens))
+        self._say(word)
+
+    def _say(self, word: words.Add | words.Leave) -> None:
+        if self._front is not None:
+            self._front.say(word)
 
     def cancel(self, request_id: str, attempt: int) -> Future[bool]:
         """See ``ServingEngine``."""
@@ -193,7 +264,7 @@ class VllmEngine:
         for key in keys:
             if (sequence := self._requests.pop(key, None)) is not None:
                 sequence.finished = True
-                self._front.say(words.Leave(id=_id(key)))
+                self._say(words.Leave(id=_id(key)))
                 count += 1
         return count
 
@@ -270,7 +341,7 @@ class VllmEngine:
             if logprobs is None
             else tuple(TokenLogprobs(logprob=one.logprob, top=one.top) for one in logprobs),
             finish_reason=finish,
-            error=ErrorInfo.of(Internal(output.error)) if finish == "error" else None,
+            error=ErrorInfo.of(_error(sequence, output.error)) if finish == "error" else None,
             cached_tokens=sequence.num_cached if first else 0,
         )
 
@@ -282,7 +353,7 @@ class VllmEngine:
 
     def stats(self) -> LoopStats:
         """See ``ServingEngine``. Speeds are not known: those of a profile are used, if there is one."""
-        load, requests = self._load, self._requests.values()
+        load, before, requests = self._load, self._before, self._requests.values()
         waiting = [sequence for sequence in requests if not sequence.num_emitted]
         running = len(requests) - len(waiting)
         limits = self.limits
@@ -294,9 +365,9 @@ class VllmEngine:
                 running_tokens=sum(sequence.num_tokens for sequence in requests if sequence.num_emitted),
                 kv_blocks_used=round(load.kv_usage * limits.num_blocks),
                 kv_blocks_total=limits.num_blocks,
-                prefill_tokens_total=load.prompt_tokens_total,
-                decode_tokens_total=load.generated_tokens_total,
-                preemptions_total=load.preemptions_total,
+                prefill_tokens_total=load.prompt_tokens_total - before.prompt_tokens_total,
+                decode_tokens_total=load.generated_tokens_total - before.generated_tokens_total,
+                preemptions_total=load.preemptions_total - before.preemptions_total,
                 oldest_arrived_s=min((s.arrived_s for s in waiting if s.arrived_s is not None), default=None),
                 kv_block_tokens=limits.block_size,
                 ended_requests_total=self._ended_requests,
@@ -317,14 +388,33 @@ def _key(name: str) -> Key:
     return request_id, int(attempt)
 
 
-def _add(sequence: ActiveSequence, limit_tokens: int) -> words.Add:
-    """A request in vLLM's words: what was put out is part of its prompt, and its limits are of what is to come."""
+def _error(sequence: ActiveSequence, said: str) -> BlitzError:
+    if sequence.is_guided:
+        # A grammar that does not compile, or met a limit; vLLM says no more than that.
+        return BadRequest(f"response_format: the answer cannot follow this grammar: {said}", param=GUIDE)
+    return Internal(said)
+
+
+def _guide(params: SamplingParams) -> words.Guide | None:
+    """Raises ``ValueError`` for a text that is no grammar."""
+    grammar = params.grammar
+    if grammar is None:
+        return None
+    least = params.max_tokens if params.ignore_eos else params.min_tokens
+    return words.Guide(text=llguidance_text(grammar), limits=asdict(limits_of(grammar)), min_tokens=least)
+
+
+def _add(sequence: ActiveSequence, limit_tokens: int, end_ids: tuple[int, ...]) -> words.Add:
+    """A request in vLLM's words: what was put out is part of its prompt, and its limits are of what is to come. Raises
+    ``ValueError`` for a grammar that is none."""
     params, num_output = sequence.params, len(sequence.output)
+    stop_ids = {*sequence.stop_ids, *(end_ids if sequence.is_guided else ())}
     return words.Add(
         id=_id(sequence.key),
         token_ids=tuple(sequence.tokens),
         num_output=num_output,
         cache_salt=sequence.cache_scope,
+        guide=_guide(params),
         sampling=words.Sampling(
             max_tokens=max(1, min(params.max_tokens - num_output, limit_tokens - sequence.num_tokens)),
             min_tokens=max(0, params.min_tokens - num_output),
@@ -332,7 +422,7 @@ def _add(sequence: ActiveSequence, limit_tokens: int) -> words.Add:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            stop_token_ids=tuple(sorted(sequence.stop_ids)),
+            stop_token_ids=tuple(sorted(stop_ids)),
             frequency_penalty=params.frequency_penalty,
             presence_penalty=params.presence_penalty,
             repetition_penalty=params.repetition_penalty,

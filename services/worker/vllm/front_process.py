@@ -45,11 +45,14 @@ _NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_")
 class FrontProcess:
     """Event loop only, but for ``join``."""
 
-    def __init__(self, python: str, on_word: Callable[[words.ToWorker], None], on_end: Callable[[str], None]) -> None:
-        """``on_end(why)``: called once, unless it was ``close`` that ended it."""
+    def __init__(self, python: str) -> None:
         self._python = python
-        self._on_word = on_word
-        self._on_end = on_end
+        self._on_word: Callable[[words.ToWorker], None] = lambda _word: None
+        self._on_end: Callable[[str], None] = lambda _why: None
+        self.imported: words.Imported | None = None
+        """What it said, once it had imported vLLM."""
+        self.num_weights = 0
+        """Sockets for weights that it was told of."""
         self.folder = Path(tempfile.mkdtemp(prefix="blitz-vllm-"))  # 0700
         self._process: subprocess.Popen[bytes] | None = None
         self._server: asyncio.Server | None = None
@@ -60,7 +63,17 @@ class FrontProcess:
         self.ended = threading.Event()
         """The process and all that it started are gone."""
 
-    async def start(self, *, threads: int, kv_gib: int) -> None:
+    def attach(self, on_word: Callable[[words.ToWorker], None], on_end: Callable[[str], None]) -> None:
+        """Who hears what it says from now on, and, once, that it has ended and why, unless it was ``close`` that ended
+        it."""
+        self._on_word, self._on_end = on_word, on_end
+
+    @property
+    def is_over(self) -> bool:
+        """It has ended, or was told to."""
+        return self._is_over
+
+    async def start(self, *, threads: int) -> None:
         """Raises ``EngineBroken`` where there is no such interpreter. Nothing, once it was closed."""
         path = self.folder / "front.sock"
         server = await asyncio.start_unix_server(self._connected, path)
@@ -69,10 +82,7 @@ class FrontProcess:
             return
         self._server = server
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_THEIRS)}
-        environment |= _OURS | {
-            "OMP_NUM_THREADS": str(threads),
-            "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        }
+        environment |= _OURS | {"OMP_NUM_THREADS": str(threads)}
         try:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once; the operator names it
                 [self._python, "-m", "blitz_vllm", str(path)],
@@ -137,6 +147,8 @@ class FrontProcess:
             while True:
                 length = words.length_of(await reader.readexactly(words.LENGTH_BYTES))
                 word = words.to_worker.decode(await reader.readexactly(length))
+                if isinstance(word, words.Imported):
+                    self.imported = word
                 if not self._is_over:
                     self._on_word(word)
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -10,10 +10,12 @@ from services.worker.device.memory import SharedMemory
 from services.worker.engine.loop import StepOutput
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.vllm.engine import VllmEngine
+from services.worker.vllm.warm import Shape, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
 from shared.engine_args import EngineArgs
-from shared.errors import BadCheckpoint, BlitzError
+from shared.errors import BadCheckpoint, BlitzError, Conflict
 from shared.messages.registry import ModelRecord
+from shared.model_spec import DTYPE_BYTES
 
 BLOCK_TOKENS = 128
 """vLLM's on CPUs, where a model does not say another."""
@@ -24,14 +26,23 @@ def make_vllm(
     config: WorkerConfig,
     copy: WeightCopy,
     memory: SharedMemory,
+    warm: WarmFronts,
     on_output: Callable[[StepOutput], None],
     on_failure: Callable[[BlitzError], None],
 ) -> VllmEngine:
-    """``memory``: what ``copy`` lies in. Raises ``BadCheckpoint`` where its KV has no room for a block."""
-    args, spec = record.engine_args or EngineArgs(), record.spec
+    """``memory``: what ``copy`` lies in. Raises ``BadCheckpoint`` where its KV has no room for a block, ``Conflict``
+    for a layout that vLLM's loader does not read."""
+    args, spec = record.engine_args or EngineArgs(), record.basics
+    if not copy.layout.is_generic:
+        raise Conflict(f"{record.name} was registered for another engine: remove it, and add it with --engine vllm")
     block_size = args.block_size or BLOCK_TOKENS
     kv_gib = max(1, round(args.kv_cache_gib or config.kv_bytes / (1 << 30)))
-    num_blocks = (kv_gib << 30) // (spec.kv_bytes_per_token * block_size)
+    # Where that is not known, vLLM refuses by itself what it has no room for.
+    block_bytes = (
+        block_size * spec.kv_bytes_per_token * DTYPE_BYTES.get(args.dtype or "", 0) // DTYPE_BYTES.get(spec.dtype, 2)
+    )
+    block_bytes = block_bytes or block_size * spec.kv_bytes_per_token
+    num_blocks = (kv_gib << 30) // block_bytes if block_bytes else -(-spec.max_position // block_size)
     if num_blocks < 1:
         raise BadCheckpoint(f"a KV block of this model does not fit {kv_gib} GiB: raise kv_cache_gib in its arguments")
     limits = SchedulerConfig(
@@ -44,17 +55,23 @@ def make_vllm(
         max_queued_tokens=config.max_queued_tokens,
     )
     # Compiled, it would serve minutes later.
-    arguments = {"dtype": spec.dtype, "enforce_eager": True} | args.as_mapping()
+    arguments = {"enforce_eager": True} | args.as_mapping()
     arguments |= {"max_model_len": limits.limit_tokens, "max_num_seqs": limits.max_num_sequences}
     arguments.pop("kv_cache_gib", None)
     return VllmEngine(
         limits,
         record.path,
         arguments,
+        spec.eos_token_ids,
         WeightsServer(copy, memory.descriptor, memory.first_byte),
         on_output,
         on_failure,
-        python=str(config.vllm_python),
-        threads=config.num_threads,
-        kv_gib=kv_gib,
+        warm=warm,
+        shape=Shape(
+            copy.layout.hash,
+            tuple((file.name, file.sha256) for file in record.files),
+            tuple(sorted(arguments.items())),
+            kv_gib,
+        ),
+        model_hash=record.model_hash,
     )

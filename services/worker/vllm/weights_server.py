@@ -7,45 +7,15 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
-from math import prod
-
-import msgspec
 
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.vllm.blitz_vllm import weights, words
 from shared.aio import OwnedTasks
-from shared.layout import ArenaLayout, Unit
-from shared.model_spec import DTYPE_BYTES
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.005
 """How often it is looked whether more is ready, while weights come."""
-
-
-def manifest_of(layout: ArenaLayout, first_byte: int) -> weights.Manifest:
-    """By the names of the checkpoint: parts of fused tensors are rows of them. ``first_byte``: where the arena begins
-    in the memory that is shared."""
-    dtype = layout.spec.dtype
-    units = tuple(_tensors(unit, first_byte, DTYPE_BYTES[dtype]) for unit in layout.units)
-    return weights.Manifest(num_bytes=first_byte + layout.num_bytes, dtype=dtype, units=units)
-
-
-def _tensors(unit: Unit, first_byte: int, item_bytes: int) -> tuple[weights.Tensor, ...]:
-    return tuple(
-        weights.Tensor(
-            part.checkpoint_name, part.shape, first_byte + slot.offset + part.row * prod(slot.shape[1:]) * item_bytes
-        )
-        for slot in unit.slots
-        for part in slot.parts
-    )
-
-
-def order_of(layout: ArenaLayout) -> Sequence[int]:
-    """Numbers of the units, as a forward pass uses them."""
-    first, last = layout.units.index(layout.embed), layout.units.index(layout.final)
-    return [first, *range(layout.num_layers), last]
 
 
 class WeightsServer:
@@ -72,21 +42,20 @@ class WeightsServer:
             self._tasks.start(self._give(connection))
 
     async def _give(self, connection: socket.socket) -> None:
-        loop, layout = asyncio.get_running_loop(), self._copy.layout
-        order = order_of(layout)
-        manifest = manifest_of(layout, self._first_byte)
-        ordered = msgspec.structs.replace(manifest, units=tuple(manifest.units[number] for number in order))
+        loop, units = asyncio.get_running_loop(), self._copy.layout.units
+        places = tuple(self._first_byte + unit.offset for unit in units)
+        memory = weights.Memory(num_bytes=self._first_byte + self._copy.layout.num_bytes, units=places)
         with connection, contextlib.suppress(ConnectionError):
-            await self._send_descriptor(connection, words.frame(ordered))
+            await self._send_descriptor(connection, words.frame(memory))
             given = 0
-            while given < len(order):
+            while given < len(units):
                 ready = given
-                while ready < len(order) and self._copy.is_ready(order[ready]):
+                while ready < len(units) and self._copy.is_ready(ready):
                     ready += 1
                 if ready == given:
                     await asyncio.sleep(LOOK_S)
                     continue
-                await loop.sock_sendall(connection, words.frame(weights.Ready(units=tuple(range(given, ready)))))
+                await loop.sock_sendall(connection, words.frame(weights.Ready(num_units=ready)))
                 given = ready
 
     async def _send_descriptor(self, connection: socket.socket, frame: bytes) -> None:

@@ -15,7 +15,6 @@ from services.worker.weights.pace import Pace
 from shared.aio import in_thread
 from shared.checkpoint import Checkpoint, inspect_registered
 from shared.errors import CheckpointChanged
-from shared.layout import Unit
 from shared.messages.registry import FileDigest
 
 
@@ -68,7 +67,14 @@ class CheckpointReader:
     async def _inspected(self) -> Checkpoint:
         if self._checkpoint is None:
             # The hash was taken when the model was added; taking it again would read everything twice.
-            self._checkpoint = await asyncio.to_thread(inspect_registered, self._path, self._files)
+            layout = self._copy.layout
+            found = await asyncio.to_thread(inspect_registered, self._path, self._files, generic=layout.is_generic)
+            if layout.is_generic and found.layout.hash != layout.hash:
+                raise CheckpointChanged(
+                    f"{self._path} does not have the tensors that were registered: put them back, or register the "
+                    "model anew"
+                )
+            self._checkpoint = found
         return self._checkpoint
 
     async def _read_units(self, checkpoint: Checkpoint, units: Sequence[int]) -> None:
@@ -86,7 +92,7 @@ class CheckpointReader:
 
     async def _seal(self, checkpoint: Checkpoint, unit: int) -> None:
         if not await in_thread(self._copy.seal, unit):
-            raise _changed(checkpoint, self._copy.layout.units[unit])
+            raise _changed(checkpoint, unit)
         self.sealed.add(unit)
 
     async def _seal_new(self, checkpoint: Checkpoint, unit: int) -> None:
@@ -111,13 +117,13 @@ class CheckpointReader:
     async def _load(self, checkpoint: Checkpoint, unit: int, arena: Arena) -> None:
         layout = self._copy.layout
         await self._pace.wait(layout.units[unit].num_bytes)
-        await in_thread(load_unit, checkpoint, layout, layout.units[unit], arena)
+        await in_thread(load_unit, checkpoint, layout, checkpoint.layout.units[unit], arena)
 
     def _take_over(self, checkpoint: Checkpoint, aside: Arena, unit: int, pieces: Pieces) -> bool:
         """Whether the unit is whole now, and was not before."""
         checksums = aside.unit_checksums(self._copy.layout.units[unit])
         if not self._copy.is_registered(unit, checksums):
-            raise _changed(checkpoint, self._copy.layout.units[unit])
+            raise _changed(checkpoint, unit)
         whole = False
         for piece in pieces:
             if piece.is_checksums:
@@ -128,7 +134,8 @@ class CheckpointReader:
         return whole
 
 
-def _changed(checkpoint: Checkpoint, unit: Unit) -> CheckpointChanged:
+def _changed(checkpoint: Checkpoint, number: int) -> CheckpointChanged:
+    unit = checkpoint.layout.units[number]
     names = {checkpoint.tensors[part.checkpoint_name].file.name for slot in unit.slots for part in slot.parts}
     return CheckpointChanged(
         f"{checkpoint.path}: {', '.join(sorted(names))}: {unit.name} is not what was registered: the file has changed, "

@@ -8,6 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from services.worker.core.upstreams import DISK, StripeSources, Upstream
@@ -163,7 +164,9 @@ class HostCopies:
         """Whether the model's checkpoint is here, as far as its configuration and its files' headers tell. Raises
         ``BadCheckpoint``, ``CheckpointChanged``, or ``Conflict`` for other weights than those that are registered."""
         model = request.model
-        checkpoint = await in_thread(inspect_registered, Path(model.path), model.files)
+        checkpoint = await in_thread(
+            partial(inspect_registered, Path(model.path), model.files, generic=model.generic is not None)
+        )
         if checkpoint.layout.hash != model.layout_hash:
             raise Conflict(f"{model.path} here has layout {checkpoint.layout.hash}, not {model.layout_hash}")
         return Ack()

@@ -75,7 +75,7 @@ class HostStore:
         ``cached`` is False. Nothing makes way by itself: see ``evictable``.
         Raises ``Conflict`` (the copy is on its way out, or has another layout), ``NoCapacity``.
         """
-        layout = layout_of(record.spec)
+        layout = layout_of(record.basics)
         if layout.hash != record.layout_hash:
             raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the record: different versions?")
         held = self._held.get(record.model_hash)

@@ -42,7 +42,7 @@ async def test_gates_that_help_are_published_as_the_next_revision(rig: LiveRig) 
     second = rig.assignments()[1]
     assert second.revision == 1
     assert {gate.batch_id for gate in second.gates} == {f"b{i}" for i in range(len(UNEQUAL))}
-    assert all(0 <= gate.num_layers <= rig.model.spec.num_layers for gate in second.gates)
+    assert all(0 <= gate.num_layers <= rig.model.basics.num_layers for gate in second.gates)
     assert msgspec.structs.replace(second, revision=0, gates=()) == first
     await eventually(lambda: rig.splits("gates") == 1)
     assert rig.metrics.get_sample_value("blitz_planner_split_seconds_count") == 1

@@ -24,7 +24,7 @@ from shared.messages.common import LiveChoice, LivePolicy
 from shared.messages.live import ZigzagAssignment
 from shared.messages.plans import ChainMember, ScalePlan
 from shared.messages.registry import WorkerRecord
-from shared.model_spec import ModelSpec
+from shared.model_spec import AnySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def zigzag_assignments(
     pairs = tuple(pairs)
     if not pairs:
         return ()
-    layout = _known_layout(plan.model.spec)
+    layout = _known_layout(plan.model.basics)
 
     def ready_s(first_s: float, finish_s: float) -> tuple[float, ...]:
         return layers_ready_s(layout, first_s, finish_s - first_s) if finish_s and layout is not None else ()
@@ -211,7 +211,7 @@ def zigzag_assignments(
     return tuple([assignment(pair) for pair in pairs])
 
 
-def _known_layout(spec: ModelSpec) -> ArenaLayout | None:
+def _known_layout(spec: AnySpec) -> ArenaLayout | None:
     """None for a model of a later version's family: then no times are told."""
     try:
         return layout_of(spec)
@@ -225,7 +225,12 @@ def layers_ready_s(layout: ArenaLayout, start_s: float, finish_s: float) -> tupl
     Bytes come at an even pace in the order of the arena: layers first, then embedding and head.
     """
     pace_s = finish_s / layout.num_bytes
-    return tuple([start_s + (unit.offset + unit.num_bytes) * pace_s for unit in layout.units[: layout.num_layers]])
+    return tuple(
+        [
+            start_s + (unit.offset + unit.num_bytes) * pace_s
+            for unit in layout.units[layout.first_layer :][: layout.num_layers]
+        ]
+    )
 
 
 def _source(instance_id: str, record: WorkerRecord) -> ChainMember:

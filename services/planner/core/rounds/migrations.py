@@ -135,7 +135,7 @@ class Migrations:
                     for worker, instance in self._serving(model, records, in_pairs)
                     if (report := self._load.latest(instance.instance_id)) is not None
                 ]
-                bytes_per_token = model.spec.kv_bytes_per_token
+                bytes_per_token = model.basics.kv_bytes_per_token
                 found = relief(serving, bytes_per_token, relieved=self._relieved, taken=self._taken)
                 if found is not None:
                     plans.append(self._move(name, found, moment, term))

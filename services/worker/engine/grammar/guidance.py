@@ -132,7 +132,7 @@ class MatchedGuidance:
 def compiler_of(record: ModelRecord) -> GrammarCompiler:
     """Of a registered model, with the tokenizer in its directory. Raises ``Unavailable`` where this worker cannot read
     that, or it is another one by now: other workers may."""
-    file, spec = Path(record.path) / TOKENIZER_FILE, record.spec
+    file, spec = Path(record.path) / TOKENIZER_FILE, record.basics
     try:
         content = read_file(file)
         check_file(record.files, file, content)

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 
+import msgspec
+
 from . import plugin, words
 from .front import MAX_UNREAD_BYTES, Front, imported
 
@@ -41,7 +43,14 @@ async def _serve(path: str) -> int:
         start = words.to_process.decode(data)
         if not isinstance(start, words.Start):
             raise TypeError(f"{type(start).__name__} before Start")
-        say(front.start(start))
+        started = front.start(start)
+        if start.try_refill:
+            refills = await front.refills(start.weights)
+            if not refills:  # its weights may be wrong now
+                front.close()
+                started = front.start(start)
+            started = msgspec.structs.replace(started, refills=refills)
+        say(started)
     except Exception as error:  # noqa: BLE001 - whatever it is, the worker has to hear of it
         say(words.Failed(reason=f"{type(error).__name__}: {error}"[:4000]))
         await writer.drain()
@@ -66,6 +75,8 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
             front.add(word)
         elif isinstance(word, words.Leave):
             front.cancel(word)
+        elif isinstance(word, words.Fill):
+            await front.fill(word)  # requests come behind it
 
 
 def main() -> None:

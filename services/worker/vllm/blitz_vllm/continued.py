@@ -14,12 +14,11 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
+from .words import NUM_OUTPUT
+
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
-
-NUM_OUTPUT = "blitz_num_output"
-"""In ``SamplingParams.extra_args``: so many of the prompt's last tokens are output."""
 
 
 @dataclass

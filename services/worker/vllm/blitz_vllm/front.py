@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 
 import msgspec
 
-from . import plugin, words
+from . import grammars, plugin, weights, words
+
+log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 0.1
 """How often the load is said."""
@@ -24,7 +27,16 @@ NAMES = (
     ("vllm.v1.metrics.loggers", "StatLoggerBase"),
     ("vllm.v1.sample.logits_processor", "LogitsProcessor"),
     ("vllm.model_executor.model_loader", "register_model_loader"),
+    ("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload"),
+    ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"),
+    ("vllm.distributed.weight_transfer.base", "WeightTransferUpdateRequest"),
+    ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory"),
     ("vllm.sampling_params", "RequestOutputKind"),
+    ("vllm.sampling_params", "StructuredOutputsParams"),
+    ("vllm.v1.structured_output", "StructuredOutputManager"),
+    ("vllm.v1.structured_output.backend_types", "StructuredOutputBackend"),
+    ("vllm.v1.structured_output.backend_types", "StructuredOutputGrammar"),
+    ("llguidance", "LLMatcher"),
 )
 """What is used of vLLM, looked for at the start."""
 
@@ -62,9 +74,8 @@ class Front:
 
         began_s = time.monotonic()
         os.environ[plugin.OURS] = str(os.getpid())
-        how: dict[str, Any] = {}
-        if start.weights:
-            how = {"load_format": "blitz", "model_loader_extra_config": {"socket": start.weights}}
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(start.kv_gib)
+        grammars.tell(start.tokenizer)
         arguments = AsyncEngineArgs(
             model=start.path,
             tokenizer=start.path,
@@ -73,7 +84,9 @@ class Front:
             trust_remote_code=False,
             disable_log_stats=False,
             logits_processors=["blitz_vllm.continued:Continued"],
-            **how,
+            load_format=weights.FORMAT,
+            model_loader_extra_config={"socket": start.weights},
+            weight_transfer_config={"backend": weights.FORMAT},
             **start.arguments,
         )
         self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger])
@@ -84,6 +97,36 @@ class Front:
             block_size=config.cache_config.block_size,
             seconds=time.monotonic() - began_s,
         )
+
+    async def fill(self, fill: words.Fill) -> None:
+        """Other weights, and nothing of what was computed with the earlier ones."""
+        began_s = time.monotonic()
+        try:
+            await self._refill(fill.weights)
+            if not await self._engine.reset_prefix_cache():
+                raise RuntimeError("the KV of the earlier weights is still in use")
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing must be computed with what is there now
+            self._die(f"other weights: {type(error).__name__}: {error}"[:4000])
+            return
+        self._say(words.Filled(seconds=time.monotonic() - began_s))
+
+    async def _refill(self, socket_path: str) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine.start_weight_update()
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"socket": socket_path}))
+        await self._engine.finish_weight_update()
+
+    async def refills(self, socket_path: str) -> bool:
+        """Whether the weights that it has come into it a second time as they did at its start. Where they do not, it
+        may have none."""
+        try:
+            before = await self._engine.compute_weight_checksums()
+            await self._refill(socket_path)
+            return bool(before == await self._engine.compute_weight_checksums())
+        except Exception as error:  # noqa: BLE001 - of whatever kind: this vLLM does not refill this model
+            log.warning("no other weights come into this model: %s: %s", type(error).__name__, error)
+            return False
 
     def _stat_logger(self, _config: object, _index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -193,28 +236,28 @@ def _params(request: words.Add) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from .continued import NUM_OUTPUT
-
-    how = request.sampling
-    return SamplingParams(
-        max_tokens=how.max_tokens,
-        min_tokens=how.min_tokens,
+    how, guide = request.sampling, request.guide
+    params = {
+        "max_tokens": how.max_tokens,
+        # Of an answer that follows a grammar, the matcher sees to it.
+        "min_tokens": 0 if guide is not None else how.min_tokens,
         # Another one where it goes on: the same would draw the same numbers again.
-        seed=how.seed + request.num_output,
-        temperature=how.temperature,
-        top_p=how.top_p,
-        top_k=how.top_k,
-        stop_token_ids=list(how.stop_token_ids),
-        ignore_eos=True,
-        frequency_penalty=how.frequency_penalty,
-        presence_penalty=how.presence_penalty,
-        repetition_penalty=how.repetition_penalty,
-        logit_bias=dict(how.logit_bias) or None,
-        logprobs=how.logprobs,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args={NUM_OUTPUT: request.num_output} if request.num_output else None,
-    )
+        "seed": how.seed + request.num_output,
+        "temperature": how.temperature,
+        "top_p": how.top_p,
+        "top_k": how.top_k,
+        "stop_token_ids": list(how.stop_token_ids),
+        "ignore_eos": True,
+        "frequency_penalty": how.frequency_penalty,
+        "presence_penalty": how.presence_penalty,
+        "repetition_penalty": how.repetition_penalty,
+        "logit_bias": dict(how.logit_bias) or None,
+        "logprobs": how.logprobs,
+        "detokenize": False,
+        "output_kind": RequestOutputKind.DELTA,
+        "extra_args": {words.NUM_OUTPUT: request.num_output} if request.num_output else None,
+    }
+    return SamplingParams(**params) if guide is None else grammars.guided(params, guide)
 
 
 def _output(request: words.Add, choice: Any, cached_tokens: int) -> words.Output:

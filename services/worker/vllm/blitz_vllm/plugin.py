@@ -19,12 +19,14 @@ def die_with_parent() -> None:
 
 
 def register() -> None:
-    """Our loader of weights; and no process of ours outlives the one that started it."""
+    """Our ways for weights and grammars; and no process of ours outlives the one that started it."""
     parent = os.environ.get(OURS)
     if parent is None:
         return
     if parent != str(os.getpid()):
         die_with_parent()
-    from . import weights
+    from . import grammars, weights
 
     weights.register()
+    weights.register_refill()
+    grammars.install()

@@ -1,15 +1,18 @@
 """vLLM's loader of weights that a worker has, or receives meanwhile: ``--load-format blitz``.
 
 The worker listens on a unix socket. It sends a read-only descriptor of its memory with the first frame, which says
-where each tensor lies; then a frame each time that more units are ready. Tensors are views of that memory, in the order
-of the units, and a tensor whose unit is not ready is waited for.
+where each unit lies; then a frame each time that more units are ready. The first unit is the manifest, which tells the
+others' tensors. These are views of that memory, in the order of the units, and one whose unit is not ready is waited
+for.
 """
 
 from __future__ import annotations
 
 import mmap
 import socket
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,24 +31,49 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     """By its name in the checkpoint."""
 
     name: str
+    dtype: str
+    """As safetensors writes it."""
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the beginning of the memory."""
+    """Bytes from the beginning of its unit."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The first frame."""
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """The first frame: what the descriptor is of. The first unit is the manifest: eight bytes of length (little
+    endian), and the tensors of each unit behind it, as msgpack."""
 
     num_bytes: int
-    dtype: str
-    """``float32``, ``bfloat16`` or ``float16``."""
-    units: tuple[tuple[Tensor, ...], ...]
+    units: tuple[int, ...]
+    """Where each begins."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """Units that can be read. Where no more will come, the connection ends."""
+    """So many units can be read, from the first on. Where no more will come, the connection ends."""
 
-    units: tuple[int, ...]
+    num_units: int
+
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
 
 
 class WeightsSource:
@@ -57,10 +85,16 @@ class WeightsSource:
         self._socket.connect(path)
         first, descriptors, _, _ = socket.recv_fds(self._socket, words.LENGTH_BYTES, 1)
         data = self._read(words.length_of(first + self._read(words.LENGTH_BYTES - len(first))))
-        self.manifest = msgspec.msgpack.decode(data, type=Manifest)
+        self._memory = msgspec.msgpack.decode(data, type=Memory)
         with open(descriptors[0], "rb", buffering=0) as file:
-            self._map = mmap.mmap(file.fileno(), self.manifest.num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
-        self._ready: set[int] = set()
+            self._map = mmap.mmap(file.fileno(), self._memory.num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+        self._num_ready = 0
+        self._units: tuple[tuple[Tensor, ...], ...] | None = None
+
+    @property
+    def num_units(self) -> int:
+        """Behind the manifest."""
+        return len(self._memory.units) - 1
 
     def _read(self, num_bytes: int) -> bytes:
         data = bytearray()
@@ -71,29 +105,51 @@ class WeightsSource:
             data += part
         return bytes(data)
 
-    def wait(self, unit: int) -> None:
-        """Until it can be read. Raises ``ConnectionError`` if it never can."""
-        while unit not in self._ready:
-            ready = msgspec.msgpack.decode(self._read(words.length_of(self._read(words.LENGTH_BYTES))), type=Ready)
-            self._ready.update(ready.units)
+    def _wait(self, num_units: int) -> None:
+        """Until so many can be read. Raises ``ConnectionError`` if they never can."""
+        while self._num_ready < num_units:
+            data = self._read(words.length_of(self._read(words.LENGTH_BYTES)))
+            self._num_ready = msgspec.msgpack.decode(data, type=Ready).num_units
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, in the order of the units: views that are not to be written."""
-        import warnings
+    def _manifest(self) -> tuple[tuple[Tensor, ...], ...]:
+        if self._units is None:
+            self._wait(1)
+            begin = self._memory.units[0]
+            length, begin = int.from_bytes(self._map[begin : begin + 8], "little"), begin + 8
+            self._units = msgspec.msgpack.decode(self._map[begin : begin + length], type=tuple[tuple[Tensor, ...], ...])
+        return self._units
 
+    def unit(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a unit, once it is there: views that are not to be written."""
+        tensors = self._manifest()[number]
+        self._wait(number + 2)
+        for tensor in tensors:
+            yield tensor.name, self._view(tensor, self._memory.units[number + 1])
+
+    def _view(self, tensor: Tensor, begin: int) -> torch.Tensor:
         import torch
 
-        dtype = getattr(torch, self.manifest.dtype)
+        dtype: torch.dtype | None = getattr(torch, _DTYPES.get(tensor.dtype, ""), None)
+        if dtype is None:
+            raise ValueError(f"tensor {tensor.name} is of {tensor.dtype}, which this version of PyTorch does not have")
+        count = 1
+        for size in tensor.shape:
+            count *= size
+        if not count:
+            return torch.empty(tensor.shape, dtype=dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            for number, unit in enumerate(self.manifest.units):
-                self.wait(number)
-                for tensor in unit:
-                    count = 1
-                    for size in tensor.shape:
-                        count *= size
-                    flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=tensor.offset)
-                    yield tensor.name, flat.view(tensor.shape)
+            flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin + tensor.offset)
+        return flat.view(tensor.shape)
+
+    def close(self) -> None:
+        """Views stay valid: the mapping goes with the last of them."""
+        self._socket.close()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them, in the order of the units, as they come."""
+        for number in range(self.num_units):
+            yield from self.unit(number)
 
 
 def register() -> None:
@@ -107,11 +163,72 @@ def register() -> None:
         def download_model(self, model_config: object) -> None:
             """Nothing: the worker has them."""
 
-        def load_weights(self, model: Any, model_config: object) -> None:  # noqa: ARG002 - vLLM's word
-            source = WeightsSource(self.load_config.model_loader_extra_config["socket"])
-            loaded = model.load_weights(source.tensors())
-            missing = {name for name, _ in model.named_parameters()} - set(loaded or ())
-            if loaded is not None and missing:
-                raise ValueError(f"weights that did not come: {', '.join(sorted(missing)[:5])}")
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            _load(model, model_config, self.load_config.model_loader_extra_config["socket"])
 
     register_model_loader(FORMAT)(BlitzModelLoader)
+
+
+def _load(model: Any, model_config: Any, socket_path: str) -> None:
+    """All weights, as they come. Raises ``ConnectionError`` where they do not, ``ValueError`` where some are
+    missing."""
+    expected = {name for name, _ in model.named_parameters()}
+    source = WeightsSource(socket_path)
+    try:
+        loaded = model.load_weights(source.tensors())
+    finally:
+        source.close()
+    missing = expected - set(loaded or ())
+    # As vLLM's own loader: methods of quantisation have parameters that no checkpoint has.
+    if loaded is not None and missing and model_config.quantization is None:
+        raise ValueError(f"weights that did not come: {', '.join(sorted(missing)[:5])}")
+
+
+def register_refill() -> None:
+    """Make known to vLLM, in this process, how other weights come into a model that is loaded."""
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class Nothing(WeightTransferInitInfo):
+        pass
+
+    @dataclass
+    class From(WeightTransferUpdateInfo):
+        socket: str
+
+    class BlitzWeightTransfer(WeightTransferEngine):
+        """A layer of the model is made anew once all its weights are there, and takes the place of what was there."""
+
+        init_info_cls = Nothing
+        update_info_cls = From
+
+        def init_transfer_engine(self, init_info: Nothing) -> None:
+            """Nothing: the worker says where its weights are."""
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            # Without vLLM's synchronisation of an accelerator: on CPUs there is none.
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type != "cpu":
+                import torch
+
+                torch.accelerator.synchronize()
+
+        def receive_weights(self, update_info: From) -> None:
+            _load(self.model, self.model_config, update_info.socket)
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            """Nothing is held between two updates."""
+
+    WeightTransferEngineFactory.register_engine(FORMAT, BlitzWeightTransfer)

@@ -10,6 +10,28 @@ import msgspec
 
 MAX_FRAME_BYTES = 64 << 20
 LENGTH_BYTES = 4
+NUM_OUTPUT = "blitz_num_output"
+"""In vLLM's ``SamplingParams.extra_args``: so many of the prompt's last tokens are output."""
+
+
+class Tokenizer(msgspec.Struct, frozen=True, kw_only=True):
+    """Of which masks are."""
+
+    file: str
+    """``tokenizer.json``."""
+    end_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+
+
+class Guide(msgspec.Struct, frozen=True, kw_only=True):
+    """A grammar."""
+
+    text: str
+    """As llguidance reads it."""
+    limits: dict[str, int]
+    """llguidance's, by their names there."""
+    min_tokens: int = 0
+    """The answer, with what was put out before, may not end before, unless nothing else is left."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,8 +62,20 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Its directory: configuration, and weights unless ``weights`` says where they come from."""
     arguments: dict[str, int | float | str | bool]
     """Of vLLM's ``AsyncEngineArgs``, from a short list of names that the worker has checked."""
-    weights: str = ""
-    """The socket at which the worker gives the weights to vLLM's loader (``weights.py``). Empty: from the directory."""
+    weights: str
+    """The socket at which the worker gives the weights to vLLM's loader (``weights.py``)."""
+    kv_gib: int
+    """Memory for KV, on CPUs."""
+    tokenizer: Tokenizer
+    try_refill: bool = False
+    """Find out whether ``Fill`` brings what a start does, which some models' vLLM does not."""
+
+
+class Fill(msgspec.Struct, frozen=True, kw_only=True, tag="fill"):
+    """Take other weights of the same names, shapes and configuration. No request is running."""
+
+    weights: str
+    """As in ``Start``."""
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
@@ -54,6 +88,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """So many of the last of them are output: penalties count them as such."""
     sampling: Sampling
     cache_salt: str = ""
+    guide: Guide | None = None
+    """The grammar that prompt's output and what is to come follow."""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
@@ -78,6 +114,14 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     context_tokens: int
     num_blocks: int
     block_size: int
+    seconds: float
+    refills: bool = False
+    """``Fill`` was tried, and brings what a start does."""
+
+
+class Filled(msgspec.Struct, frozen=True, kw_only=True, tag="filled"):
+    """It has the other weights, and takes requests again."""
+
     seconds: float
 
 
@@ -124,8 +168,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     num_steps: int = 0
 
 
-ToProcess = Start | Add | Leave
-ToWorker = Imported | Started | Failed | Outputs | EngineLoad
+ToProcess = Start | Fill | Add | Leave
+ToWorker = Imported | Started | Filled | Failed | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
 to_process = msgspec.msgpack.Decoder(ToProcess)

@@ -16,8 +16,6 @@ from tests.services.gateway.http.test_refusals import CHAT, MESSAGES, TEXT, chec
 
 SCHEMA: dict[str, Any] = {"type": "object"}
 JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-FLAT_TOOLS = [{"type": "function", "name": "f", "parameters": SCHEMA}]
 RESPONSES, TURNS = "/v1/responses", "/v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": 1},
@@ -26,18 +24,6 @@ BODIES: dict[str, dict[str, Any]] = {
     TURNS: {"messages": MESSAGES, "max_tokens": 1},
 }
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
-    (CHAT, "response_format", {"response_format": {"type": "json_object"}}),
-    (CHAT, "response_format.json_schema.schema", {"response_format": JSON}),
-    (CHAT, "guided_json", {"guided_json": SCHEMA}),
-    (CHAT, "guided_regex", {"guided_regex": "a+"}),
-    (CHAT, "guided_choice", {"guided_choice": ["a"]}),
-    (TEXT, "guided_grammar", {"guided_grammar": 'start: "a"'}),
-    (TEXT, "structured_outputs.regex", {"structured_outputs": {"regex": "a"}}),
-    (CHAT, "tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
-    (CHAT, "tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
-    (RESPONSES, "tool_choice", {"tools": FLAT_TOOLS, "tool_choice": "required"}),
-    (RESPONSES, "text.format", {"text": {"format": {"type": "json_object"}}}),
-    (TURNS, "output_config.format.schema", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
     (CHAT, "priority", {"priority": -1}),
     (TEXT, "priority", {"priority": 1}),
     (CHAT, "prompt_logprobs", {"prompt_logprobs": 1}),
@@ -69,11 +55,14 @@ async def test_what_it_takes_reaches_the_worker(served: Stack) -> None:
     for path, extra in (
         (CHAT, {"response_format": {"type": "text"}, "priority": 0, "tool_choice": "none", "tools": []}),
         (TEXT, {"echo": True, "guided_json": None, "logit_bias": {"1": 1}}),
-        (RESPONSES, {"text": {"format": {"type": "text"}}}),
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}}),
+        (CHAT, {"response_format": JSON}),
+        (CHAT, {"guided_regex": "a+"}),
+        (TURNS, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
     ):
         response = await served.http.post(path, json={"model": "tiny", **BODIES[path], **extra})
         assert response.status_code == 200, response.text
-    assert len(served.workers[0].submits) == 3
+    assert len(served.workers[0].submits) == 6
 
 
 @pytest.mark.parametrize(("path", "extra"), [(CHAT, {"priority": 1}), (CHAT, {"guided_choice": ["a"]})])

@@ -53,7 +53,7 @@ ANSWER_S = 1.0
 STOP_S = 10.0
 WATCH_S = 0.05
 MODEL = SimpleNamespace(
-    name="m", model_hash="h", slo_tbt_s=0.0, spec=SimpleNamespace(vocab_size=BYTE_TOKENS, eos_token_ids=())
+    name="m", model_hash="h", slo_tbt_s=0.0, basics=SimpleNamespace(vocab_size=BYTE_TOKENS, eos_token_ids=())
 )
 
 

@@ -1,0 +1,158 @@
+"""Processes of vLLM that wait: imported, for any model, or started, with the weights of the one that was served last.
+
+vLLM takes half a minute to import on a machine that has little else to do, and seconds to start. A worker that offers
+it keeps a process that has imported. One whose instance has gone stays, too, until the worker takes another model or
+memory gets scarce: the next instance of its model begins where it left off, and one of other weights in the same shape
+takes only these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import psutil
+
+from services.worker.config import WarmStage
+from services.worker.vllm.blitz_vllm import words
+from services.worker.vllm.front_process import FrontProcess
+from shared.aio import OwnedTasks
+from shared.errors import EngineBroken
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+MAX_REMEMBERED = 256
+MIN_AVAILABLE = 0.1
+"""Share of the host's memory: with less, a started process goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a started vLLM cannot change any more: of equal ones, one can take the other's weights."""
+
+    layout_hash: str
+    files: tuple[tuple[str, str], ...]
+    """Names and digests of the files beside the weights."""
+    arguments: tuple[tuple[str, int | float | str | bool], ...]
+    kv_gib: int
+
+
+@dataclass(slots=True)
+class Started:
+    """A process that takes requests, of nobody at the moment."""
+
+    front: FrontProcess
+    shape: Shape
+    model_hash: str
+    """Of the weights that it has."""
+    takes_others: bool
+    """Whether other weights come into it as they would into a new one."""
+    load: words.EngineLoad
+    """What it said last: its counters go on from here."""
+
+
+class WarmFronts:
+    """Of one worker. Event loop only."""
+
+    def __init__(self, python: str, threads: int, stage: WarmStage) -> None:
+        """``stage``: how far processes that wait may be."""
+        self._python = python
+        self._threads = threads
+        self._stage = stage
+        self._imported: FrontProcess | None = None
+        self._started: Started | None = None
+        self._fail_to_refill: set[str] = set()
+        """Hashes of layouts."""
+        self._tasks = OwnedTasks()
+        self._watching: asyncio.Task[None] | None = None
+
+    def take_started(self, shape: Shape, model_hash: str) -> Started | None:
+        """The one that waits, if this model's instance can go on with it; if not, it ends."""
+        started, self._started = self._started, None
+        if started is None or started.front.is_over:
+            return None
+        if started.shape == shape and (started.model_hash == model_hash or started.takes_others):
+            return started
+        log.info("the vLLM that waited for another model's instance ends")
+        started.front.close()
+        return None
+
+    async def take(self) -> FrontProcess:
+        """One that has imported vLLM, or does. Raises ``EngineBroken`` where none can be started."""
+        front, self._imported = self._imported, None
+        if front is not None and not front.is_over:
+            return front
+        return await self._new()
+
+    async def _new(self) -> FrontProcess:
+        front = FrontProcess(self._python)
+        try:
+            await front.start(threads=self._threads)
+        except OSError as error:
+            raise EngineBroken(f"no process of vLLM: {error.strerror}") from error
+        return front
+
+    @property
+    def keeps_started(self) -> bool:
+        """Whether processes wait for other weights."""
+        return self._stage == "started"
+
+    def tries_refill(self, shape: Shape) -> bool:
+        """Whether it is worth a try: it was not found before that it fails."""
+        return self.keeps_started and shape.layout_hash not in self._fail_to_refill
+
+    def fails_to_refill(self, shape: Shape) -> None:
+        """So it was found."""
+        self._fail_to_refill = {*list(self._fail_to_refill)[-MAX_REMEMBERED:], shape.layout_hash}
+
+    def keep(self, started: Started) -> bool:
+        """Whether it may wait here for its next instance; if not, it is to be ended."""
+        if not self.keeps_started or started.front.is_over or _is_scarce():
+            return False
+        self.drop_started()
+        self._started = started
+        started.front.attach(lambda _word: None, self._forget_started)
+        if self._watching is None or self._watching.done():
+            self._watching = self._tasks.start(self._watch_memory())
+        return True
+
+    def _forget_started(self, why: str) -> None:
+        log.warning("a vLLM that waited for its next instance is gone: %s", why)
+        self._started = None
+
+    async def _watch_memory(self) -> None:
+        while self._started is not None:
+            if _is_scarce():
+                log.info("memory is scarce: the vLLM that waited for its next instance ends")
+                self.drop_started()
+            await asyncio.sleep(LOOK_S)
+
+    def drop_started(self) -> None:
+        """Its memory is needed."""
+        started, self._started = self._started, None
+        if started is not None:
+            started.front.close()
+
+    async def prepare(self) -> None:
+        """Have one import, if none does: for the instance after this one."""
+        if self._stage == "none" or (self._imported is not None and not self._imported.is_over):
+            return
+        try:
+            self._imported = await self._new()
+        except EngineBroken as error:
+            log.warning("no vLLM waits: %s", error.message)
+
+    async def close(self) -> None:
+        """End all that wait."""
+        self.drop_started()
+        front, self._imported = self._imported, None
+        if front is not None:
+            front.close()
+        await self._tasks.close()
+
+
+def _is_scarce() -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available < MIN_AVAILABLE * memory.total)
