@@ -173,7 +173,7 @@ def _generic(spec: GenericSpec) -> ArenaLayout:
         )
         units.append(Unit(kind, number - 2 if kind == "layer" else 0, offset, num_bytes, ()))
         offset += num_bytes
-    described = ("generic", spec.num_layers, spec.unit_bytes, spec.manifest_sha256, CHECK_BYTES)
+    described = ("generic", spec.unit_bytes, spec.manifest_sha256, CHECK_BYTES)
     return ArenaLayout(spec, tuple(units), offset, hashlib.sha256(msgspec.msgpack.encode(described)).hexdigest()[:32])
 
 

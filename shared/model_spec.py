@@ -17,7 +17,6 @@ MAX_SIZE = 2**31 - 1
 """Of anything else that is counted: what is beyond is no model, and nothing is made by it."""
 ALIGN_BYTES = 4096
 """Units of an arena start at multiples of this (a page; UCX and direct I/O like it)."""
-MAX_UNIT_BYTES = 1 << 44
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position",
     "sliding_window",
@@ -80,11 +79,14 @@ class GenericSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model of any kind, which an engine of others computes: how its bytes are divided, and what its
     configuration says, as far as it does. Raises ``ValueError`` for one that cannot be."""
 
-    num_layers: int
-    """Of all its stacks together; 0 where the names of its tensors tell of none."""
-    unit_bytes: tuple[int, ...]
-    """Of its units, in the order of the arena (``shared.generic_layout``): the manifest, what precedes the layers, the
-    layers, the rest."""
+    manifest_pages: int
+    """Of ``ALIGN_BYTES``, as the others: of what says which tensors there are (``shared.generic_layout``)."""
+    embed_pages: int
+    """Of what precedes the layers."""
+    layer_pages: tuple[int, ...]
+    """Of each layer of all its stacks; none where the names of its tensors tell of none."""
+    final_pages: int
+    """Of the rest."""
     manifest_sha256: str
     """64 hex digits, of what the first unit says."""
     architecture: str = ""
@@ -99,11 +101,11 @@ class GenericSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_layers <= MAX_LAYERS or len(self.unit_bytes) != self.num_layers + 3:
-            raise ValueError(f"{len(self.unit_bytes)} units of {self.num_layers} layers")
-        for num_bytes in self.unit_bytes:
-            if not 0 < num_bytes <= MAX_UNIT_BYTES or num_bytes % ALIGN_BYTES:
-                raise ValueError(f"a unit of {num_bytes} bytes")
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"{self.num_layers} layers are over {MAX_LAYERS}")
+        for num_pages in (self.manifest_pages, self.embed_pages, *self.layer_pages, self.final_pages):
+            if not 1 <= num_pages <= MAX_SIZE:
+                raise ValueError(f"a unit of {num_pages} pages is outside 1..{MAX_SIZE}")
         for name, value, least in (
             ("vocab_size", self.vocab_size, 0),
             ("max_position", self.max_position, 1),
@@ -112,7 +114,19 @@ class GenericSpec(msgspec.Struct, frozen=True, kw_only=True):
             if not least <= value <= MAX_SIZE:
                 raise ValueError(f"{name} {value} is outside {least}..{MAX_SIZE}")
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_pages)
 
+    @property
+    def unit_bytes(self) -> tuple[int, ...]:
+        """Of its units, in the order of the arena."""
+        pages = (self.manifest_pages, self.embed_pages, *self.layer_pages, self.final_pages)
+        return tuple(num * ALIGN_BYTES for num in pages)
+
+
+NOTHING_KNOWN = GenericSpec(manifest_pages=1, embed_pages=1, layer_pages=(), final_pages=1, manifest_sha256="")
+"""Of a record that has no spec: it takes no requests, and no worker's layout is like it."""
 AnySpec = ModelSpec | GenericSpec
 """What both say: ``architecture``, ``dtype``, ``num_layers``, ``vocab_size``, ``max_position``,
 ``kv_bytes_per_token``, ``bos_token_id``, ``eos_token_ids``."""

@@ -37,7 +37,7 @@ from services.worker.weights.pace import Pace, Paces
 from services.worker.weights.peers import PeerChannels
 from shared.bus.base import Bus
 from shared.errors import BlitzError
-from shared.messages.registry import ModelRecord, WorkerInfo
+from shared.messages.registry import ModelRecord, WarmEngine, WorkerInfo
 from shared.transport.base import TensorTransport
 
 METER_INTERVAL_S = 0.1
@@ -95,7 +95,7 @@ class Parts:
         worker_id, silence_s, interval_s = config.worker_id, config.stall_s, config.report_interval_s
         self.slot = slot = InstanceSlot()
         self.store = store = HostStore(config.host_cache_bytes, device)
-        held = _Held(slot, store, NicMeter(node.device))
+        held = _Held(slot, store, NicMeter(node.device), lambda: self.factory.warm_engine)
         self.registration = registration = Registration(
             bus, info, held.standing, held.model, ClockSkew(config.clock_skew_s, metrics)
         )
@@ -166,8 +166,12 @@ class Parts:
 class _Held:
     """What is in this worker, for the registry."""
 
-    def __init__(self, slot: InstanceSlot, store: HostStore, meter: NicMeter) -> None:
+    def __init__(
+        self, slot: InstanceSlot, store: HostStore, meter: NicMeter, warm: Callable[[], WarmEngine | None]
+    ) -> None:
+        """``warm``: what waits for the next instance."""
         self._slot = slot
+        self._warm = warm
         self._store = store
         self._meter = meter
         self._metered_at_s = float("-inf")
@@ -181,7 +185,7 @@ class _Held:
             self._nic_gbps = self._meter.rates(now_s)
         copies = self._store.report()
         if instance is None:
-            return WorkerStanding("spare", None, copies, *self._nic_gbps)
+            return WorkerStanding("spare", None, copies, *self._nic_gbps, self._warm())
         return WorkerStanding(instance.state, instance.info(), copies, *self._nic_gbps)
 
     def model(self, model_hash: str) -> ModelRecord | None:

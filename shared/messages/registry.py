@@ -23,7 +23,7 @@ from shared.messages.common import (
     SignedFigure,
     ToolParserName,
 )
-from shared.model_spec import AnySpec, GenericSpec, ModelSpec
+from shared.model_spec import NOTHING_KNOWN, AnySpec, GenericSpec, ModelSpec
 from shared.subjects import Process
 
 MAX_HOLD_S = 1e9
@@ -87,17 +87,10 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     """What computes it (``shared.engines``). Empty: our own, whichever of them a worker has."""
     engine_args: EngineArgs | None = None
 
-    def __post_init__(self) -> None:
-        if (self.spec is None) is (self.generic is None):
-            raise ValueError("a model has either a spec or a generic one")
-
     @property
     def basics(self) -> AnySpec:
         """What is known of it, whatever computes it."""
-        if self.spec is not None:
-            return self.spec
-        assert self.generic is not None
-        return self.generic
+        return self.spec or self.generic or NOTHING_KNOWN
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +189,19 @@ class HostCopy(msgspec.Struct, frozen=True, kw_only=True):
     """While it loads, the worker from whose memory; empty: from disk, or not said."""
 
 
+class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine of others that has started, and waits on a spare worker for its next instance."""
+
+    model_hash: Annotated[str, Meta(max_length=64)]
+    """Whose weights it has."""
+    layout_hash: Annotated[str, Meta(max_length=64)] = ""
+    """Of the models whose weights it would take instead; empty: of none."""
+
+    def is_for(self, model: ModelRecord) -> bool:
+        """Whether an instance of the model begins with it."""
+        return self.model_hash == model.model_hash or self.layout_hash == model.layout_hash
+
+
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.v1"):
     """Everything about a worker, at every change and twice per lease: an empty registry heals itself."""
 
@@ -212,6 +218,7 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.
     """The process is about to end: it takes nothing new, and what drains here is not to be revived."""
     clock_ahead_s: SignedFigure = 0.0
     """Of the pool's time of day; 0 while they agree to within a limit. For people: nothing is decided by it."""
+    warm: WarmEngine | None = None
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
@@ -315,6 +322,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     clock_ahead_s: SignedFigure = 0.0
     cordoned: bool = False
     """An operator wants it free: nothing new comes here, and what is here goes elsewhere. Its process stays."""
+    warm: WarmEngine | None = None
 
     @property
     def leaves(self) -> bool:

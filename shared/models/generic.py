@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.errors import BadCheckpoint
 from shared.layout import Unit
-from shared.model_spec import DTYPE_BYTES, MAX_SIZE, GenericSpec
+from shared.model_spec import ALIGN_BYTES, DTYPE_BYTES, MAX_SIZE, GenericSpec
 from shared.models.config_values import positive_int, token_ids
 
 _TEXT = ("text_config", "llm_config", "language_config")
@@ -32,9 +32,12 @@ def generic_spec(
     has_words = text.get("vocab_size") is not None
     ends = [*token_ids(text, "eos_token_id"), *token_ids(config, "eos_token_id")]
     begin = token_ids(text, "bos_token_id") or token_ids(config, "bos_token_id")
+    manifest, embed, *layers, final = (unit.num_bytes // ALIGN_BYTES for unit in units)
     return GenericSpec(
-        num_layers=len(units) - 3,
-        unit_bytes=tuple(unit.num_bytes for unit in units),
+        manifest_pages=manifest,
+        embed_pages=embed,
+        layer_pages=tuple(layers),
+        final_pages=final,
         manifest_sha256=manifest_sha256,
         architecture=str(architecture)[:200],
         dtype=dtype if dtype in DTYPE_BYTES else "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -163,3 +164,11 @@ async def serving(checkpoint: Path, warm: WarmFronts) -> AsyncIterator[Serving]:
     await serving.start(pause_s=0.2)
     yield serving
     await serving.close()
+
+
+def processes_of(engine: VllmEngine) -> list[int]:
+    """All that vLLM's process has started, itself included."""
+    group = engine.pid
+    listed = subprocess.run(["ps", "-eo", "pid,pgid,stat"], check=True, capture_output=True, text=True).stdout
+    rows = [line.split() for line in listed.splitlines()[1:]]
+    return [int(pid) for pid, of, state in rows if int(of) == group and not state.startswith("Z")]

@@ -3,6 +3,7 @@ greedy tokens of each."""
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ def main() -> None:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], how, use_tqdm=False)
         said[directory] = [list(output.outputs[0].token_ids) for output in outputs]
         llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
     sys.stdout.write("\n" + json.dumps(said) + "\n")
 
 

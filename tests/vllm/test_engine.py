@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.worker.core.scheduling.gateways import Gone
-from services.worker.vllm.engine import VllmEngine
 from shared.errors import BadRequest, ContextLengthExceeded, EngineBroken, SentBack, UnsupportedParameter
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import Grammar
 from tests.checkpoints import EOS_ID
-from tests.vllm.conftest import CONTEXT_TOKENS, Serving
+from tests.vllm.conftest import CONTEXT_TOKENS, Serving, processes_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -196,14 +194,6 @@ async def test_its_load_is_said(serving: Serving) -> None:
     assert load.ended_requests_total > 0
     assert load.decode_tokens_total > 5
     assert load.kv_blocks_total == 128
-
-
-def processes_of(engine: VllmEngine) -> list[int]:
-    """All that vLLM's process has started, itself included."""
-    group = engine.pid
-    listed = subprocess.run(["ps", "-eo", "pid,pgid,stat"], check=True, capture_output=True, text=True).stdout
-    rows = [line.split() for line in listed.splitlines()[1:]]
-    return [int(pid) for pid, of, state in rows if int(of) == group and not state.startswith("Z")]
 
 
 async def test_killed_it_is_noticed_and_nothing_of_it_stays(serving: Serving) -> None:

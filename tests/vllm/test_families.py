@@ -20,6 +20,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = [[1 + (11 * i + 5 * j) % 255 for j in range(2 + 5 * i % 97)] for i in range(50)]
 MAX_TOKENS = 16
+STARTED_ANEW = ("moe", "int8")
+"""Of which no waiting vLLM takes other weights: this version's reload brings others than its start."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,7 @@ def expected(models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactor
     file.write_text(json.dumps(asked))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "VLLM_PLUGINS": "none",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: each would import for as long as ten models take
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1",
@@ -69,15 +72,17 @@ async def answers(serving: Serving) -> list[list[int]]:
 async def test_it_says_what_vllm_says_alone_also_with_other_weights_and_back(
     family: str, models: Mapping[str, Path], expected: Mapping[str, list[list[int]]], warm: WarmFronts
 ) -> None:
-    pids = []
+    pids, others = [], False
     for name in (family, f"{family}-other", family):
         await warm.prepare()
         serving = Serving(models[name], warm)
         await serving.start(pause_s=0.1)
         pids.append(serving.engine.pid)
+        others = serving.engine._takes_others
         try:
             assert await answers(serving) == expected[name]
         finally:
             await serving.close()
-    assert len(set(pids)) == 1, "one vLLM took the others' weights"
+    assert others is (family not in STARTED_ANEW)
+    assert len(set(pids)) == (1 if others else 3)
     warm.drop_started()

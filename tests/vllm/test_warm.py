@@ -8,11 +8,14 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from services.worker.vllm import engine as engine_module
 from services.worker.vllm import warm as warm_module
-from services.worker.vllm.warm import WarmFronts
-from tests.vllm.conftest import PYTHON, Serving
+from services.worker.vllm.warm import MAX_FAILURES, WarmFronts
+from shared.errors import EngineBroken
+from tests.vllm.conftest import PYTHON, Serving, processes_of
 from tests.vllm.families import write_family
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,6 +51,14 @@ async def served(path: Path, warm: WarmFronts) -> tuple[int | None, float, list[
     return pid, took_s, tokens
 
 
+async def gone(pid: int | None) -> None:
+    for _ in range(100):
+        if not psutil.pid_exists(pid or 0):
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail(f"{pid} is still there")
+
+
 async def test_the_next_instance_goes_on_with_it(models: dict[str, Path], warm: WarmFronts) -> None:
     first, cold_s, tokens = await served(models["first"], warm)
     again, warm_s, same = await served(models["first"], warm)
@@ -69,15 +80,13 @@ async def test_another_shape_takes_another_process(models: dict[str, Path], warm
     other, _, _ = await served(models["another"], warm)
     assert other != before
     assert waiting is not None
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):
-            os.kill(before or 0, 0)
-            await asyncio.sleep(0.1)
+    await gone(before)
 
 
 async def test_one_that_died_is_not_waited_for(models: dict[str, Path], warm: WarmFronts) -> None:
     before, _, tokens = await served(models["another"], warm)
     os.kill(before or 0, signal.SIGKILL)
+    await gone(before)
     again, _, same = await served(models["another"], warm)
     assert again != before
     assert same == tokens
@@ -94,10 +103,47 @@ async def test_it_goes_when_memory_is_scarce(
             break
         await asyncio.sleep(0.1)
     assert warm._started is None
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):
-            os.kill(before or 0, 0)
-            await asyncio.sleep(0.1)
+    await gone(before)
+
+
+async def test_one_that_hangs_is_noticed(
+    models: dict[str, Path], warm: WarmFronts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "HUNG_S", 2.0)
+    serving = Serving(models["another"], warm)
+    await serving.start()
+    await serving.run("before", PROMPT)
+    for pid in processes_of(serving.engine):
+        if pid != serving.engine.pid:
+            os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(3.0)
+    assert not serving.failures, "nobody waits for anything"
+    await serving.submit("waits", PROMPT, max_tokens=400)
+    end = await serving.ends("waits")
+    assert end.error is not None
+    assert "computed nothing" in end.error.message
+    assert [type(error) for error in serving.failures] == [EngineBroken]
+    await serving.close()
+    assert processes_of(serving.engine) == []
+
+
+async def test_what_does_not_start_is_not_tried_without_end(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = WarmFronts("/bin/false", 1, "none")
+    for number in range(MAX_FAILURES + 2):
+        serving = Serving(models["first"], broken)
+        serving.engine.prepare()
+        with pytest.raises(EngineBroken, match="failed to start 5 times" if number >= MAX_FAILURES else "ended with 1"):
+            await serving.engine.until_ready()
+        assert (serving.engine.pid is None) is (number >= MAX_FAILURES)
+        await serving.close()
+    monkeypatch.setattr(warm_module, "GIVEN_UP_S", 0.0)
+    serving = Serving(models["first"], broken)
+    serving.engine.prepare()
+    with pytest.raises(EngineBroken, match="ended with 1"):
+        await serving.engine.until_ready()
+    await serving.close()
 
 
 async def test_none_waits_where_none_is_to(models: dict[str, Path]) -> None:

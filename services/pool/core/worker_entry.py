@@ -75,6 +75,7 @@ def record_of(
         stopping=report.stopping,
         clock_ahead_s=report.clock_ahead_s,
         cordoned=cordoned,
+        warm=report.warm,
     )
 
 

@@ -33,7 +33,7 @@ from shared.checkpoint import TOKENIZER_FILE
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.plans import ChainMember, ScalePlan
-from shared.messages.registry import ModelRecord
+from shared.messages.registry import ModelRecord, WarmEngine
 from shared.profile import Profile
 from shared.profile_directory import ProfileDirectory
 
@@ -194,6 +194,11 @@ class InstanceFactory:
         await in_thread(self._kv.rest if self._kind.uses_kv_memory else self._kv.release)
         if self._warm is not None:
             await self._warm.prepare()
+
+    @property
+    def warm_engine(self) -> WarmEngine | None:
+        """What waits for the next instance, and for which."""
+        return self._warm.engine if self._warm is not None else None
 
     async def close(self) -> None:
         """End what waits for the next instance."""

@@ -23,6 +23,7 @@ from shared.messages.registry import (
     InstanceInfo,
     ModelRecord,
     RestoreModel,
+    WarmEngine,
     WorkerHeartbeat,
     WorkerInfo,
 )
@@ -47,6 +48,7 @@ class WorkerStanding:
     host_copies: tuple[HostCopy, ...]
     nic_egress_gbps: float
     nic_ingress_gbps: float
+    warm: WarmEngine | None = None
 
 
 class ClockSkew:
@@ -199,6 +201,7 @@ class Registration:
             nic_egress_gbps=now.nic_egress_gbps,
             nic_ingress_gbps=now.nic_ingress_gbps,
             clock_ahead_s=self._skew.told_s,
+            warm=now.warm,
         )
         asked_s = time.time()
         try:

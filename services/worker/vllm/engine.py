@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 Key = tuple[str, int]
 T = TypeVar("T")
 GUIDE = "response_format"
+LOOK_S = 1.0
+HUNG_S, HUNG_STEPS = 60.0, 10.0
+"""Requests wait, and nothing is computed: so long, and so many times the longest step that was seen."""
 START_S = OTHERS["vllm"].start_s
 """Longest that vLLM may take from the start of its process until it serves."""
 FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "error": "error"}
@@ -93,6 +96,7 @@ class VllmEngine:
         self._ended_requests = self._ended_tokens = self._cached_tokens = 0
         self._busy_s, self._loaded_at_s = 0.0, time.monotonic()
         self._starting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started.add_done_callback(lambda started: started.cancelled() or started.exception())
         self._stop_error: BlitzError | None = None
@@ -109,13 +113,17 @@ class VllmEngine:
         """A process starts, and takes the weights as they come; or one that waits goes on."""
         self._starting = asyncio.create_task(self._start())
 
+    def _is_stopped(self) -> bool:
+        return self._stop_error is not None
+
     async def _start(self) -> None:
-        if self._stop_error is not None:
+        if self._is_stopped():
             return
         try:
+            self._warm.check(self._shape)
             started = self._warm.take_started(self._shape, self._model_hash)
             front = self._front = started.front if started is not None else await self._warm.take()
-            if self._stop_error is not None:  # stopped meanwhile
+            if self._is_stopped():  # meanwhile
                 front.close()
                 return
             front.attach(self._on_word, self._on_end)
@@ -131,9 +139,30 @@ class VllmEngine:
         self._before = self._load = msgspec.structs.replace(started.load, running=0, waiting=0)
         if started.model_hash == self._model_hash:
             log.info("vLLM waited with the weights of this model")
-            self._started.set_result(None)
+            self._serves()
         else:
             front.say(words.Fill(weights=self._listen(front)))
+
+    def _serves(self) -> None:
+        if not self._started.done():
+            self._started.set_result(None)
+            self._watching = asyncio.create_task(self._watch_steps())
+
+    async def _watch_steps(self) -> None:
+        """What hangs is no engine: requests go on elsewhere."""
+        longest_s, num_steps, last_s = 0.0, self._load.num_steps, time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now_s = time.monotonic()
+            if not self._requests or self._load.num_steps != num_steps:
+                if self._requests:
+                    longest_s = max(longest_s, now_s - last_s)
+                num_steps, last_s = self._load.num_steps, now_s
+            elif now_s - last_s > max(HUNG_S, HUNG_STEPS * longest_s):
+                self._on_end(
+                    f"vLLM has computed nothing for {now_s - last_s:.0f} s, with {len(self._requests)} requests"
+                )
+                return
 
     def _listen(self, front: FrontProcess) -> str:
         front.num_weights += 1
@@ -159,6 +188,8 @@ class VllmEngine:
         if self._stop_error is None:
             self._stop_error = error or Unavailable("the engine stopped")
         self._end_all(ErrorInfo.of(self._stop_error))
+        if self._watching is not None:
+            self._watching.cancel()
         front = self._front
         if front is not None and not self._is_kept:
             is_started = self._started.done() and not self._started.cancelled() and self._started.exception() is None
@@ -189,17 +220,14 @@ class VllmEngine:
                 tokenizer=words.Tokenizer(file=str(Path(self._path) / TOKENIZER_FILE), end_ids=self._end_ids),
                 weights=self._listen(front),
                 kv_gib=self._shape.kv_gib,
-                try_refill=self._warm.tries_refill(self._shape),
             )
             front.say(start)
         elif isinstance(word, words.Started | words.Filled):
             if isinstance(word, words.Started):
                 self._takes_others = word.refills
-                if not word.refills:
-                    self._warm.fails_to_refill(self._shape)
             log.info("vLLM takes requests after %.1f s: %s", word.seconds, word)
-            if not self._started.done():
-                self._started.set_result(None)
+            self._warm.served(self._shape)
+            self._serves()
         else:
             self._on_end(word.reason)
 
@@ -208,6 +236,10 @@ class VllmEngine:
         if self._stop_error is not None:
             return
         self._stop_error = EngineBroken(why)
+        if not self._started.done() and self._front is not None:
+            self._warm.failed(self._shape, why)
+        if self._watching is not None:
+            self._watching.cancel()
         if self._front is not None:
             self._front.close()
         if not self._started.done():

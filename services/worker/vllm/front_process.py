@@ -71,7 +71,7 @@ class FrontProcess:
     @property
     def is_over(self) -> bool:
         """It has ended, or was told to."""
-        return self._is_over
+        return self._is_over or self.ended.is_set()
 
     async def start(self, *, threads: int) -> None:
         """Raises ``EngineBroken`` where there is no such interpreter. Nothing, once it was closed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 
 import psutil
@@ -19,11 +20,15 @@ from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
 from shared.aio import OwnedTasks
 from shared.errors import EngineBroken
+from shared.messages.registry import WarmEngine
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 MAX_REMEMBERED = 256
+MAX_FAILURES = 5
+"""Of starts in a row."""
+GIVEN_UP_S = 3600.0
 MIN_AVAILABLE = 0.1
 """Share of the host's memory: with less, a started process goes."""
 
@@ -63,8 +68,8 @@ class WarmFronts:
         self._stage = stage
         self._imported: FrontProcess | None = None
         self._started: Started | None = None
-        self._fail_to_refill: set[str] = set()
-        """Hashes of layouts."""
+        self._failures: dict[Shape, tuple[int, float, str]] = {}
+        """Of starts in a row: how many, when the last one was (monotonic), and what it said."""
         self._tasks = OwnedTasks()
         self._watching: asyncio.Task[None] | None = None
 
@@ -95,21 +100,34 @@ class WarmFronts:
         return front
 
     @property
-    def keeps_started(self) -> bool:
-        """Whether processes wait for other weights."""
-        return self._stage == "started"
+    def engine(self) -> WarmEngine | None:
+        """What waits."""
+        started = self._started
+        if started is None or started.front.is_over:
+            return None
+        takes = started.shape.layout_hash if started.takes_others else ""
+        return WarmEngine(model_hash=started.model_hash, layout_hash=takes)
 
-    def tries_refill(self, shape: Shape) -> bool:
-        """Whether it is worth a try: it was not found before that it fails."""
-        return self.keeps_started and shape.layout_hash not in self._fail_to_refill
+    def check(self, shape: Shape) -> None:
+        """Raises ``EngineBroken`` where starting one has failed too often to try it again now."""
+        failures, last_s, why = self._failures.get(shape, (0, 0.0, ""))
+        if failures >= MAX_FAILURES and time.monotonic() < last_s + GIVEN_UP_S:
+            raise EngineBroken(f"vLLM has failed to start {failures} times, and is not tried for an hour: {why}")
 
-    def fails_to_refill(self, shape: Shape) -> None:
-        """So it was found."""
-        self._fail_to_refill = {*list(self._fail_to_refill)[-MAX_REMEMBERED:], shape.layout_hash}
+    def failed(self, shape: Shape, why: str) -> None:
+        """One of this shape did not start."""
+        failures = self._failures.pop(shape, (0, 0.0, ""))[0] + 1
+        self._failures[shape] = failures, time.monotonic(), why
+        if len(self._failures) > MAX_REMEMBERED:
+            del self._failures[next(iter(self._failures))]
+
+    def served(self, shape: Shape) -> None:
+        """One of this shape did."""
+        self._failures.pop(shape, None)
 
     def keep(self, started: Started) -> bool:
         """Whether it may wait here for its next instance; if not, it is to be ended."""
-        if not self.keeps_started or started.front.is_over or _is_scarce():
+        if self._stage != "started" or started.front.is_over or _is_scarce():
             return False
         self.drop_started()
         self._started = started

@@ -47,7 +47,7 @@ async def test_a_large_checkpoint_is_read_in_a_process_of_its_own(
 async def test_much_json_is_read_in_a_process_of_its_own_and_no_error_is_as_long(
     inspections: Inspections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
 ) -> None:
-    def never(path: Path) -> Checkpoint:
+    def never(path: Path, *, generic: bool) -> Checkpoint:
         raise AssertionError(f"{path} is read in this process")
 
     monkeypatch.setattr(inspection, "inspect_checkpoint", never)
@@ -63,7 +63,7 @@ async def test_much_json_is_read_in_a_process_of_its_own_and_no_error_is_as_long
 async def test_who_asks_again_gets_what_goes_on(inspections: Inspections, monkeypatch: pytest.MonkeyPatch) -> None:
     read, begun = threading.Event(), list[Path]()
 
-    def slow(path: Path) -> Checkpoint:
+    def slow(path: Path, *, generic: bool) -> Checkpoint:
         begun.append(path)
         read.wait(WAIT_S)
         return inspect_checkpoint(path)
@@ -83,7 +83,7 @@ async def test_checkpoints_that_wait_are_bounded(inspections: Inspections, monke
     monkeypatch.setattr(inspection, "MAX_WAITING", 1)
     over = threading.Event()
 
-    def for_ever(path: Path) -> Checkpoint:
+    def for_ever(path: Path, *, generic: bool) -> Checkpoint:
         over.wait(WAIT_S)
         raise BadCheckpoint(f"{path} was never read")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,8 @@ from services.planner.core.multicast.traffic import (
 )
 from shared.messages.common import Role
 from shared.messages.registry import ModelRecord, WorkerInfo, WorkerRecord
+
+WAITS_ELSEWHERE = "the model's engine waits on others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +173,14 @@ class Clusters:
         remaining_s: Mapping[tuple[str, str], float] | None = None,
         avoided: Mapping[str, str] | None = None,
         at_least: int = 0,
+        num_wanted: int = 0,
     ) -> Cluster:
         """The cluster as ``model`` sees it.
 
         ``remaining_s``: how long instances that load by running plans will take, by (worker id, instance id); only
         those can be sources before they are whole. ``avoided``: workers that are not to load the model now, and why;
-        unless fewer than ``at_least`` others are spare.
+        unless fewer than ``at_least`` others are spare. ``num_wanted``: so many are looked for; those where the model's
+        engine waits come first.
         """
         mine = self._by_hash.get(model.model_hash, ())
         holders = {r.worker.worker_id for r in mine if _holds_on_host(r, model)}
@@ -207,6 +211,8 @@ class Clusters:
         for worker_id in list(shunned)[: max(0, at_least - num_others)]:
             del shunned[worker_id]
         spare = self._spare_for(model, offering)
+        if model.engine:
+            shunned |= self._cold(spare, shunned, model, num_wanted)
         could = holders | {r.worker.worker_id for r in mine if _is_copy_of(r, model)}
         refused = {w: why for w, why in topology.refused.items() if w in could or self._is_spare_for(w, model)}
         return Cluster(
@@ -223,6 +229,16 @@ class Clusters:
             unfit=(*self._without(model.engine, offering), *_too_small(num_small, model.weights_bytes)),
             drained=tuple([w.worker_id for w in self._drained if w.can_hold(model)]),
         )
+
+    def _cold(
+        self, spare: Iterable[WorkerInfo], shunned: Collection[str], model: ModelRecord, num_wanted: int
+    ) -> dict[str, str]:
+        """Of the others, those that are not needed beside the workers where the model's engine waits, and why."""
+        rest = [worker.worker_id for worker in spare if worker.worker_id not in shunned]
+        records = (self.records[self._index[worker_id]] for worker_id in rest)
+        warm = {r.worker.worker_id for r in records if r.warm is not None and r.warm.is_for(model)}
+        cold = sorted(worker_id for worker_id in rest if worker_id not in warm)
+        return dict.fromkeys(cold[max(0, num_wanted - len(warm)) :], WAITS_ELSEWHERE) if warm else {}
 
     def _is_spare_for(self, worker_id: str, model: ModelRecord) -> bool:
         worker = self._spare.get(worker_id)

@@ -186,13 +186,14 @@ class Scaler:
         plan_id = self._new_id("plan")
         if not decision.load:
             return Step(request, plan_id, model, decision, workers)
+        num_targets = decision.load if most is None else min(decision.load, most)
         cluster = at.clusters.of(
             model,
             remaining_s=self._operations.remaining_s(at.moment.monotonic_s),
             avoided=self._refusals.avoided(model.name, at.moment.monotonic_s),
             at_least=decision.load if request.by_hand else 0,
+            num_wanted=num_targets,
         )
-        num_targets = decision.load if most is None else min(decision.load, most)
         if not cluster.spare or num_targets <= 0:
             if decision.revive:
                 # What can be had at once is had; the rest is asked for again.

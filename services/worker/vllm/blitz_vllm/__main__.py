@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 
-import msgspec
-
 from . import plugin, words
 from .front import MAX_UNREAD_BYTES, Front, imported
 
@@ -43,14 +41,7 @@ async def _serve(path: str) -> int:
         start = words.to_process.decode(data)
         if not isinstance(start, words.Start):
             raise TypeError(f"{type(start).__name__} before Start")
-        started = front.start(start)
-        if start.try_refill:
-            refills = await front.refills(start.weights)
-            if not refills:  # its weights may be wrong now
-                front.close()
-                started = front.start(start)
-            started = msgspec.structs.replace(started, refills=refills)
-        say(started)
+        say(front.start(start))
     except Exception as error:  # noqa: BLE001 - whatever it is, the worker has to hear of it
         say(words.Failed(reason=f"{type(error).__name__}: {error}"[:4000]))
         await writer.drain()
@@ -81,6 +72,7 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
 
 def main() -> None:
     """Ends with everything that it has started."""
+    os.register_at_fork(after_in_child=plugin.die_with_parent)
     plugin.die_with_parent()  # it may import, or start, for minutes before it sees that the connection has ended
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all: the worker says when
     status = 1

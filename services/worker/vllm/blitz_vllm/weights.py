@@ -172,7 +172,8 @@ def register() -> None:
 def _load(model: Any, model_config: Any, socket_path: str) -> None:
     """All weights, as they come. Raises ``ConnectionError`` where they do not, ``ValueError`` where some are
     missing."""
-    expected = {name for name, _ in model.named_parameters()}
+    # Of tied ones one is named, and both as long as a refill has taken the model apart.
+    expected = model.__dict__.setdefault("_blitz_expected", frozenset(name for name, _ in model.named_parameters()))
     source = WeightsSource(socket_path)
     try:
         loaded = model.load_weights(source.tensors())
@@ -193,6 +194,7 @@ def register_refill() -> None:
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     @dataclass
     class Nothing(WeightTransferInitInfo):
@@ -226,9 +228,18 @@ def register_refill() -> None:
             _load(self.model, self.model_config, update_info.socket)
 
         def finish_weight_update(self) -> None:
+            tied = [module for module in self.model.modules() if _has_none_of_its_own(get_layerwise_info(module))]
             finalize_layerwise_reload(self.model, self.model_config)
+            for module in tied:
+                # It has the other's tensors, and what was made of the earlier ones.
+                if (method := getattr(module, "quant_method", None)) is not None:
+                    method.process_weights_after_loading(module)
 
         def shutdown(self) -> None:
             """Nothing is held between two updates."""
 
     WeightTransferEngineFactory.register_engine(FORMAT, BlitzWeightTransfer)
+
+
+def _has_none_of_its_own(info: Any) -> bool:
+    return bool(info.can_load() and info.load_numel <= 0 < info.load_numel_total)

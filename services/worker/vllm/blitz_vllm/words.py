@@ -67,8 +67,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     kv_gib: int
     """Memory for KV, on CPUs."""
     tokenizer: Tokenizer
-    try_refill: bool = False
-    """Find out whether ``Fill`` brings what a start does, which some models' vLLM does not."""
 
 
 class Fill(msgspec.Struct, frozen=True, kw_only=True, tag="fill"):
@@ -116,7 +114,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     block_size: int
     seconds: float
     refills: bool = False
-    """``Fill`` was tried, and brings what a start does."""
+    """``Fill`` brings what a start does."""
 
 
 class Filled(msgspec.Struct, frozen=True, kw_only=True, tag="filled"):

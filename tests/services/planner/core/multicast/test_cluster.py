@@ -7,6 +7,7 @@ from services.planner.core.multicast.chains import left_out_of
 from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.traffic import Flow
 from shared.messages.common import InstanceState
+from shared.messages.registry import WarmEngine
 from tests.records import model, worker_record
 from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, coming_from, record
 
@@ -160,3 +161,24 @@ def test_where_nobody_offers_the_engine_this_is_the_reason() -> None:
         assert left_out_of(found, 0, 1) == (
             "1 of 1 more instances have no worker: no worker offers the engine vllm (BLITZ_WORKER_ENGINES)",
         )
+
+
+@pytest.mark.parametrize(
+    ("num_wanted", "expected"),
+    [(1, ["w1", "w3"]), (2, ["w1", "w3"]), (3, ["w0", "w1", "w3"]), (9, ["w0", "w1", "w2", "w3"])],
+)
+def test_workers_where_the_models_engine_waits_come_first(num_wanted: int, expected: list[str]) -> None:
+    theirs = model("v", engine="vllm")
+    warm = {
+        "w1": WarmEngine(model_hash=theirs.model_hash),
+        "w2": WarmEngine(model_hash="another"),
+        "w3": WarmEngine(model_hash="another", layout_hash=theirs.layout_hash),
+    }
+    records = [
+        msgspec.structs.replace(worker_record(f"w{i}", engines=("vllm",)), warm=warm.get(f"w{i}")) for i in range(4)
+    ]
+    found = Clusters(records).of(theirs, num_wanted=num_wanted)
+    assert [w.worker_id for w in found.spare] == expected
+    assert len(found.refused) == 4 - len(expected)
+    ours = Clusters(records).of(model("m"), num_wanted=1)
+    assert len(ours.spare) == 4, "of our engines none waits"
