@@ -56,6 +56,12 @@ def chunk(context: typer.Context) -> None:
     _hand_over(context, "bench.chunk", takes="a minute")
 
 
+@app.command("vllm", context_settings=_PASS_ON, add_help_option=False)
+def vllm(context: typer.Context) -> None:
+    """The first token of a model that vLLM serves and that has no instance, beside vLLM alone. Needs root."""
+    _hand_over(context, "bench.vllm", takes="twelve minutes")
+
+
 @app.command("cold", context_settings=_PASS_ON, add_help_option=False)
 def cold(context: typer.Context) -> None:
     """The first requests of a new instance against those that come later, by how the instance came."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
@@ -67,7 +67,8 @@ class LabStack(RunningStack):
     ``copies_on``: hosts whose workers offer memory for copies outside of their arenas, all by default; ``arenas_on``:
     those whose arenas hold the model. ``served_as``, ``slo``: of the model. ``min_instances``: of each of its roles, 0
     or 1; so many serve once it has started. ``record``: a folder for recordings of services and workers
-    (``bench.recording``).
+    (``bench.recording``). ``instance_env``: as ``worker_env``, of the workers of ``arenas_on``. ``model_engine``: an
+    engine of others that is to serve it, with these arguments.
     Raises ``StackError`` or ``LabFailed``, with everything stopped.
     """
 
@@ -89,6 +90,9 @@ class LabStack(RunningStack):
         served_as: Serving | None = None,
         slo: Slo | None = None,
         record: Path | None = None,
+        instance_env: Mapping[str, str] | None = None,
+        model_engine: str = "",
+        model_engine_args: dict[str, Any] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._network = network
@@ -103,6 +107,9 @@ class LabStack(RunningStack):
         self._checkpoint = checkpoint
         self._mib = -(-weights_bytes // _MIB)
         self._worker_env = dict(worker_env or {})
+        self._instance_env = dict(instance_env or {})
+        self._model_engine = model_engine
+        self._model_engine_args = model_engine_args
         self._say = say
         config = StackConfig(
             models=(checkpoint,),
@@ -279,7 +286,7 @@ class LabStack(RunningStack):
                 arena_mib=self._mib,
                 offers_copies=host.index in self._copies_on,
                 holds_instances=host.index in self._arenas_on,
-                env=self._worker_env,
+                env=self._worker_env | (self._instance_env if host.index in self._arenas_on else {}),
                 forks=self._worker_forks,
             )
             await self._supervisor.start(self._recorded(spec))
@@ -293,6 +300,8 @@ class LabStack(RunningStack):
             slo_ttft_s=self._slo.ttft_s,
             slo_tbt_s=self._slo.tbt_s,
             served_as=self._served_as,
+            engine=self._model_engine,
+            engine_args=self._model_engine_args,
         )
         serving = self._min_instances * len(SERVED_BY[self._served_as or "colocated"])
         await self._until(lambda s: s.serving(self.model) == serving, f"{serving} instances serve", deadline_s)

@@ -79,6 +79,7 @@ class Serving:
             warm=warm,
             shape=Shape(layout.hash, (), (), 1),
             model_hash=self.checkpoint.model_hash,
+            check=lambda: None,
         )
 
     def _put(self, output: StepOutput) -> None:

@@ -196,6 +196,24 @@ async def test_its_load_is_said(serving: Serving) -> None:
     assert load.kv_blocks_total == 128
 
 
+async def test_its_speed_is_that_of_its_steps(serving: Serving) -> None:
+    await asyncio.gather(*(serving.run(f"fast{i}", [i + 1] * 300, max_tokens=40) for i in range(4)))
+    await serving.run("alone", PROMPTS[3], max_tokens=40)
+    await asyncio.sleep(0.3)
+    speed = serving.engine.stats().speed
+    prompt = [2, *[9] * 399]
+    began_s = time.monotonic()
+    await serving.run("prefill", prompt, max_tokens=1)
+    prefill_s = time.monotonic() - began_s
+    assert len(prompt) / prefill_s < 2 * speed.prefill_tokens_per_s
+    assert speed.prefill_tokens_per_s < 20 * len(prompt) / prefill_s
+    began_s = time.monotonic()
+    await serving.run("decode", PROMPTS[3], max_tokens=41)
+    decode_s = (time.monotonic() - began_s) / 40
+    assert 0.2 * decode_s < speed.decode_base_s + speed.decode_request_s < 2 * decode_s
+    assert speed.decode_tokens_per_s > 0
+
+
 async def test_killed_it_is_noticed_and_nothing_of_it_stays(serving: Serving) -> None:
     """The last one: it ends the module's engine."""
     started = processes_of(serving.engine)

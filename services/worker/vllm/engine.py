@@ -18,12 +18,13 @@ from services.worker.core.scheduling.leaving import Moving
 from services.worker.core.scheduling.request_table import NO_PROMPT_LOGPROBS
 from services.worker.core.scheduling.schedule import SchedulerConfig, SchedulerLoad
 from services.worker.core.scheduling.sequence import ActiveSequence
-from services.worker.core.scheduling.speed import Speed
+from services.worker.core.scheduling.speed import SpeedEstimator
 from services.worker.engine.loop import LoopStats, StepOutput
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
 from services.worker.vllm.warm import Shape, Started, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
+from shared.aio import in_thread
 from shared.checkpoint import TOKENIZER_FILE
 from shared.engines import OTHERS
 from shared.errors import (
@@ -71,10 +72,11 @@ class VllmEngine:
         warm: WarmFronts,
         shape: Shape,
         model_hash: str,
+        check: Callable[[], None],
     ) -> None:
         """``path``: the model's directory. ``arguments``: of vLLM's engine, checked; they are part of ``shape``.
-        ``end_ids``: tokens that end an answer.
-        ``on_failure``: it serves nothing any more. ``warm``: whose processes it uses."""
+        ``end_ids``: tokens that end an answer. ``on_failure``: it serves nothing any more. ``warm``: whose processes it
+        uses. ``check``: raises ``BlitzError`` unless the directory is as it was registered; in a thread."""
         self.limits = limits
         self._path = path
         self._arguments = dict(arguments)
@@ -85,6 +87,7 @@ class VllmEngine:
         self._warm = warm
         self._shape = shape
         self._model_hash = model_hash
+        self._check = check
         self._front: FrontProcess | None = None
         self._takes_others = False
         self._is_kept = False
@@ -93,6 +96,7 @@ class VllmEngine:
         """What the process's counters were when this instance got it."""
         self._requests: dict[Key, ActiveSequence] = {}
         self._load = words.EngineLoad()
+        self._speed = SpeedEstimator()
         self._ended_requests = self._ended_tokens = self._cached_tokens = 0
         self._busy_s, self._loaded_at_s = 0.0, time.monotonic()
         self._starting: asyncio.Task[None] | None = None
@@ -121,6 +125,7 @@ class VllmEngine:
             return
         try:
             self._warm.check(self._shape)
+            await in_thread(self._check)
             started = self._warm.take_started(self._shape, self._model_hash)
             front = self._front = started.front if started is not None else await self._warm.take()
             if self._is_stopped():  # meanwhile
@@ -382,9 +387,11 @@ class VllmEngine:
         if self._load.running or load.running:
             self._busy_s += now_s - self._loaded_at_s
         self._load, self._loaded_at_s = load, now_s
+        for step in load.steps:
+            self._speed.stepped(step.prompt_tokens, step.decodes, step.seconds)
 
     def stats(self) -> LoopStats:
-        """See ``ServingEngine``. Speeds are not known: those of a profile are used, if there is one."""
+        """See ``ServingEngine``."""
         load, before, requests = self._load, self._before, self._requests.values()
         waiting = [sequence for sequence in requests if not sequence.num_emitted]
         running = len(requests) - len(waiting)
@@ -407,7 +414,7 @@ class VllmEngine:
                 cached_tokens_total=self._cached_tokens,
             ),
             self._busy_s,
-            Speed(),
+            self._speed.speed,
         )
 
 

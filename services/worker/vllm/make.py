@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.schedule import SchedulerConfig
@@ -12,6 +14,7 @@ from services.worker.memory.weight_copy import WeightCopy
 from services.worker.vllm.engine import VllmEngine
 from services.worker.vllm.warm import Shape, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
+from shared.checkpoint import CONFIG_FILES, check_file, read_file
 from shared.engine_args import EngineArgs
 from shared.errors import BadCheckpoint, BlitzError, Conflict
 from shared.messages.registry import ModelRecord
@@ -74,4 +77,12 @@ def make_vllm(
             kv_gib,
         ),
         model_hash=record.model_hash,
+        check=partial(_check_files, record),
     )
+
+
+def _check_files(record: ModelRecord) -> None:
+    """vLLM reads the model's configuration itself. Raises ``CheckpointChanged``, ``BadCheckpoint``."""
+    for name in CONFIG_FILES:
+        file = Path(record.path) / name
+        check_file(record.files, file, read_file(file))

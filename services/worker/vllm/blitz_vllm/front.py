@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 0.1
 """How often the load is said."""
+MAX_STEPS = 200
+"""That are told at once."""
 MAX_UNREAD_BYTES = 256 << 20
 """Of a worker that does not read: this process ends."""
 NAMES = (
@@ -78,6 +81,10 @@ class Front:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outputs: list[words.Output] = []
         self._load = words.EngineLoad()
+        self._steps: deque[words.Step] = deque(maxlen=MAX_STEPS)
+        self._step_began_s: float | None = None
+        """When the step that runs began; None: none does."""
+        self._max_step_tokens = 0
         self._is_dead = False
 
     def start(self, start: words.Start) -> words.Started:
@@ -108,6 +115,7 @@ class Front:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._engine = AsyncLLM.from_vllm_config(config, stat_loggers=[self._stat_logger])
         config = self._engine.vllm_config
+        self._max_step_tokens = config.scheduler_config.max_num_batched_tokens
         return words.Started(
             context_tokens=config.model_config.max_model_len,
             num_blocks=config.cache_config.num_gpu_blocks or 0,
@@ -154,6 +162,7 @@ class Front:
 
     def _record(self, scheduler: Any, iteration: Any) -> None:
         load, changed = self._load, {"num_steps": self._load.num_steps + 1}
+        self._time(iteration, time.monotonic())
         if scheduler is not None:
             changed |= {
                 "running": scheduler.num_running_reqs,
@@ -162,11 +171,25 @@ class Front:
             }
         if iteration is not None:
             changed |= {
-                "prompt_tokens_total": load.prompt_tokens_total + iteration.num_prompt_tokens,
+                "prompt_tokens_total": load.prompt_tokens_total + iteration.prompt_token_stats.computed,
                 "generated_tokens_total": load.generated_tokens_total + iteration.num_generation_tokens,
                 "preemptions_total": load.preemptions_total + iteration.num_preempted_reqs,
             }
         self._load = msgspec.structs.replace(load, **changed)
+
+    def _time(self, iteration: Any, now_s: float) -> None:
+        """Of a step that follows another one, or a request that came to an engine at rest, it is known how long it
+        took."""
+        began_s, self._step_began_s = self._step_began_s, now_s if self._running else None
+        if iteration is None or began_s is None:
+            return
+        prompts = iteration.prompt_token_stats
+        num_prompt_tokens = prompts.computed
+        num_decodes = iteration.num_generation_tokens - len(iteration.time_to_first_tokens_iter)
+        if num_prompt_tokens + num_decodes > self._max_step_tokens:
+            return  # pieces of it were in earlier steps, which do not say so
+        if num_prompt_tokens or num_decodes:
+            self._steps.append(words.Step(num_prompt_tokens, max(0, num_decodes), now_s - began_s))
 
     async def say_load_forever(self) -> None:
         """When it has changed."""
@@ -174,7 +197,9 @@ class Front:
         while True:
             if self._load is not said:
                 said = self._load
-                self._say(said)
+                steps = tuple(self._steps)
+                self._steps.clear()
+                self._say(msgspec.structs.replace(said, steps=steps))
             await asyncio.sleep(LOAD_EVERY_S)
 
     def add(self, request: words.Add) -> None:
@@ -182,6 +207,8 @@ class Front:
         if request.id in self._running:
             self._put(words.Output(id=request.id, finish="error", error="there is one of this id"))
             return
+        if not self._running:
+            self._step_began_s = time.monotonic()
         self._running[request.id] = asyncio.create_task(self._run(request))
 
     def cancel(self, request: words.Leave) -> None:

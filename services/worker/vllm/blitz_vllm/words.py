@@ -153,6 +153,15 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     outputs: tuple[Output, ...]
 
 
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """Of all layers."""
+
+    prompt_tokens: int
+    """That were computed."""
+    decodes: int
+    seconds: float
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Of the engine now, and counters over its life."""
 
@@ -164,6 +173,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     generated_tokens_total: int = 0
     preemptions_total: int = 0
     num_steps: int = 0
+    steps: tuple[Step, ...] = ()
+    """The newest since this was said last, as far as their times can be told."""
 
 
 ToProcess = Start | Fill | Add | Leave

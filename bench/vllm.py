@@ -1,0 +1,257 @@
+"""``blitzscale bench vllm``: the first token of a model that vLLM serves and that has no instance.
+
+The weights come from another host's memory over a link with a rate. Beside it, vLLM by itself: a process that loads the
+checkpoint from disk, as it would be started by whoever scales it otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench import machine, page_cache
+from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
+from bench.lab.checkpoint import make_checkpoint
+from bench.lab.errors import LabFailed
+from bench.lab.network import Network
+from bench.lab.plan import Rate
+from bench.lab.stack import LabStack
+from bench.stream_client import StreamFailed
+from bench.zero import bandwidth
+from bench.zero.wake import Sleeper, Wake
+from shared.checkpoint import Checkpoint, inspect_checkpoint
+from shared.errors import BadRequest
+
+Say = Callable[[str], None]
+STAGES = ("none", "imported", "started")
+"""How far a process of vLLM that waits is (``BLITZ_VLLM_WARM``)."""
+MAX_PROCESSES = 3
+LIMIT_S = 300.0
+SETTLED_S, SETTLED_SHARE = 60.0, 0.1
+"""What waits for the next instance has imported when the machine has nothing to do any more."""
+AIM_STARTED = 1.25
+"""Of the ideal, from 400 MB on."""
+_ARGUMENTS = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_gib": 1}
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Wakes of one model, with one kind of process that waits."""
+
+    stage: str
+    mb: int
+    model_bytes: int
+    bytes_per_s: tuple[float, ...]
+    """Of the link alone, measured in between."""
+    wakes: tuple[Wake, ...]
+
+    @property
+    def ideal_s(self) -> float:
+        """The bytes at what the link gives, and one answer of an instance that is there."""
+        return self.model_bytes / median(self.bytes_per_s) + median(w.warm_ttft_s for w in self.wakes)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON shows it; seconds, medians but for the worst."""
+        times_s = [w.ttft_s for w in self.wakes]
+        return {
+            "waits": self.stage,
+            "mb": self.mb,
+            "bytes": self.model_bytes,
+            "wakes": len(times_s),
+            "first_token_s": round(median(times_s), 3),
+            "first_token_worst_s": round(max(times_s), 3),
+            "ideal_s": round(self.ideal_s, 3),
+            "over_ideal": round(median(times_s) / self.ideal_s, 3),
+            "weights_s": round(median(w.parts_ms["loaded"] for w in self.wakes) / 1000, 3),
+            "start_s": round(median(w.parts_ms["served"] for w in self.wakes) / 1000, 3),
+            "answer_s": round(median(w.warm_ttft_s for w in self.wakes), 4),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """vLLM's own process; seconds from its start to its first token."""
+
+    mb: int
+    cold_s: tuple[float, ...]
+    warm_s: tuple[float, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON shows it."""
+        return {
+            "mb": self.mb,
+            "cold_s": round(median(self.cold_s), 3),
+            "cold_worst_s": round(max(self.cold_s), 3),
+            "warm_s": round(median(self.warm_s), 3),
+            "warm_worst_s": round(max(self.warm_s), 3),
+        }
+
+
+async def measure(
+    python: str, sizes_mb: Sequence[int], stages: Sequence[str], rate: Rate, folder: Path, *, repetitions: int, say: Say
+) -> tuple[list[Row], list[Alone]]:
+    """Raises ``LabUnavailable``, ``LabFailed``, ``StackError``, ``BlitzError`` and ``StreamFailed``; nothing is left
+    behind."""
+    rows: list[Row] = []
+    alone: list[Alone] = []
+    for mb in sizes_mb:
+        path = await asyncio.to_thread(make_checkpoint, folder / f"models-{mb}", round(mb * 1e6 / _MIB))
+        checkpoint = inspect_checkpoint(path, with_hash=False, generic=True)
+        for stage in stages:
+            rows.append(await _wakes(python, mb, checkpoint, stage, rate, folder / f"{stage}-{mb}", repetitions))
+            found = rows[-1].document()
+            say(f"{mb} MB, {stage} waits: {found['first_token_s']} s, {found['over_ideal']} of the ideal")
+        alone.append(await asyncio.to_thread(_alone, python, mb, checkpoint, min(repetitions, MAX_PROCESSES)))
+        say(f"{mb} MB, vLLM alone: {alone[-1].document()['cold_s']} s, {alone[-1].document()['warm_s']} s when cached")
+    return rows, alone
+
+
+async def _wakes(
+    python: str, mb: int, checkpoint: Checkpoint, stage: str, rate: Rate, folder: Path, repetitions: int
+) -> Row:
+    async with AsyncExitStack() as running:
+        network = running.enter_context(Network(2, rate))
+        # The first host holds the copy and has no room for an instance, the second one is the other way round.
+        stack = await running.enter_async_context(
+            LabStack(
+                network,
+                folder,
+                checkpoint.path,
+                weights_bytes=checkpoint.layout.num_bytes,
+                instance_env={
+                    "BLITZ_WORKER_ENGINES": "vllm",
+                    "BLITZ_VLLM_PYTHON": python,
+                    "BLITZ_VLLM_WARM": stage,
+                },
+                service_env={"monitor": {"BLITZ_MONITOR_DOWN_WINDOW_S": "0"}},
+                copies_on=(0,),
+                arenas_on=(1,),
+                min_instances=0,
+                model_engine="vllm",
+                model_engine_args=_ARGUMENTS,
+            )
+        )
+        sleeper = Sleeper(stack, stack.model)
+        running.callback(sleeper.close)
+        await stack.host_copies()
+        wakes: list[Wake] = []
+        rates: list[float] = []
+        for number in range(repetitions + 1):
+            await sleeper.asleep()
+            await asyncio.to_thread(_settle)
+            await stack.wait_quiet()
+            if number:
+                rates.append(await asyncio.to_thread(bandwidth.link, network, checkpoint.layout.num_bytes))
+            received = network.received_bytes()
+            wake = await sleeper.wake()
+            network.require_received(received, {1: checkpoint.layout.num_bytes})
+            if number:  # connections and memory are there from the second on, and what waits has been there
+                wakes.append(wake)
+        return Row(stage, mb, checkpoint.layout.num_bytes, tuple(rates), tuple(wakes))
+
+
+def _settle() -> None:
+    deadline_s = time.monotonic() + SETTLED_S
+    while psutil.cpu_percent(1.0) > 100 * SETTLED_SHARE and time.monotonic() < deadline_s:
+        pass
+
+
+def _alone(python: str, mb: int, checkpoint: Checkpoint, repetitions: int) -> Alone:
+    cold, warm = [], []
+    for _ in range(repetitions):
+        page_cache.drop(checkpoint.weight_files)
+        cold.append(_process_s(python, checkpoint.path))
+        page_cache.warm(checkpoint.weight_files)
+        warm.append(_process_s(python, checkpoint.path))
+    return Alone(mb, tuple(cold), tuple(warm))
+
+
+def _process_s(python: str, path: Path) -> float:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BLITZ_"))}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    began_s = time.perf_counter()
+    script = Path(__file__).with_name("vllm_process.py")
+    with subprocess.Popen(
+        [python, str(script), str(path)],
+        env=environment | {"VLLM_PLUGINS": "none"},
+        cwd=path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = [line for line in process.stdout if line.strip().isdecimal()]
+        took_s = time.perf_counter() - began_s
+        if process.wait(LIMIT_S) != 0 or not lines:
+            raise LabFailed(f"vLLM alone ended with {process.returncode}, and said no token")
+    return took_s
+
+
+def command(
+    *,
+    python: Annotated[
+        str, typer.Option(envvar="BLITZ_VLLM_PYTHON", help="Interpreter of vLLM's environment.", show_default=False)
+    ] = "",
+    mb: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the models, in 10^6 bytes.")] = "400",
+    stages: Annotated[str, typer.Option(metavar="NAME,NAME", help="What waits.")] = ",".join(STAGES),
+    rate: Annotated[str, typer.Option(help="Of the link to the other host, per direction.")] = "1gbit",
+    repetitions: Annotated[int, typer.Option(min=1, max=100, help="Medians are reported.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """The first token of a model of vLLM that sleeps, against the time that moving its weights takes at the least, by
+    what waits on the worker: no process, one that has imported vLLM, or the one of the instance before. Needs root."""
+    with usage():
+        if not python or not os.access(python, os.X_OK):
+            raise BadRequest(
+                "--python (BLITZ_VLLM_PYTHON) must name the interpreter of vLLM's environment", param="python"
+            )
+        chosen = tuple(dict.fromkeys(name.strip() for name in stages.split(",") if name.strip()))
+        if not chosen or not set(chosen) <= set(STAGES):
+            raise BadRequest(f"stages must be of {', '.join(STAGES)}, not {stages!r}", param="stages")
+        sizes = tuple(int(size) for size in mb.split(",") if size.strip().isdecimal())
+        if not sizes or min(sizes) < 10 or ",".join(map(str, sizes)) != mb.replace(" ", ""):
+            raise BadRequest(f"sizes are numbers from 10 on, with commas between them, not {mb!r}", param="mb")
+        parsed = Rate.parse(rate)
+        check_folder(json_file)
+    with one_line("vllm", StreamFailed, OSError, TimeoutError):
+        rows, alone = asyncio.run(
+            until_signal(
+                "vllm",
+                lambda folder: measure(python, sizes, chosen, parsed, folder, repetitions=repetitions, say=say),
+            )
+        )
+    asked = f"blitzscale bench vllm --mb {mb} --stages {','.join(chosen)} --rate {rate} --repetitions {repetitions}"
+    documents = [row.document() for row in rows]
+    processes = [one.document() for one in alone]
+    write(
+        json_file,
+        {"vllm": documents, "vllm_alone": processes, "rate": rate} | {"machine": machine.describe(), "command": asked},
+    )
+    table = Table(title="a model of vLLM that sleeps", title_justify="left")
+    keys = ("waits", "mb", "first_token_s", "first_token_worst_s", "ideal_s", "over_ideal", "weights_s", "start_s")
+    for key in keys:
+        table.add_column(key.replace("_", " "), justify="left" if key == "waits" else "right")
+    for row in documents:
+        table.add_row(*(str(row[key]) for key in keys))
+    console = Console()
+    console.print(table)
+    for one in processes:
+        console.print(f"vLLM alone, {one['mb']} MB: {one['cold_s']} s, {one['warm_s']} s from the page cache")
+    for row in documents:
+        if row["waits"] == "started" and row["mb"] >= 400:
+            met = "met" if row["over_ideal"] <= AIM_STARTED else "missed"
+            console.print(f"started, {row['mb']} MB: {row['over_ideal']} of the ideal, aim <= {AIM_STARTED}: {met}")
