@@ -186,7 +186,7 @@ def _process_s(python: str, path: Path) -> float:
     began_s = time.perf_counter()
     script = Path(__file__).with_name("vllm_process.py")
     with subprocess.Popen(
-        [python, str(script), str(path)],
+        [python, "-I", str(script), str(path)],  # not with this folder, whose vllm.py is another one
         env=environment | {"VLLM_PLUGINS": "none"},
         cwd=path,
         stdout=subprocess.PIPE,
