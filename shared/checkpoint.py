@@ -293,8 +293,8 @@ def _generic_layout(
 ) -> ArenaLayout:
     if not found:
         raise BadCheckpoint(f"{source}: no tensors")
-    units = generic_units(found)
     try:
+        units = generic_units(found)
         layout = layout_of(generic_spec(config, generation, units, manifest_digest(units)))
     except ValueError as error:
         raise BadCheckpoint(f"{CONFIG_FILE}: {error}") from error

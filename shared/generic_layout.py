@@ -65,6 +65,9 @@ def _num_bytes(entries: Mapping[str, TensorEntry], names: list[str]) -> int:
 def generic_units(entries: Mapping[str, TensorEntry]) -> tuple[Unit, ...]:
     """The units of a checkpoint with these tensors, of which the first is the manifest. Raises ``BadCheckpoint`` for
     more than a manifest has room for."""
+    for name in entries:
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise BadCheckpoint(f"tensor {name!r:.200}: its name is no text")
     units: list[tuple[list[Slot], int]] = []
     manifest: list[list[ManifestTensor]] = []
     for names in _units(entries):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Literal
 
 import msgspec
@@ -91,6 +92,17 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     def basics(self) -> AnySpec:
         """What is known of it, whatever computes it."""
         return self.spec or self.generic or NOTHING_KNOWN
+
+    @property
+    def kind(self) -> str:
+        """Equal for models that differ in nothing but their weights, and are served alike by an engine of others."""
+        told = (
+            self.layout_hash,
+            sorted((file.name, file.sha256) for file in self.files),
+            self.engine,
+            self.engine_args,
+        )
+        return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,14 +204,16 @@ class HostCopy(msgspec.Struct, frozen=True, kw_only=True):
 class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     """An engine of others that has started, and waits on a spare worker for its next instance."""
 
+    kind: Annotated[str, Meta(max_length=64)]
+    """Of the models that it could serve (``ModelRecord.kind``)."""
     model_hash: Annotated[str, Meta(max_length=64)]
     """Whose weights it has."""
-    layout_hash: Annotated[str, Meta(max_length=64)] = ""
-    """Of the models whose weights it would take instead; empty: of none."""
+    takes_others: bool = False
+    """Other weights of this kind may come into it."""
 
-    def is_for(self, model: ModelRecord) -> bool:
-        """Whether an instance of the model begins with it."""
-        return self.model_hash == model.model_hash or self.layout_hash == model.layout_hash
+    def is_for(self, kind: str, model_hash: str) -> bool:
+        """Whether an instance of a model of this kind begins with it."""
+        return self.kind == kind and (self.takes_others or self.model_hash == model_hash)
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.v1"):

@@ -167,7 +167,7 @@ def test_what_its_configuration_says_is_known() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, {"vocab_size": 0, "max_position": 1, "kv_bytes_per_token": 0}),
+        ({}, {"vocab_size": 300, "max_position": 2048, "kv_bytes_per_token": 0}),
         ({"vocab_size": 300}, {"vocab_size": 300, "max_position": 2048}),
         ({"vocab_size": 300, "n_positions": 77}, {"max_position": 77}),
         (
@@ -180,8 +180,29 @@ def test_what_its_configuration_says_is_known() -> None:
                 "max_position_embeddings": 100,
                 "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50},
             },
-            {"max_position": 200},
+            {"max_position": 100},
         ),
+        (
+            {"vocab_size": 9, "n_positions": 100, "rope_parameters": {"rope_type": "linear", "factor": 2.5}},
+            {"max_position": 250},
+        ),
+        (
+            {
+                "vocab_size": 9,
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 100,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            {"max_position": 100},
+        ),
+        ({"vocab_size": 9, "max_position_embeddings": 100, "seq_length": 60}, {"max_position": 60}),
+        ({"vocab_size": 9, "eos_token_id": [3, 9, 12]}, {"eos_token_ids": (3,)}),
+        (
+            {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32, "kv_lora_rank": 8},
+            {"kv_bytes_per_token": 0},
+        ),
+        ({"num_attention_heads": [4], "hidden_size": "x", "num_hidden_layers": 0}, {"kv_bytes_per_token": 0}),
+        ({"dtype": ["bfloat16"]}, {"dtype": ""}),
         ({"vocab_size": 9, "max_position_embeddings": 100, "rope_scaling": {"type": "llama3", "factor": 8}},
          {"max_position": 100}),
         (
@@ -203,9 +224,8 @@ def test_configurations_of_all_kinds(config: dict[str, Any], expected: dict[str,
         {"vocab_size": "many"},
         {"vocab_size": 9, "max_position_embeddings": 0},
         {"vocab_size": 9, "eos_token_id": "x"},
-        {"vocab_size": 9, "rope_scaling": {"type": "yarn", "factor": "x"}},
-        {"vocab_size": 9, "rope_scaling": {"type": "yarn", "factor": -2}},
-        {"hidden_size": 1 << 40, "num_attention_heads": 1, "num_hidden_layers": 1},
+        {"vocab_size": 9, "rope_scaling": {"type": "linear", "factor": "x"}},
+        {"vocab_size": 9, "rope_scaling": {"type": "dynamic", "factor": -2}},
     ],
 )
 def test_numbers_that_fit_no_model_are_refused_by_name(config: dict[str, Any], tmp_path: Path) -> None:
@@ -214,12 +234,17 @@ def test_numbers_that_fit_no_model_are_refused_by_name(config: dict[str, Any], t
 
 
 def test_a_language_model_needs_its_tokenizer_and_others_do_not(tmp_path: Path) -> None:
-    path = write(tmp_path, MIXED)
+    path = write(tmp_path, {"unet.down.0.weight": torch.zeros(3), "unet.conv_in.bias": torch.zeros(1)})
     (path / "tokenizer.json").unlink()
     assert inspect_checkpoint(path, generic=True).layout.of.vocab_size == 0
     (path / "config.json").write_text(json.dumps({"vocab_size": 300}))
     with pytest.raises(BadCheckpoint, match=r"tokenizer\.json: missing"):
         inspect_checkpoint(path, generic=True)
+
+
+def test_names_that_are_no_text_are_refused() -> None:
+    with pytest.raises(BadCheckpoint, match="no text"):
+        generic_units(entries_of("layers.0.\ud800"))
 
 
 def test_no_tensors_are_no_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import subprocess
 import time
@@ -19,6 +20,7 @@ from services.worker.engine.loop import StepOutput
 from services.worker.memory.arena import Arena
 from services.worker.memory.loader import load_unit
 from services.worker.memory.weight_copy import WeightCopy
+from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.engine import VllmEngine
 from services.worker.vllm.warm import Shape, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
@@ -72,12 +74,16 @@ class Serving:
             SchedulerConfig(num_blocks=128, block_size=16, context_tokens=CONTEXT_TOKENS, max_num_sequences=8),
             str(path),
             ARGUMENTS,
-            self.checkpoint.layout.of.eos_token_ids,
+            words.Tokenizer(
+                file=str(path / "tokenizer.json"),
+                sha256=hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest(),
+                end_ids=self.checkpoint.layout.of.eos_token_ids,
+            ),
             WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte),
             self._put,
             self.failures.append,
             warm=warm,
-            shape=Shape(layout.hash, (), (), 1),
+            shape=Shape(layout.hash, (), 1),
             model_hash=self.checkpoint.model_hash,
             check=lambda: None,
         )

@@ -149,6 +149,27 @@ async def test_a_grammar_that_fails_ends_its_request_alone(serving: Serving) -> 
     assert (await serving.ends("beside")).finish_reason == "length"
 
 
+async def test_a_limit_that_one_answer_meets_is_not_the_others(serving: Serving) -> None:
+    costly = Grammar(kind="regex", text="((a|b|ab|ba|aab){1,1000}c?){1,1000}")
+    bias = ((ord("c"), -100.0),)
+    await serving.submit("costly", [1, 2], grammar=costly, max_tokens=500, temperature=1.0, logit_bias=bias)
+    end = await serving.ends("costly")
+    assert end.error is not None
+    assert end.error.code == BadRequest.code
+    for number in range(3):
+        await serving.run(f"after{number}", [1, 2], grammar=costly, max_tokens=6)
+        assert serving.parts[f"after{number}"][-1].finish_reason == "length"
+
+
+async def test_an_answer_with_a_grammar_heeds_its_own_stops(serving: Serving) -> None:
+    digits = Grammar(kind="regex", text="[0-9]{30}")
+    stops = tuple(range(ord("0"), ord("9")))
+    early = await serving.run("early", PROMPTS[1], grammar=digits, stop_token_ids=stops, max_tokens=100)
+    late = await serving.run("late", PROMPTS[1], grammar=digits, stop_token_ids=stops, min_tokens=10, max_tokens=100)
+    assert len(early) < 10 < len(late)
+    assert late[:9] == [ord("9")] * 9
+
+
 async def test_what_has_no_room_is_refused_and_what_has_ended_ends(serving: Serving) -> None:
     with pytest.raises(ContextLengthExceeded):
         await serving.submit("long", [1] * CONTEXT_TOKENS)

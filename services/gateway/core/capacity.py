@@ -98,7 +98,7 @@ class Capacity:
         if record.engine:
             # Its KV is not the worker's.
             most = record.engine_args.max_model_len if record.engine_args is not None else None
-            return longest if most is None else min(longest, most)
+            return longest if most is None else most
         offer = self._offers.get(record.engine)
         if offer is None or not self._judges(now_s) or record.weights_bytes > offer.largest_bytes:
             return longest

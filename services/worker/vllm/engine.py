@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -25,7 +24,6 @@ from services.worker.vllm.front_process import FrontProcess
 from services.worker.vllm.warm import Shape, Started, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
 from shared.aio import in_thread
-from shared.checkpoint import TOKENIZER_FILE
 from shared.engines import OTHERS
 from shared.errors import (
     BadRequest,
@@ -41,7 +39,7 @@ from shared.errors import (
 from shared.grammars import limits_of, llguidance_text
 from shared.messages.common import ErrorInfo
 from shared.messages.destinations import SendBack
-from shared.messages.generation import FinishReason, SamplingParams, StreamPart, TokenLogprobs
+from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ Key = tuple[str, int]
 T = TypeVar("T")
 GUIDE = "response_format"
 LOOK_S = 1.0
-HUNG_S, HUNG_STEPS = 60.0, 10.0
+HUNG_S, HUNG_STEPS = 300.0, 10.0
 """Requests wait, and nothing is computed: so long, and so many times the longest step that was seen."""
 START_S = OTHERS["vllm"].start_s
 """Longest that vLLM may take from the start of its process until it serves."""
@@ -64,7 +62,7 @@ class VllmEngine:
         limits: SchedulerConfig,
         path: str,
         arguments: Mapping[str, int | float | str | bool],
-        end_ids: Sequence[int],
+        tokenizer: words.Tokenizer,
         weights: WeightsServer,
         on_output: Callable[[StepOutput], None],
         on_failure: Callable[[BlitzError], None],
@@ -75,12 +73,12 @@ class VllmEngine:
         check: Callable[[], None],
     ) -> None:
         """``path``: the model's directory. ``arguments``: of vLLM's engine, checked; they are part of ``shape``.
-        ``end_ids``: tokens that end an answer. ``on_failure``: it serves nothing any more. ``warm``: whose processes it
-        uses. ``check``: raises ``BlitzError`` unless the directory is as it was registered; in a thread."""
+        ``on_failure``: it serves nothing any more. ``warm``: whose processes it uses. ``check``: raises ``BlitzError``
+        unless the directory is as it was registered; in a thread."""
         self.limits = limits
         self._path = path
         self._arguments = dict(arguments)
-        self._end_ids = tuple(end_ids)
+        self._tokenizer = tokenizer
         self._weights = weights
         self._on_output = on_output
         self._on_failure = on_failure
@@ -126,18 +124,22 @@ class VllmEngine:
         try:
             self._warm.check(self._shape)
             await in_thread(self._check)
+            if self._is_stopped():
+                return
             started = self._warm.take_started(self._shape, self._model_hash)
             front = self._front = started.front if started is not None else await self._warm.take()
             if self._is_stopped():  # meanwhile
-                front.close()
+                self._front = None
+                self._warm.give_back(front)
                 return
             front.attach(self._on_word, self._on_end)
             if started is not None:
                 self._go_on(front, started)
             elif front.imported is not None:
                 self._on_word(front.imported)
-        except (BlitzError, OSError) as error:
-            self._on_end(str(error))
+        except Exception as error:  # whatever it is, nobody must wait for it
+            log.warning("no vLLM: %s", error, exc_info=not isinstance(error, BlitzError | OSError))
+            self._on_end(str(error) or type(error).__name__)
 
     def _go_on(self, front: FrontProcess, started: Started) -> None:
         self._takes_others = started.takes_others
@@ -155,18 +157,16 @@ class VllmEngine:
 
     async def _watch_steps(self) -> None:
         """What hangs is no engine: requests go on elsewhere."""
-        longest_s, num_steps, last_s = 0.0, self._load.num_steps, time.monotonic()
+        longest_s, num_steps, still_s = 0.0, self._load.num_steps, 0.0
         while True:
             await asyncio.sleep(LOOK_S)
-            now_s = time.monotonic()
+            still_s += LOOK_S  # not by the clock: this process may have stood still, too
             if not self._requests or self._load.num_steps != num_steps:
                 if self._requests:
-                    longest_s = max(longest_s, now_s - last_s)
-                num_steps, last_s = self._load.num_steps, now_s
-            elif now_s - last_s > max(HUNG_S, HUNG_STEPS * longest_s):
-                self._on_end(
-                    f"vLLM has computed nothing for {now_s - last_s:.0f} s, with {len(self._requests)} requests"
-                )
+                    longest_s = max(longest_s, still_s)
+                num_steps, still_s = self._load.num_steps, 0.0
+            elif still_s > max(HUNG_S, HUNG_STEPS * longest_s):
+                self._on_end(f"vLLM has computed nothing for {still_s:.0f} s, with {len(self._requests)} requests")
                 return
 
     def _listen(self, front: FrontProcess) -> str:
@@ -185,7 +185,9 @@ class VllmEngine:
                 await asyncio.shield(self._started)
         except TimeoutError:
             said = self._front.last_words if self._front is not None else "it has no process"
-            raise EngineBroken(f"vLLM did not start within {START_S:g} s: {said}") from None
+            why = f"vLLM did not start within {START_S:g} s: {said}"
+            self._warm.failed(self._shape, why)
+            raise EngineBroken(why) from None
 
     def stop(self, error: BlitzError | None = None) -> None:
         """See ``ServingEngine``."""
@@ -222,7 +224,7 @@ class VllmEngine:
             start = words.Start(
                 path=self._path,
                 arguments=self._arguments,
-                tokenizer=words.Tokenizer(file=str(Path(self._path) / TOKENIZER_FILE), end_ids=self._end_ids),
+                tokenizer=self._tokenizer,
                 weights=self._listen(front),
                 kv_gib=self._shape.kv_gib,
             )
@@ -262,7 +264,7 @@ class VllmEngine:
     def _submit(self, sequence: ActiveSequence) -> None:
         if sequence.key in self._requests:
             raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
-        if sequence.is_guided and not self._end_ids:
+        if sequence.is_guided and not self._tokenizer.end_ids:
             raise UnsupportedParameter("no answer of this model ends, and so none follows a grammar", param=GUIDE)
         if sequence.num_to_score:
             raise NO_PROMPT_LOGPROBS
@@ -275,7 +277,7 @@ class VllmEngine:
         if len(self._requests) >= self.limits.max_num_sequences + self.limits.max_queued_requests:
             raise Overloaded(f"{len(self._requests)} requests are here")
         try:
-            word = _add(sequence, self.limits.limit_tokens, self._end_ids)
+            word = _add(sequence, self.limits.limit_tokens, self._tokenizer.end_ids)
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"response_format: no answer can follow this: {error}", param=GUIDE) from error
         sequence.arrived_s = time.monotonic()
@@ -434,13 +436,19 @@ def _error(sequence: ActiveSequence, said: str) -> BlitzError:
     return Internal(said)
 
 
-def _guide(params: SamplingParams) -> words.Guide | None:
+def _guide(sequence: ActiveSequence) -> words.Guide | None:
     """Raises ``ValueError`` for a text that is no grammar."""
+    params = sequence.params
     grammar = params.grammar
     if grammar is None:
         return None
     least = params.max_tokens if params.ignore_eos else params.min_tokens
-    return words.Guide(text=llguidance_text(grammar), limits=asdict(limits_of(grammar)), min_tokens=least)
+    return words.Guide(
+        text=llguidance_text(grammar),
+        limits=asdict(limits_of(grammar)),
+        min_tokens=least,
+        stop_ids=tuple(sorted(sequence.stop_ids)),
+    )
 
 
 def _add(sequence: ActiveSequence, limit_tokens: int, end_ids: tuple[int, ...]) -> words.Add:
@@ -453,7 +461,7 @@ def _add(sequence: ActiveSequence, limit_tokens: int, end_ids: tuple[int, ...]) 
         token_ids=tuple(sequence.tokens),
         num_output=num_output,
         cache_salt=sequence.cache_scope,
-        guide=_guide(params),
+        guide=_guide(sequence),
         sampling=words.Sampling(
             max_tokens=max(1, min(params.max_tokens - num_output, limit_tokens - sequence.num_tokens)),
             min_tokens=max(0, params.min_tokens - num_output),

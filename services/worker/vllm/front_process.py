@@ -85,7 +85,7 @@ class FrontProcess:
         environment |= _OURS | {"OMP_NUM_THREADS": str(threads)}
         try:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once; the operator names it
-                [self._python, "-m", "blitz_vllm", str(path)],
+                [self._python, "-m", "blitz_vllm", str(path), str(os.getpid())],
                 env=environment,
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
@@ -94,7 +94,7 @@ class FrontProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            self.ended.set()
+            self.close()
             raise EngineBroken(f"BLITZ_VLLM_PYTHON={self._python}: {error.strerror}") from error
         # Threads of their own: those of the default executor are few, and these take as long as the process lives.
         for work in (self._read_lines, self._wait):
@@ -114,6 +114,7 @@ class FrontProcess:
         assert self._process is not None
         status = self._process.wait()
         self._kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.ended.set()
         with contextlib.suppress(RuntimeError):  # the loop has ended before
             self._loop.call_soon_threadsafe(self._over, f"vLLM's process ended with {status}: {self.last_words}")
@@ -135,7 +136,7 @@ class FrontProcess:
 
     def _over(self, why: str) -> None:
         if not self._is_over:
-            self._is_over = True
+            self.close()
             self._on_end(why)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -179,13 +180,11 @@ class FrontProcess:
         if self._writer is not None:
             self._writer.close()
         if self._process is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
             self.ended.set()
         elif not self.ended.is_set():
             threading.Timer(LEAVE_S, self._kill).start()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end, and that of all that it has started; False if it is still there."""
-        if not self.ended.wait(timeout_s):
-            return False
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return True
+        return self.ended.wait(timeout_s)

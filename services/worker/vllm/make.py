@@ -11,10 +11,11 @@ from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.device.memory import SharedMemory
 from services.worker.engine.loop import StepOutput
 from services.worker.memory.weight_copy import WeightCopy
+from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.engine import VllmEngine
 from services.worker.vllm.warm import Shape, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
-from shared.checkpoint import CONFIG_FILES, check_file, read_file
+from shared.checkpoint import CONFIG_FILES, TOKENIZER_FILE, check_file, read_file
 from shared.engine_args import EngineArgs
 from shared.errors import BadCheckpoint, BlitzError, Conflict
 from shared.messages.registry import ModelRecord
@@ -51,7 +52,7 @@ def make_vllm(
     limits = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=block_size,
-        context_tokens=min(args.max_model_len or spec.max_position, spec.max_position),
+        context_tokens=args.max_model_len or spec.max_position,  # which vLLM compares with its own of the model
         max_num_sequences=args.max_num_seqs or config.max_running_requests,
         max_batch_tokens=args.max_num_batched_tokens or config.max_batch_tokens,
         max_queued_requests=config.max_queued_requests,
@@ -65,14 +66,17 @@ def make_vllm(
         limits,
         record.path,
         arguments,
-        spec.eos_token_ids,
+        words.Tokenizer(
+            file=str(Path(record.path) / TOKENIZER_FILE),
+            sha256=next((file.sha256 for file in record.files if file.name == TOKENIZER_FILE), ""),
+            end_ids=spec.eos_token_ids,
+        ),
         WeightsServer(copy, memory.descriptor, memory.first_byte),
         on_output,
         on_failure,
         warm=warm,
         shape=Shape(
-            copy.layout.hash,
-            tuple((file.name, file.sha256) for file in record.files),
+            record.kind,
             tuple(sorted(arguments.items())),
             kv_gib,
         ),
@@ -82,7 +86,8 @@ def make_vllm(
 
 
 def _check_files(record: ModelRecord) -> None:
-    """vLLM reads the model's configuration itself. Raises ``CheckpointChanged``, ``BadCheckpoint``."""
-    for name in CONFIG_FILES:
+    """vLLM reads the model's configuration itself, and masks are made by its tokenizer. Raises ``CheckpointChanged``,
+    ``BadCheckpoint``."""
+    for name in (*CONFIG_FILES, TOKENIZER_FILE):
         file = Path(record.path) / name
         check_file(record.files, file, read_file(file))

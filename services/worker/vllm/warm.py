@@ -37,9 +37,8 @@ MIN_AVAILABLE = 0.1
 class Shape:
     """What a started vLLM cannot change any more: of equal ones, one can take the other's weights."""
 
-    layout_hash: str
-    files: tuple[tuple[str, str], ...]
-    """Names and digests of the files beside the weights."""
+    kind: str
+    """``ModelRecord.kind``: of the layout, the files beside the weights, and what the engine was told."""
     arguments: tuple[tuple[str, int | float | str | bool], ...]
     kv_gib: int
 
@@ -92,12 +91,23 @@ class WarmFronts:
         return await self._new()
 
     async def _new(self) -> FrontProcess:
-        front = FrontProcess(self._python)
+        try:
+            front = FrontProcess(self._python)
+        except OSError as error:
+            raise EngineBroken(f"no folder for a process of vLLM: {error.strerror}") from error
         try:
             await front.start(threads=self._threads)
         except OSError as error:
+            front.close()
             raise EngineBroken(f"no process of vLLM: {error.strerror}") from error
         return front
+
+    def give_back(self, front: FrontProcess) -> None:
+        """It was taken, and is not needed."""
+        if self._imported is None and not front.is_over:
+            self._imported = front
+        else:
+            front.close()
 
     @property
     def engine(self) -> WarmEngine | None:
@@ -105,8 +115,7 @@ class WarmFronts:
         started = self._started
         if started is None or started.front.is_over:
             return None
-        takes = started.shape.layout_hash if started.takes_others else ""
-        return WarmEngine(model_hash=started.model_hash, layout_hash=takes)
+        return WarmEngine(kind=started.shape.kind, model_hash=started.model_hash, takes_others=started.takes_others)
 
     def check(self, shape: Shape) -> None:
         """Raises ``EngineBroken`` where starting one has failed too often to try it again now."""
@@ -131,10 +140,16 @@ class WarmFronts:
             return False
         self.drop_started()
         self._started = started
-        started.front.attach(lambda _word: None, self._forget_started)
+        started.front.attach(self._heard_waiting, self._forget_started)
         if self._watching is None or self._watching.done():
             self._watching = self._tasks.start(self._watch_memory())
         return True
+
+    def _heard_waiting(self, word: words.ToWorker) -> None:
+        """Of the one that waits."""
+        if isinstance(word, words.Failed):
+            log.warning("a vLLM that waited for its next instance has failed: %s", word.reason)
+            self.drop_started()
 
     def _forget_started(self, why: str) -> None:
         log.warning("a vLLM that waited for its next instance is gone: %s", why)

@@ -14,6 +14,8 @@ from shared.aio import OwnedTasks
 
 log = logging.getLogger(__name__)
 
+ALIVE_S = 10.0
+"""Where nothing comes, it is said that this worker lives, and waits, too."""
 LOOK_S = 0.005
 """How often it is looked whether more is ready, while weights come."""
 
@@ -47,16 +49,16 @@ class WeightsServer:
         memory = weights.Memory(num_bytes=self._first_byte + self._copy.layout.num_bytes, units=places)
         with connection, contextlib.suppress(ConnectionError):
             await self._send_descriptor(connection, words.frame(memory))
-            given = 0
+            given, said_s = 0, loop.time()
             while given < len(units):
                 ready = given
                 while ready < len(units) and self._copy.is_ready(ready):
                     ready += 1
-                if ready == given:
+                if ready == given and loop.time() < said_s + ALIVE_S:
                     await asyncio.sleep(LOOK_S)
                     continue
                 await loop.sock_sendall(connection, words.frame(weights.Ready(num_units=ready)))
-                given = ready
+                given, said_s = ready, loop.time()
 
     async def _send_descriptor(self, connection: socket.socket, frame: bytes) -> None:
         read_only = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY)

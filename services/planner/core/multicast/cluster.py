@@ -179,8 +179,8 @@ class Clusters:
 
         ``remaining_s``: how long instances that load by running plans will take, by (worker id, instance id); only
         those can be sources before they are whole. ``avoided``: workers that are not to load the model now, and why;
-        unless fewer than ``at_least`` others are spare. ``num_wanted``: so many are looked for; those where the model's
-        engine waits come first.
+        unless fewer than ``at_least`` others are spare. ``num_wanted``: so many are looked for; if the model's
+        engine waits on as many, it is these.
         """
         mine = self._by_hash.get(model.model_hash, ())
         holders = {r.worker.worker_id for r in mine if _holds_on_host(r, model)}
@@ -233,12 +233,14 @@ class Clusters:
     def _cold(
         self, spare: Iterable[WorkerInfo], shunned: Collection[str], model: ModelRecord, num_wanted: int
     ) -> dict[str, str]:
-        """Of the others, those that are not needed beside the workers where the model's engine waits, and why."""
+        """Of the others, those where the model's engine does not wait, if it waits on enough; and why."""
         rest = [worker.worker_id for worker in spare if worker.worker_id not in shunned]
         records = (self.records[self._index[worker_id]] for worker_id in rest)
-        warm = {r.worker.worker_id for r in records if r.warm is not None and r.warm.is_for(model)}
-        cold = sorted(worker_id for worker_id in rest if worker_id not in warm)
-        return dict.fromkeys(cold[max(0, num_wanted - len(warm)) :], WAITS_ELSEWHERE) if warm else {}
+        kind = model.kind
+        warm = {r.worker.worker_id for r in records if r.warm is not None and r.warm.is_for(kind, model.model_hash)}
+        if not 0 < num_wanted <= len(warm):
+            return {}
+        return {worker_id: WAITS_ELSEWHERE for worker_id in sorted(rest) if worker_id not in warm}
 
     def _is_spare_for(self, worker_id: str, model: ModelRecord) -> bool:
         worker = self._spare.get(worker_id)

@@ -1,4 +1,4 @@
-"""``python -m blitz_vllm SOCKET``: serve the worker that listens there, until it goes."""
+"""``python -m blitz_vllm SOCKET PID``: serve the worker that listens there and has this id, until it goes."""
 
 from __future__ import annotations
 
@@ -72,8 +72,10 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
 
 def main() -> None:
     """Ends with everything that it has started."""
-    os.register_at_fork(after_in_child=plugin.die_with_parent)
-    plugin.die_with_parent()  # it may import, or start, for minutes before it sees that the connection has ended
+    plugin.forks_die_with_parents()
+    plugin.die_with_parent(
+        int(sys.argv[2])
+    )  # it may import, or start, for minutes before it sees that the connection has ended
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all: the worker says when
     status = 1
     try:

@@ -79,6 +79,8 @@ class Front:
         self._say = say
         self._engine: Any = None
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        """That were cancelled, and have not told vLLM yet."""
         self._outputs: list[words.Output] = []
         self._load = words.EngineLoad()
         self._steps: deque[words.Step] = deque(maxlen=MAX_STEPS)
@@ -127,6 +129,8 @@ class Front:
     async def fill(self, fill: words.Fill) -> None:
         """Other weights, and nothing of what was computed with the earlier ones."""
         began_s = time.monotonic()
+        if self._leaving:
+            await asyncio.wait(self._leaving)
         try:
             await self._refill(fill.weights)
             if not await self._engine.reset_prefix_cache():
@@ -215,6 +219,8 @@ class Front:
         """End it without a word."""
         if (task := self._running.pop(request.id, None)) is not None:
             task.cancel()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     async def _run(self, request: words.Add) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError

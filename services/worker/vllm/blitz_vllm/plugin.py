@@ -11,11 +11,19 @@ OURS = "BLITZ_VLLM_PARENT"
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Be killed as soon as the process that started this one has ended, whatever this one is doing."""
+def die_with_parent(parent: int) -> None:
+    """Be killed as soon as the process that started this one, of this id, has ended, whatever this one is doing."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it ended before that
+    if os.getppid() != parent:  # it ended before that
         os._exit(1)
+
+
+def forks_die_with_parents() -> None:
+    """Those that this process forks, and theirs."""
+    forking = [0]
+    os.register_at_fork(
+        before=lambda: forking.__setitem__(0, os.getpid()), after_in_child=lambda: die_with_parent(forking[0])
+    )
 
 
 def register() -> None:
@@ -24,7 +32,7 @@ def register() -> None:
     if parent is None:
         return
     if parent != str(os.getpid()):
-        die_with_parent()
+        die_with_parent(os.getppid())
     from . import grammars, weights
 
     weights.register()

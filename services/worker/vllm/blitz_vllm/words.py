@@ -19,6 +19,8 @@ class Tokenizer(msgspec.Struct, frozen=True, kw_only=True):
 
     file: str
     """``tokenizer.json``."""
+    sha256: str
+    """Of its content, as it was registered. Empty: there is none."""
     end_ids: tuple[int, ...]
     """Tokens that end an answer."""
 
@@ -32,6 +34,8 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True):
     """llguidance's, by their names there."""
     min_tokens: int = 0
     """The answer, with what was put out before, may not end before, unless nothing else is left."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the request, besides."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

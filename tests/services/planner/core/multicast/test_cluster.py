@@ -165,14 +165,17 @@ def test_where_nobody_offers_the_engine_this_is_the_reason() -> None:
 
 @pytest.mark.parametrize(
     ("num_wanted", "expected"),
-    [(1, ["w1", "w3"]), (2, ["w1", "w3"]), (3, ["w0", "w1", "w3"]), (9, ["w0", "w1", "w2", "w3"])],
+    [(1, ["w1", "w3"]), (2, ["w1", "w3"]), (3, ["w0", "w1", "w2", "w3"])],
 )
 def test_workers_where_the_models_engine_waits_come_first(num_wanted: int, expected: list[str]) -> None:
     theirs = model("v", engine="vllm")
+    others = model("v", engine="vllm", model_hash="another")
+    unlike = model("v", engine="vllm", layout_hash="unlike")
     warm = {
-        "w1": WarmEngine(model_hash=theirs.model_hash),
-        "w2": WarmEngine(model_hash="another"),
-        "w3": WarmEngine(model_hash="another", layout_hash=theirs.layout_hash),
+        "w0": WarmEngine(kind=unlike.kind, model_hash=theirs.model_hash, takes_others=True),
+        "w1": WarmEngine(kind=theirs.kind, model_hash=theirs.model_hash),
+        "w2": WarmEngine(kind=others.kind, model_hash=others.model_hash),
+        "w3": WarmEngine(kind=others.kind, model_hash=others.model_hash, takes_others=True),
     }
     records = [
         msgspec.structs.replace(worker_record(f"w{i}", engines=("vllm",)), warm=warm.get(f"w{i}")) for i in range(4)
