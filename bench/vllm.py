@@ -153,9 +153,9 @@ async def _wakes(
         for number in range(repetitions + 1):
             await sleeper.asleep()
             await asyncio.to_thread(_settle)
-            await stack.wait_quiet()
             if number:
                 rates.append(await asyncio.to_thread(bandwidth.link, network, checkpoint.layout.num_bytes))
+            await stack.wait_quiet()  # what goes over the link now, a plan keeps away from
             received = network.received_bytes()
             wake = await sleeper.wake()
             network.require_received(received, {1: checkpoint.layout.num_bytes})

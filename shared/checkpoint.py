@@ -21,7 +21,7 @@ from shared.errors import BadCheckpoint, CheckpointChanged
 from shared.generic_layout import generic_units, manifest_digest
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.registry import FileDigest
-from shared.model_spec import ModelSpec
+from shared.model_spec import ALIGN_BYTES, ModelSpec
 from shared.models.families import parse_config
 from shared.models.generic import generic_spec
 from shared.safetensors_header import WEIGHT_DTYPES, TensorEntry, read_header
@@ -295,7 +295,9 @@ def _generic_layout(
         raise BadCheckpoint(f"{source}: no tensors")
     try:
         units = generic_units(found)
-        layout = layout_of(generic_spec(config, generation, units, manifest_digest(units)))
+        pages = [unit.num_bytes // ALIGN_BYTES for unit in units]
+        embeddings = {slot.name: slot.shape for slot in units[1].slots}
+        layout = layout_of(generic_spec(config, generation, pages, embeddings, manifest_digest(units)))
     except ValueError as error:
         raise BadCheckpoint(f"{CONFIG_FILE}: {error}") from error
     return replace(layout, units=units)

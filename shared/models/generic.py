@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.errors import BadCheckpoint
-from shared.layout import Unit
-from shared.model_spec import ALIGN_BYTES, DTYPE_BYTES, MAX_SIZE, GenericSpec
+from shared.model_spec import DTYPE_BYTES, MAX_SIZE, GenericSpec
 from shared.models.config_values import positive_int, shown, token_ids
 
 _TEXT = ("text_config", "llm_config", "language_config")
@@ -26,20 +25,25 @@ _EMBEDDING = re.compile(r"(?:embed_tokens|word_embeddings|tok_embeddings|wte)\.w
 
 
 def generic_spec(
-    config: Mapping[str, Any], generation_config: Mapping[str, Any], units: tuple[Unit, ...], manifest_sha256: str
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any],
+    unit_pages: Sequence[int],
+    embeddings: Mapping[str, Sequence[int]],
+    manifest_sha256: str,
 ) -> GenericSpec:
-    """Of a checkpoint with these units. Raises ``BadCheckpoint``."""
+    """Of a checkpoint with these units. ``embeddings``: shapes of the tensors that precede the layers, by their names.
+    Raises ``BadCheckpoint``."""
     text = next((value for key in _TEXT if isinstance(value := config.get(key), Mapping)), config)
     names = config.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else ""
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         dtype = ""
-    vocab_size = positive_int(text, "vocab_size") if text.get("vocab_size") is not None else _embedded(units)
+    vocab_size = positive_int(text, "vocab_size") if text.get("vocab_size") is not None else _embedded(embeddings)
     ends = [*token_ids(text, "eos_token_id"), *token_ids(config, "eos_token_id")]
     begin = token_ids(text, "bos_token_id") or token_ids(config, "bos_token_id")
     all_ends = dict.fromkeys((*ends, *token_ids(generation_config, "eos_token_id")))
-    manifest, embed, *layers, final = (unit.num_bytes // ALIGN_BYTES for unit in units)
+    manifest, embed, *layers, final = unit_pages
     return GenericSpec(
         manifest_pages=manifest,
         embed_pages=embed,
@@ -57,9 +61,9 @@ def generic_spec(
     )
 
 
-def _embedded(units: tuple[Unit, ...]) -> int:
+def _embedded(embeddings: Mapping[str, Sequence[int]]) -> int:
     """Rows of the embedding, where the configuration leaves to its class how many there are. 0: it has none."""
-    rows = [slot.shape[0] for slot in units[1].slots if _EMBEDDING.search(slot.name) and len(slot.shape) == 2]
+    rows = [shape[0] for name, shape in embeddings.items() if _EMBEDDING.search(name) and len(shape) == 2]
     return max(rows, default=0)
 
 

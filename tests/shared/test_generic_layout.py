@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.pool.inspection import _inspect
+from services.pool.inspection import Inspections
 from services.worker.device.host import HOST
 from services.worker.memory.arena import Arena
 from services.worker.memory.loader import load_unit
@@ -252,12 +252,13 @@ def test_no_tensors_are_no_model(tmp_path: Path) -> None:
         inspect_checkpoint(write(tmp_path, {}), generic=True)
 
 
-def test_the_record_is_of_one_kind(tmp_path: Path) -> None:
-    record = _inspect(write(tmp_path, MIXED, vocab_size=300), "vllm")
+async def test_the_record_is_of_one_kind(tmp_path: Path) -> None:
+    inspections = Inspections()
+    record = await inspections.inspect(write(tmp_path, MIXED, vocab_size=300), "vllm", wait_s=60.0)
     assert record.spec is None
     assert record.basics == record.generic
     assert layout_of(record.basics).hash == record.layout_hash
-    ours = _inspect(tiny_checkpoint("llama"))
+    ours = await inspections.inspect(tiny_checkpoint("llama"), wait_s=60.0)
     assert ours.generic is None
     assert ours.basics == ours.spec
     without = msgspec.structs.replace(record, generic=None)

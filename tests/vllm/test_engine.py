@@ -152,12 +152,14 @@ async def test_a_grammar_that_fails_ends_its_request_alone(serving: Serving) -> 
 async def test_a_limit_that_one_answer_meets_is_not_the_others(serving: Serving) -> None:
     costly = Grammar(kind="regex", text="((a|b|ab|ba|aab){1,1000}c?){1,1000}")
     bias = ((ord("c"), -100.0),)
-    await serving.submit("costly", [1, 2], grammar=costly, max_tokens=500, temperature=1.0, logit_bias=bias)
+    await serving.submit(
+        "costly", [1, 2], grammar=costly, min_tokens=499, max_tokens=500, temperature=1.0, logit_bias=bias
+    )
     end = await serving.ends("costly")
     assert end.error is not None
     assert end.error.code == BadRequest.code
     for number in range(3):
-        await serving.run(f"after{number}", [1, 2], grammar=costly, max_tokens=6)
+        await serving.run(f"after{number}", [1, 2], grammar=costly, min_tokens=6, max_tokens=6)
         assert serving.parts[f"after{number}"][-1].finish_reason == "length"
 
 

@@ -78,11 +78,12 @@ async def test_it_says_what_vllm_says_alone_also_with_other_weights_and_back(
         serving = Serving(models[name], warm)
         await serving.start(pause_s=0.1)
         pids.append(serving.engine.pid)
-        others = serving.engine._takes_others
         try:
             assert await answers(serving) == expected[name]
         finally:
             await serving.close()
+        assert warm.engine is not None
+        others = warm.engine.takes_others
     assert others is (family not in STARTED_ANEW)
     assert len(set(pids)) == (1 if others else 3)
     warm.drop_started()

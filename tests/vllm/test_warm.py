@@ -74,12 +74,11 @@ async def test_the_next_instance_goes_on_with_it(models: dict[str, Path], warm: 
 
 async def test_another_shape_takes_another_process(models: dict[str, Path], warm: WarmFronts) -> None:
     await warm.prepare()
-    waiting = warm._imported
+    assert warm.num_waiting == 2
     before, _, _ = await served(models["first"], warm)
     await warm.prepare()
     other, _, _ = await served(models["another"], warm)
     assert other != before
-    assert waiting is not None
     await gone(before)
 
 
@@ -96,13 +95,13 @@ async def test_it_goes_when_memory_is_scarce(
     models: dict[str, Path], warm: WarmFronts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, _, _ = await served(models["another"], warm)
-    assert warm._started is not None
+    assert warm.engine is not None
     monkeypatch.setattr(warm_module, "MIN_AVAILABLE", 1.0)
     for _ in range(100):
-        if warm._started is None:
+        if warm.engine is None:
             break
         await asyncio.sleep(0.1)
-    assert warm._started is None
+    assert warm.engine is None
     await gone(before)
 
 
@@ -149,7 +148,7 @@ async def test_what_does_not_start_is_not_tried_without_end(
 async def test_none_waits_where_none_is_to(models: dict[str, Path]) -> None:
     none = WarmFronts(PYTHON, 1, "none")
     await none.prepare()
-    assert none._imported is None
+    assert none.num_waiting == 0
     serving = Serving(models["first"], none)
     await serving.start()
     pid = serving.engine.pid

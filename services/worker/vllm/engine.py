@@ -390,6 +390,8 @@ class VllmEngine:
             self._busy_s += now_s - self._loaded_at_s
         self._load, self._loaded_at_s = load, now_s
         for step in load.steps:
+            if min(step.prompt_tokens, step.decodes) < 0 or not step.prompt_tokens + step.decodes:
+                continue
             self._speed.stepped(step.prompt_tokens, step.decodes, step.seconds)
 
     def stats(self) -> LoopStats:

@@ -159,8 +159,12 @@ class FrontProcess:
         except Exception:  # a word that cannot be taken is as bad as one that cannot be read
             log.exception("a word of vLLM's process")
         # Without a connection it is of no use, whatever it does: ``_watch`` says that it has ended.
-        await asyncio.to_thread(self.ended.wait, LEAVE_S)
-        self._kill()
+        self._kill_later()
+
+    def _kill_later(self) -> None:
+        timer = threading.Timer(LEAVE_S, self._kill)
+        timer.daemon = True
+        timer.start()
 
     def say(self, word: msgspec.Struct) -> None:
         """Nothing, once it has ended. Raises ``ValueError`` for what is too long."""
@@ -183,7 +187,7 @@ class FrontProcess:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.ended.set()
         elif not self.ended.is_set():
-            threading.Timer(LEAVE_S, self._kill).start()
+            self._kill_later()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end, and that of all that it has started; False if it is still there."""

@@ -117,6 +117,11 @@ class WarmFronts:
             return None
         return WarmEngine(kind=started.shape.kind, model_hash=started.model_hash, takes_others=started.takes_others)
 
+    @property
+    def num_waiting(self) -> int:
+        """Processes that wait, or are about to."""
+        return sum(front is not None for front in (self._imported, self._started))
+
     def check(self, shape: Shape) -> None:
         """Raises ``EngineBroken`` where starting one has failed too often to try it again now."""
         failures, last_s, why = self._failures.get(shape, (0, 0.0, ""))

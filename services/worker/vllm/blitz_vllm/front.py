@@ -189,11 +189,12 @@ class Front:
             return
         prompts = iteration.prompt_token_stats
         num_prompt_tokens = prompts.computed
-        num_decodes = iteration.num_generation_tokens - len(iteration.time_to_first_tokens_iter)
+        # A request that failed with its first token has none.
+        num_decodes = max(0, iteration.num_generation_tokens - len(iteration.time_to_first_tokens_iter))
         if num_prompt_tokens + num_decodes > self._max_step_tokens:
             return  # pieces of it were in earlier steps, which do not say so
         if num_prompt_tokens or num_decodes:
-            self._steps.append(words.Step(num_prompt_tokens, max(0, num_decodes), now_s - began_s))
+            self._steps.append(words.Step(num_prompt_tokens, num_decodes, now_s - began_s))
 
     async def say_load_forever(self) -> None:
         """When it has changed."""
