@@ -21,7 +21,7 @@ from services.worker.core.scheduling.speed import SpeedEstimator
 from services.worker.engine.loop import LoopStats, StepOutput
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
-from services.worker.vllm.warm import Shape, Started, WarmFronts
+from services.worker.vllm.warm import Shape, StartedFront, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
 from shared.aio import in_thread
 from shared.engines import OTHERS
@@ -141,14 +141,14 @@ class VllmEngine:
             log.warning("no vLLM: %s", error, exc_info=not isinstance(error, BlitzError | OSError))
             self._on_end(str(error) or type(error).__name__)
 
-    def _go_on(self, front: FrontProcess, started: Started) -> None:
+    def _go_on(self, front: FrontProcess, started: StartedFront) -> None:
         self._takes_others = started.takes_others
         self._before = self._load = msgspec.structs.replace(started.load, running=0, waiting=0)
         if started.model_hash == self._model_hash:
             log.info("vLLM waited with the weights of this model")
             self._serves()
         else:
-            front.say(words.Fill(weights=self._listen(front)))
+            front.say(words.Refill(weights=self._listen(front)))
 
     def _serves(self) -> None:
         if not self._started.done():
@@ -200,7 +200,7 @@ class VllmEngine:
         front = self._front
         if front is not None and not self._is_kept:
             is_started = self._started.done() and not self._started.cancelled() and self._started.exception() is None
-            kept = Started(front, self._shape, self._model_hash, self._takes_others, self._load)
+            kept = StartedFront(front, self._shape, self._model_hash, self._takes_others, self._load)
             self._is_kept = is_well and is_started and self._warm.keep(kept)
             if not self._is_kept:
                 front.close()
@@ -438,14 +438,14 @@ def _error(sequence: ActiveSequence, said: str) -> BlitzError:
     return Internal(said)
 
 
-def _guide(sequence: ActiveSequence) -> words.Guide | None:
+def _guide(sequence: ActiveSequence) -> words.GuideWord | None:
     """Raises ``ValueError`` for a text that is no grammar."""
     params = sequence.params
     grammar = params.grammar
     if grammar is None:
         return None
     least = params.max_tokens if params.ignore_eos else params.min_tokens
-    return words.Guide(
+    return words.GuideWord(
         text=llguidance_text(grammar),
         limits=asdict(limits_of(grammar)),
         min_tokens=least,

@@ -44,7 +44,7 @@ class Shape:
 
 
 @dataclass(slots=True)
-class Started:
+class StartedFront:
     """A process that takes requests, of nobody at the moment."""
 
     front: FrontProcess
@@ -66,13 +66,13 @@ class WarmFronts:
         self._threads = threads
         self._stage = stage
         self._imported: FrontProcess | None = None
-        self._started: Started | None = None
+        self._started: StartedFront | None = None
         self._failures: dict[Shape, tuple[int, float, str]] = {}
         """Of starts in a row: how many, when the last one was (monotonic), and what it said."""
         self._tasks = OwnedTasks()
         self._watching: asyncio.Task[None] | None = None
 
-    def take_started(self, shape: Shape, model_hash: str) -> Started | None:
+    def take_started(self, shape: Shape, model_hash: str) -> StartedFront | None:
         """The one that waits, if this model's instance can go on with it; if not, it ends."""
         started, self._started = self._started, None
         if started is None or started.front.is_over:
@@ -139,7 +139,7 @@ class WarmFronts:
         """One of this shape did."""
         self._failures.pop(shape, None)
 
-    def keep(self, started: Started) -> bool:
+    def keep(self, started: StartedFront) -> bool:
         """Whether it may wait here for its next instance; if not, it is to be ended."""
         if self._stage != "started" or started.front.is_over or _is_scarce():
             return False

@@ -66,7 +66,7 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
             front.add(word)
         elif isinstance(word, words.Leave):
             front.cancel(word)
-        elif isinstance(word, words.Fill):
+        elif isinstance(word, words.Refill):
             await front.fill(word)  # requests come behind it
 
 

@@ -83,7 +83,7 @@ class Front:
         """That were cancelled, and have not told vLLM yet."""
         self._outputs: list[words.Output] = []
         self._load = words.EngineLoad()
-        self._steps: deque[words.Step] = deque(maxlen=MAX_STEPS)
+        self._steps: deque[words.EngineStep] = deque(maxlen=MAX_STEPS)
         self._step_began_s: float | None = None
         """When the step that runs began; None: none does."""
         self._max_step_tokens = 0
@@ -126,7 +126,7 @@ class Front:
             refills=_refills(config),
         )
 
-    async def fill(self, fill: words.Fill) -> None:
+    async def fill(self, fill: words.Refill) -> None:
         """Other weights, and nothing of what was computed with the earlier ones."""
         began_s = time.monotonic()
         if self._leaving:
@@ -194,7 +194,7 @@ class Front:
         if num_prompt_tokens + num_decodes > self._max_step_tokens:
             return  # pieces of it were in earlier steps, which do not say so
         if num_prompt_tokens or num_decodes:
-            self._steps.append(words.Step(num_prompt_tokens, num_decodes, now_s - began_s))
+            self._steps.append(words.EngineStep(num_prompt_tokens, num_decodes, now_s - began_s))
 
     async def say_load_forever(self) -> None:
         """When it has changed."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .words import NUM_OUTPUT, Guide, Tokenizer
+from .words import NUM_OUTPUT, GuideWord, Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def tell(tokenizer: Tokenizer) -> None:
     os.environ[TOKENIZER] = msgspec.json.encode(tokenizer).decode()
 
 
-def guided(params: dict[str, Any], guide: Guide) -> Any:
+def guided(params: dict[str, Any], guide: GuideWord) -> Any:
     """vLLM's parameters of a request that follows a grammar."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -99,7 +99,7 @@ class _Compiler:
         self._tokenizer: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
-    def fresh(self, guide: Guide) -> Any:
+    def fresh(self, guide: GuideWord) -> Any:
         """At the grammar's start, with an automaton of its own. Raises ``ValueError``."""
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -114,7 +114,7 @@ class _Compiler:
             raise ValueError(made.get_error()[:500])
         return made
 
-    def shared(self, guide: Guide) -> Any:
+    def shared(self, guide: GuideWord) -> Any:
         """At the grammar's start, with an automaton that others have, too."""
         key = _key(guide)
         with self._lock:
@@ -129,13 +129,13 @@ class _Compiler:
                     self._compiled.popitem(last=False)
         return made.deep_copy()
 
-    def forget(self, guide: Guide) -> None:
+    def forget(self, guide: GuideWord) -> None:
         """Its automaton has met a limit, and computes nothing more: who starts from now on has another one."""
         with self._lock:
             self._compiled.pop(_key(guide), None)
 
 
-def _key(guide: Guide) -> str:
+def _key(guide: GuideWord) -> str:
     return json.dumps([guide.text, guide.limits])
 
 
@@ -145,7 +145,7 @@ def _backend(told: Tokenizer, vocab_size: int, executor: ThreadPoolExecutor) -> 
     class Matcher(StructuredOutputGrammar):
         """Of one request. Errors are final: only an end may follow, and that is then refused."""
 
-        def __init__(self, compiler: _Compiler, guide: Guide) -> None:
+        def __init__(self, compiler: _Compiler, guide: GuideWord) -> None:
             self._compiler, self._guide = compiler, guide
             self._matcher = compiler.shared(guide)
             self._has_own = False
@@ -226,7 +226,7 @@ def _backend(told: Tokenizer, vocab_size: int, executor: ThreadPoolExecutor) -> 
             self._compiler = _Compiler(told, vocab_size)
 
         def compile_grammar(self, request_type: object, grammar_spec: str, **_: object) -> Matcher:  # noqa: ARG002
-            return Matcher(self._compiler, msgspec.json.decode(grammar_spec, type=Guide))
+            return Matcher(self._compiler, msgspec.json.decode(grammar_spec, type=GuideWord))
 
         def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
             import torch

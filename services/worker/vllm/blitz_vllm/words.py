@@ -25,7 +25,7 @@ class Tokenizer(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that end an answer."""
 
 
-class Guide(msgspec.Struct, frozen=True, kw_only=True):
+class GuideWord(msgspec.Struct, frozen=True, kw_only=True):
     """A grammar."""
 
     text: str
@@ -73,7 +73,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     tokenizer: Tokenizer
 
 
-class Fill(msgspec.Struct, frozen=True, kw_only=True, tag="fill"):
+class Refill(msgspec.Struct, frozen=True, kw_only=True, tag="refill"):
     """Take other weights of the same names, shapes and configuration. No request is running."""
 
     weights: str
@@ -90,7 +90,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """So many of the last of them are output: penalties count them as such."""
     sampling: Sampling
     cache_salt: str = ""
-    guide: Guide | None = None
+    guide: GuideWord | None = None
     """The grammar that prompt's output and what is to come follow."""
 
 
@@ -118,7 +118,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     block_size: int
     seconds: float
     refills: bool = False
-    """``Fill`` brings what a start does."""
+    """``Refill`` brings what a start does."""
 
 
 class Filled(msgspec.Struct, frozen=True, kw_only=True, tag="filled"):
@@ -157,7 +157,7 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     outputs: tuple[Output, ...]
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
+class EngineStep(msgspec.Struct, frozen=True, array_like=True):
     """Of all layers."""
 
     prompt_tokens: int
@@ -177,11 +177,11 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     generated_tokens_total: int = 0
     preemptions_total: int = 0
     num_steps: int = 0
-    steps: tuple[Step, ...] = ()
+    steps: tuple[EngineStep, ...] = ()
     """The newest since this was said last, as far as their times can be told."""
 
 
-ToProcess = Start | Fill | Add | Leave
+ToProcess = Start | Refill | Add | Leave
 ToWorker = Imported | Started | Filled | Failed | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
