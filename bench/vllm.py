@@ -102,12 +102,20 @@ class Alone:
 
 
 async def measure(
-    python: str, sizes_mb: Sequence[int], stages: Sequence[str], rate: Rate, folder: Path, *, repetitions: int, say: Say
+    python: str,
+    sizes_mb: Sequence[int],
+    stages: Sequence[str],
+    rate: Rate,
+    folder: Path,
+    *,
+    repetitions: int,
+    alone: bool,
+    say: Say,
 ) -> tuple[list[Row], list[Alone]]:
     """Raises ``LabUnavailable``, ``LabFailed``, ``StackError``, ``BlitzError`` and ``StreamFailed``; nothing is left
     behind."""
     rows: list[Row] = []
-    alone: list[Alone] = []
+    processes: list[Alone] = []
     for mb in sizes_mb:
         path = await asyncio.to_thread(make_checkpoint, folder / f"models-{mb}", round(mb * 1e6 / _MIB))
         checkpoint = inspect_checkpoint(path, with_hash=False, generic=True)
@@ -115,9 +123,11 @@ async def measure(
             rows.append(await _wakes(python, mb, checkpoint, stage, rate, folder / f"{stage}-{mb}", repetitions))
             found = rows[-1].document()
             say(f"{mb} MB, {stage} waits: {found['first_token_s']} s, {found['over_ideal']} of the ideal")
-        alone.append(await asyncio.to_thread(_alone, python, mb, checkpoint, min(repetitions, MAX_PROCESSES)))
-        say(f"{mb} MB, vLLM alone: {alone[-1].document()['cold_s']} s, {alone[-1].document()['warm_s']} s when cached")
-    return rows, alone
+        if alone:
+            processes.append(await asyncio.to_thread(_alone, python, mb, checkpoint, min(repetitions, MAX_PROCESSES)))
+            took = processes[-1].document()
+            say(f"{mb} MB, vLLM alone: {took['cold_s']} s, {took['warm_s']} s when cached")
+    return rows, processes
 
 
 async def _wakes(
@@ -210,6 +220,7 @@ def command(
     stages: Annotated[str, typer.Option(metavar="NAME,NAME", help="What waits.")] = ",".join(STAGES),
     rate: Annotated[str, typer.Option(help="Of the link to the other host, per direction.")] = "1gbit",
     repetitions: Annotated[int, typer.Option(min=1, max=100, help="Medians are reported.")] = 3,
+    alone: Annotated[bool, typer.Option(help="Measure vLLM by itself, too.")] = True,
     json_file: JsonFile = None,
 ) -> None:
     """The first token of a model of vLLM that sleeps, against the time that moving its weights takes at the least, by
@@ -228,19 +239,19 @@ def command(
         parsed = Rate.parse(rate)
         check_folder(json_file)
     with one_line("vllm", StreamFailed, OSError, TimeoutError):
-        rows, alone = asyncio.run(
+        rows, processes = asyncio.run(
             until_signal(
                 "vllm",
-                lambda folder: measure(python, sizes, chosen, parsed, folder, repetitions=repetitions, say=say),
+                lambda folder: measure(
+                    python, sizes, chosen, parsed, folder, repetitions=repetitions, alone=alone, say=say
+                ),
             )
         )
     asked = f"blitzscale bench vllm --mb {mb} --stages {','.join(chosen)} --rate {rate} --repetitions {repetitions}"
     documents = [row.document() for row in rows]
-    processes = [one.document() for one in alone]
-    write(
-        json_file,
-        {"vllm": documents, "vllm_alone": processes, "rate": rate} | {"machine": machine.describe(), "command": asked},
-    )
+    took = [one.document() for one in processes]
+    document = {"vllm": documents, "vllm_alone": took, "rate": rate, "machine": machine.describe(), "command": asked}
+    write(json_file, document)
     table = Table(title="a model of vLLM that sleeps", title_justify="left")
     keys = ("waits", "mb", "first_token_s", "first_token_worst_s", "ideal_s", "over_ideal", "weights_s", "start_s")
     for key in keys:
@@ -249,7 +260,7 @@ def command(
         table.add_row(*(str(row[key]) for key in keys))
     console = Console()
     console.print(table)
-    for one in processes:
+    for one in took:
         console.print(f"vLLM alone, {one['mb']} MB: {one['cold_s']} s, {one['warm_s']} s from the page cache")
     for row in documents:
         if row["waits"] == "started" and row["mb"] >= 400:

@@ -7,6 +7,7 @@ own, and has read what was put out elsewhere. Needs none of vLLM's tokenizers.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -37,16 +38,22 @@ def tell(tokenizer: Tokenizer) -> None:
 
 def guided(params: dict[str, Any], guide: GuideWord) -> Any:
     """vLLM's parameters of a request that follows a grammar."""
-    from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
+
+    follows = StructuredOutputsParams(grammar=msgspec.json.encode(guide).decode())
+    follows._backend = "guidance"
+    return _guided_params()(structured_outputs=follows, **params)
+
+
+@functools.cache
+def _guided_params() -> Any:
+    from vllm import SamplingParams
 
     class Guided(SamplingParams):
         def _validate_structured_outputs(self, *_: object) -> None:
             """The worker has checked the grammar, and vLLM has no tokenizer here."""
 
-    follows = StructuredOutputsParams(grammar=msgspec.json.encode(guide).decode())
-    follows._backend = "guidance"
-    return Guided(structured_outputs=follows, **params)
+    return Guided
 
 
 def install() -> None:
@@ -162,7 +169,10 @@ def _backend(told: Tokenizer, vocab_size: int, executor: ThreadPoolExecutor) -> 
                 return False
             self._has_own = True
             self._compiler.forget(self._guide)
-            self._matcher = self._compiler.fresh(self._guide)
+            try:
+                self._matcher = self._compiler.fresh(self._guide)
+            except ValueError:  # nothing that is raised here is this request's alone
+                return False
             return not self._taken or bool(self._matcher.consume_tokens(self._taken))
 
         def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:  # noqa: ARG002 - vLLM's word
