@@ -36,6 +36,12 @@ def num_cores(root: Path = _ROOT) -> int:
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
+def memory_left(root: Path = _ROOT) -> float:
+    """The share of its memory that the fullest of the process's groups may still take, 0 to 1; 1 without limits. Files
+    that are only cached do not count as taken."""
+    return min((left for folder in _groups(root, "memory") if (left := _left(folder)) is not None), default=1.0)
+
+
 def _narrowest(root: Path, controller: str, read: Callable[[Path], T | None]) -> T | None:
     found = [limit for folder in _groups(root, controller) if (limit := read(folder)) is not None]
     return min(found, default=None)
@@ -87,6 +93,19 @@ def _memory_bytes(folder: Path) -> int | None:
         match _words(folder / name):
             case [limit] if limit != "max" and int(limit) < _UNLIMITED_BYTES:
                 return int(limit)
+    return None
+
+
+def _left(folder: Path) -> float | None:
+    limit = _memory_bytes(folder)
+    if not limit:
+        return None
+    for usage, cached in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
+        match _words(folder / usage):
+            case [used]:
+                stat = _words(folder / "memory.stat")
+                reclaimable = dict(zip(stat[::2], stat[1::2], strict=False)).get(cached, "0")
+                return max(0.0, 1 - max(0, int(used) - int(reclaimable)) / limit)
     return None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.cgroup import GroupLimits, limits, num_cores
+from shared.cgroup import GroupLimits, limits, memory_left, num_cores
 
 V2 = "33 24 0:29 {of} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup rw,nsdelegate\n"
 V1 = (
@@ -95,3 +95,32 @@ def test_whole_cores_by_quota_and_mask(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(mask)))
     assert num_cores(machine(tmp_path, V2.format(of="/"), "0::/\n", cpu_dot_max=f"{quota} 100000")) == cores
+
+
+def test_what_is_left_of_the_memory_is_that_of_the_fullest_group(tmp_path: Path) -> None:
+    assert memory_left(tmp_path) == 1.0
+    root = machine(
+        tmp_path,
+        V2.format(of="/"),
+        "0::/pod/worker\n",
+        pod__memory_dot_max="1000\n",
+        pod__memory_dot_current="900\n",
+        pod__memory_dot_stat="anon 300\ninactive_file 500\nactive_file 1\n",
+        pod__worker__memory_dot_max="1000\n",
+        pod__worker__memory_dot_current="750\n",
+        memory_dot_max="max\n",
+        memory_dot_current="99999\n",
+    )
+    assert memory_left(root) == pytest.approx(0.25)
+
+
+def test_of_version_1_the_same(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        V1.format(of="/docker/abc"),
+        V1_PATHS.format(path="/docker/abc"),
+        memory__memory_dot_limit_in_bytes="1000\n",
+        memory__memory_dot_usage_in_bytes="1200\n",
+        memory__memory_dot_stat="cache 700\ntotal_inactive_file 600\n",
+    )
+    assert memory_left(root) == pytest.approx(0.4)

@@ -19,6 +19,7 @@ from services.worker.config import WarmStage
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
 from shared.aio import OwnedTasks
+from shared.cgroup import memory_left
 from shared.errors import EngineBroken
 from shared.messages.registry import WarmEngine
 
@@ -30,7 +31,7 @@ MAX_FAILURES = 5
 """Of starts in a row."""
 GIVEN_UP_S = 3600.0
 MIN_AVAILABLE = 0.1
-"""Share of the host's memory: with less, a started process goes."""
+"""Share of the memory of the host, and of the container: with less, a started process goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,4 +194,4 @@ class WarmFronts:
 
 def _is_scarce() -> bool:
     memory = psutil.virtual_memory()
-    return bool(memory.available < MIN_AVAILABLE * memory.total)
+    return bool(min(memory.available / memory.total, memory_left()) < MIN_AVAILABLE)
