@@ -135,7 +135,8 @@ class WorkerConfig(ServiceConfig):
                 "BLITZ_VLLM_WARM",
                 "How far processes of vLLM that wait for their next instance may be: `imported`, one for any model, "
                 "some 0.5 GiB; `started`, besides, that of the instance before, with its weights and KV, until the "
-                "worker gets another model, or the host or the container has less than a tenth of its memory left; or `none`.",
+                "worker gets another model, or the host or the container has less than a tenth of its memory left; or "
+                "`none`.",
                 _WARM_STAGES,
                 default="started",
             ),
