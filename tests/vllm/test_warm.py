@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -143,6 +144,31 @@ async def test_what_does_not_start_is_not_tried_without_end(
     with pytest.raises(EngineBroken, match="ended with 1"):
         await serving.engine.until_ready()
     await serving.close()
+
+
+ORPHAN = """
+import asyncio, sys
+from services.worker.vllm.front_process import FrontProcess
+async def main():
+    front = FrontProcess(sys.argv[1])
+    await front.start(threads=1)
+    print(front.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+async def test_none_outlives_its_worker_also_while_it_imports() -> None:
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", ORPHAN, PYTHON, stdout=asyncio.subprocess.PIPE)
+    assert worker.stdout is not None
+    pid = int(await worker.stdout.readline())
+    await asyncio.sleep(1.0)
+    assert psutil.pid_exists(pid)
+    worker.kill()
+    await worker.wait()
+    killed_s = time.monotonic()
+    await gone(pid)
+    assert time.monotonic() - killed_s < 5.0
 
 
 async def test_none_waits_where_none_is_to(models: dict[str, Path]) -> None:
