@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ LAST_LINES = 20
 MAX_LINE_CHARACTERS = 400
 MAX_UNSENT_BYTES = 256 << 20
 """Of a process that does not read."""
+GONE_S = 5.0
 LEAVE_S = 2.0
 """From the end of its connection until it is killed, with all that it has started."""
 _OURS = {
@@ -114,10 +116,19 @@ class FrontProcess:
         assert self._process is not None
         status = self._process.wait()
         self._kill()
+        self._until_gone(self._process.pid)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.ended.set()
         with contextlib.suppress(RuntimeError):  # the loop has ended before
             self._loop.call_soon_threadsafe(self._over, f"vLLM's process ended with {status}: {self.last_words}")
+
+    def _until_gone(self, group: int) -> None:
+        """What was killed takes a moment to give back its memory."""
+        deadline_s = time.monotonic() + GONE_S
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline_s:
+                os.killpg(group, 0)
+                time.sleep(0.01)
 
     @property
     def pid(self) -> int | None:
