@@ -39,6 +39,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "engine": "mock",
         "engines": (),
         "vllm_python": None,
+        "vllm_warm": "none",
         "attention": "torch_cpu",
         "num_threads": 1,
         "arena_bytes": 4 * MIB,
