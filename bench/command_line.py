@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -40,6 +40,22 @@ GiveBack = Annotated[
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")]
+
+
+def chosen_of(param: str, given: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Names with commas between them. Raises ``BadRequest`` for none, and for another one."""
+    chosen = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    if not chosen or not set(chosen) <= set(names):
+        raise BadRequest(f"{param} must be of {', '.join(names)}, not {given!r}", param=param)
+    return chosen
+
+
+def sizes_of(mb: str) -> tuple[int, ...]:
+    """Sizes of models in 10^6 bytes, with commas between them. Raises ``BadRequest`` for less than 10."""
+    sizes = tuple(int(size) for size in mb.split(",") if size.strip().isdecimal())
+    if not sizes or min(sizes) < 10 or ",".join(map(str, sizes)) != mb.replace(" ", ""):
+        raise BadRequest(f"sizes are numbers from 10 on, with commas between them, not {mb!r}", param="mb")
+    return sizes
 
 
 def printable(text: str) -> str:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine, page_cache
-from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
+from bench.command_line import JsonFile, check_folder, chosen_of, one_line, say, sizes_of, until_signal, usage, write
 from bench.lab.checkpoint import make_checkpoint
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
@@ -230,12 +230,7 @@ def command(
             raise BadRequest(
                 "--python (BLITZ_VLLM_PYTHON) must name the interpreter of vLLM's environment", param="python"
             )
-        chosen = tuple(dict.fromkeys(name.strip() for name in stages.split(",") if name.strip()))
-        if not chosen or not set(chosen) <= set(STAGES):
-            raise BadRequest(f"stages must be of {', '.join(STAGES)}, not {stages!r}", param="stages")
-        sizes = tuple(int(size) for size in mb.split(",") if size.strip().isdecimal())
-        if not sizes or min(sizes) < 10 or ",".join(map(str, sizes)) != mb.replace(" ", ""):
-            raise BadRequest(f"sizes are numbers from 10 on, with commas between them, not {mb!r}", param="mb")
+        chosen, sizes = chosen_of("stages", stages, STAGES), sizes_of(mb)
         parsed = Rate.parse(rate)
         check_folder(json_file)
     with one_line("vllm", StreamFailed, OSError, TimeoutError):

@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
+from bench.command_line import JsonFile, check_folder, chosen_of, one_line, say, sizes_of, until_signal, usage, write
 from bench.lab.plan import Rate
 from bench.stream_client import StreamFailed
 from bench.zero.measure import SOURCES, measure
 from bench.zero.result import Result
-from shared.errors import BadRequest
 
 
 def command(
@@ -33,12 +32,7 @@ def command(
     Beside it, a fresh process that loads the same checkpoint with transformers. The engine is the mock.
     """
     with usage():
-        chosen = tuple(dict.fromkeys(name.strip() for name in sources.split(",") if name.strip()))
-        if not chosen or not set(chosen) <= set(SOURCES):
-            raise BadRequest(f"sources must be of {', '.join(SOURCES)}, not {sources!r}", param="sources")
-        sizes = tuple(int(size) for size in mb.split(",") if size.strip().isdecimal())
-        if not sizes or min(sizes) < 10 or ",".join(map(str, sizes)) != mb.replace(" ", ""):
-            raise BadRequest(f"sizes are numbers from 10 on, with commas between them, not {mb!r}", param="mb")
+        chosen, sizes = chosen_of("sources", sources, SOURCES), sizes_of(mb)
         parsed = Rate.parse(rate)
         check_folder(json_file)
     with one_line("zero", StreamFailed, OSError, TimeoutError):

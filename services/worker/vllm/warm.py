@@ -1,9 +1,8 @@
 """Processes of vLLM that wait: imported, for any model, or started, with the weights of the one that was served last.
 
-vLLM takes half a minute to import on a machine that has little else to do, and seconds to start. A worker that offers
-it keeps a process that has imported. One whose instance has gone stays, too, until the worker takes another model or
-memory gets scarce: the next instance of its model begins where it left off, and one of other weights in the same shape
-takes only these.
+vLLM takes long to import, and less to start. A worker that offers it keeps a process that has imported. One whose
+instance has gone stays, too, until the worker takes another model or memory gets scarce: the next instance of its model
+begins where it left off, and one of other weights in the same shape takes only these.
 """
 
 from __future__ import annotations

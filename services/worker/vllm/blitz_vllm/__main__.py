@@ -73,9 +73,8 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
 def main() -> None:
     """Ends with everything that it has started."""
     plugin.forks_die_with_parents()
-    plugin.die_with_parent(
-        int(sys.argv[2])
-    )  # it may import, or start, for minutes before it sees that the connection has ended
+    # It may import, or start, for minutes before it sees that the connection has ended.
+    plugin.die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all: the worker says when
     status = 1
     try:

@@ -33,6 +33,7 @@ NAMES = (
     ("vllm.model_executor.model_loader", "register_model_loader"),
     ("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"),
+    ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
     ("vllm.distributed.weight_transfer.base", "WeightTransferUpdateRequest"),
     ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory"),
     ("vllm.sampling_params", "RequestOutputKind"),

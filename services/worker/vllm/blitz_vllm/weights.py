@@ -91,11 +91,6 @@ class WeightsSource:
         self._num_ready = 0
         self._units: tuple[tuple[Tensor, ...], ...] | None = None
 
-    @property
-    def num_units(self) -> int:
-        """Behind the manifest."""
-        return len(self._memory.units) - 1
-
     def _read(self, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
@@ -119,13 +114,6 @@ class WeightsSource:
             self._units = msgspec.msgpack.decode(self._map[begin : begin + length], type=tuple[tuple[Tensor, ...], ...])
         return self._units
 
-    def unit(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a unit, once it is there: views that are not to be written."""
-        tensors = self._manifest()[number]
-        self._wait(number + 2)
-        for tensor in tensors:
-            yield tensor.name, self._view(tensor, self._memory.units[number + 1])
-
     def _view(self, tensor: Tensor, begin: int) -> torch.Tensor:
         import torch
 
@@ -147,9 +135,11 @@ class WeightsSource:
         self._socket.close()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, in the order of the units, as they come."""
-        for number in range(self.num_units):
-            yield from self.unit(number)
+        """All of them, in the order of the units, as they come: views that are not to be written."""
+        for number, tensors in enumerate(self._manifest(), start=1):
+            self._wait(number + 1)
+            for tensor in tensors:
+                yield tensor.name, self._view(tensor, self._memory.units[number])
 
 
 def register() -> None:
