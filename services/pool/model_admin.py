@@ -76,12 +76,12 @@ class ModelAdmin:
             )
             async with self.changing:
                 stored = self._registry.models.get(name) or await self._store.add_model(record)
-                if stored is None or stored.model_hash != record.model_hash:
-                    raise Conflict(f"another model is registered as {name!r}: remove it first, or choose another name")
-                if (stored.engine, stored.engine_args) != (record.engine, record.engine_args):
+                if stored is not None and (stored.engine, stored.engine_args) != (record.engine, record.engine_args):
                     raise Conflict(
                         f"{name!r} is registered with {_engine(stored)}: remove it first, or choose another name"
                     )
+                if stored is None or stored.model_hash != record.model_hash:
+                    raise Conflict(f"another model is registered as {name!r}: remove it first, or choose another name")
                 self._registry.put_model(stored)
         if stored is record:
             log.info("model %s added from %s (%d bytes of weights)", name, stored.path, stored.weights_bytes)

@@ -83,7 +83,9 @@ def _check(choice: Any, prompt: list[int]) -> None:
             assert entry[str(token_id)]["rank"] == rank
             assert math.isclose(entry[str(token_id)]["logprob"], value, abs_tol=1e-4)
         assert math.isclose(entry[str(prompt[position])]["logprob"], own, abs_tol=1e-4)
-        assert entry[str(prompt[position])]["rank"] == int((expected >= own - 1e-6).sum())
+        # As exact as the numbers: of tokens that are as likely to within that, any may be before it.
+        above, not_below = int((expected > own + 1e-4).sum()), int((expected >= own - 1e-4).sum())
+        assert above < entry[str(prompt[position])]["rank"] <= not_below
 
 
 @pytest.mark.parametrize("model", [MODEL, SPLIT])

@@ -126,7 +126,11 @@ class VllmEngine:
             await in_thread(self._check)
             if self._is_stopped():
                 return
-            started = self._warm.take_started(self._shape, self._model_hash)
+            started = await self._warm.take_started(self._shape, self._model_hash)
+            if self._is_stopped():  # meanwhile
+                if started is not None and not self._warm.keep(started):
+                    started.front.close()
+                return
             front = self._front = started.front if started is not None else await self._warm.take()
             if self._is_stopped():  # meanwhile
                 self._front = None

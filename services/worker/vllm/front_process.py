@@ -30,6 +30,8 @@ MAX_UNSENT_BYTES = 256 << 20
 GONE_S = 5.0
 LEAVE_S = 2.0
 """From the end of its connection until it is killed, with all that it has started."""
+ANSWER_S = 5.0
+"""Longest that a process which takes requests may take to say so."""
 _OURS = {
     "VLLM_PLUGINS": "blitz",
     "VLLM_NO_USAGE_STATS": "1",
@@ -186,6 +188,22 @@ class FrontProcess:
         if writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             log.error("vLLM's process does not read what it is told")
             self._kill()
+
+    async def is_well(self) -> bool:
+        """Whether it answers. What it says otherwise meanwhile is lost: nobody is served. ``attach`` again behind it."""
+        answered: asyncio.Future[bool] = self._loop.create_future()
+
+        def hear(word: words.ToWorker) -> None:
+            if isinstance(word, words.Well | words.Failed) and not answered.done():
+                answered.set_result(isinstance(word, words.Well))
+
+        self.attach(hear, lambda _why: answered.done() or answered.set_result(False))
+        self.say(words.Ask())
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await answered and not self.is_over
+        except TimeoutError:
+            return False
 
     def close(self) -> None:
         """End it; does not wait."""

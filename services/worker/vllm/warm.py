@@ -72,14 +72,17 @@ class WarmFronts:
         self._tasks = OwnedTasks()
         self._watching: asyncio.Task[None] | None = None
 
-    def take_started(self, shape: Shape, model_hash: str) -> StartedFront | None:
+    async def take_started(self, shape: Shape, model_hash: str) -> StartedFront | None:
         """The one that waits, if this model's instance can go on with it; if not, it ends."""
         started, self._started = self._started, None
         if started is None or started.front.is_over:
             return None
-        if started.shape == shape and (started.model_hash == model_hash or started.takes_others):
+        if started.shape != shape or not (started.model_hash == model_hash or started.takes_others):
+            log.info("the vLLM that waited for another model's instance ends")
+        elif await started.front.is_well():
             return started
-        log.info("the vLLM that waited for another model's instance ends")
+        else:
+            log.warning("the vLLM that waited does not answer, and ends")
         started.front.close()
         return None
 

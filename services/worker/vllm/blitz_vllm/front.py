@@ -262,6 +262,11 @@ class Front:
             self._is_dead = True
             self._say(words.Failed(reason=reason))
 
+    def answer(self) -> None:
+        """Nothing, if the engine is dead: that has been said."""
+        if not (self._is_dead or self._engine.errored):
+            self._say(words.Well())
+
     async def watch(self) -> None:
         """Returns when vLLM's engine is dead."""
         while not (self._is_dead or self._engine.errored):

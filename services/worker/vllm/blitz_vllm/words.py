@@ -80,6 +80,10 @@ class Refill(msgspec.Struct, frozen=True, kw_only=True, tag="refill"):
     """As in ``Start``."""
 
 
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+    """Whether it is well: ``Well`` says so."""
+
+
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """Go on with this text."""
 
@@ -125,6 +129,10 @@ class Filled(msgspec.Struct, frozen=True, kw_only=True, tag="filled"):
     """It has the other weights, and takes requests again."""
 
     seconds: float
+
+
+class Well(msgspec.Struct, frozen=True, kw_only=True, tag="well"):
+    """It takes requests, still."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -181,8 +189,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """The newest since this was said last, as far as their times can be told."""
 
 
-ToProcess = Start | Refill | Add | Leave
-ToWorker = Imported | Started | Filled | Failed | Outputs | EngineLoad
+ToProcess = Start | Refill | Ask | Add | Leave
+ToWorker = Imported | Started | Filled | Well | Failed | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
 to_process = msgspec.msgpack.Decoder(ToProcess)
