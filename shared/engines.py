@@ -1,5 +1,5 @@
-"""What the control plane knows of engines, by the name that a model's record has: what their instances can do, and what
-requests cannot ask of them. An instance takes requests and gives tokens, whatever computes them."""
+"""What the control plane knows of engines, by the name that a model's record has: what their instances can do. An
+instance takes requests and gives tokens, whatever computes them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ class EngineTraits:
     instance that goes sends them back with the tokens that they have."""
     start_s: float = 0.0
     """Longest that an instance may take to start, beside its weights."""
-    refuses: frozenset[str] = frozenset()
-    """Parameters that requests may not have, by the names that clients know. ``echo`` is refused where the text that is
-    repeated would have log-probabilities."""
 
 
 LAYERED = EngineTraits(name="layered", lends_layers=True, moves_kv=True)
@@ -40,7 +37,6 @@ OTHERS: Mapping[str, EngineTraits] = {
         moves_kv=False,
         # It imports, compiles, and measures its memory.
         start_s=600.0,
-        refuses=frozenset({"priority", "prompt_logprobs", "echo"}),
     ),
 }
 """Engines of others, by the names that models and workers give."""

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM
 
@@ -92,9 +92,31 @@ async def test_its_answers_are_the_models(stack: Stack, expected: list[int]) -> 
         )
         assert chat.usage is not None
         assert chat.usage.completion_tokens <= 8
-        with pytest.raises(BadRequestError) as refused:
-            await client.completions.create(model=NAME, prompt=PROMPT, max_tokens=4, extra_body={"prompt_logprobs": 1})
-        assert refused.value.param == "prompt_logprobs"
+
+
+async def test_prompts_have_their_log_probabilities(stack: Stack, checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    rows = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0].detach(), dim=-1)
+    expected = rows[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
+    async with client_of(stack) as client:
+        for max_tokens in (0, 3):
+            answer = await client.completions.create(
+                model=NAME,
+                prompt=PROMPT,
+                max_tokens=max_tokens,
+                echo=True,
+                logprobs=2,
+                extra_body={"prompt_logprobs": 1, "priority": -1, "ignore_eos": True},
+            )
+            [choice] = answer.choices
+            assert choice.logprobs is not None
+            assert choice.logprobs.token_logprobs is not None
+            first, *own = choice.logprobs.token_logprobs
+            assert (first, len(own)) == (None, len(PROMPT) - 1 + max_tokens)
+            assert own[: len(expected)] == pytest.approx(expected, abs=1e-3)
+            shown = choice.model_extra["prompt_logprobs"] if choice.model_extra else []
+            listed = [entry[str(token)]["logprob"] for entry, token in zip(shown[1:], PROMPT[1:], strict=True)]
+            assert listed == pytest.approx(expected, abs=1e-3)
 
 
 class Person(BaseModel):
