@@ -23,6 +23,8 @@ class EngineTraits:
     moves_kv: bool
     """Requests go on at another instance with their KV: disaggregated serving, other roles, migration. Without it an
     instance that goes sends them back with the tokens that they have."""
+    serves_early: bool = False
+    """An instance may take requests before it has all weights: its first tokens come with the last of them."""
     start_s: float = 0.0
     """Longest that an instance may take to start, beside its weights."""
     refuses: frozenset[str] = frozenset()
@@ -38,6 +40,7 @@ OTHERS: Mapping[str, EngineTraits] = {
         name="vllm",
         lends_layers=False,
         moves_kv=False,
+        serves_early=True,
         # It imports, compiles, and measures its memory.
         start_s=600.0,
         refuses=frozenset({"priority", "prompt_logprobs", "echo"}),

@@ -182,8 +182,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether it holds a whole copy of its model."""
-        return self.state == "serving" or (self.state == "draining" and self.weights_digest != "")
+        """Whether it holds a whole copy of its model: some serve before that."""
+        return self.state in ("serving", "draining") and self.weights_digest != ""
 
 
 class HostCopy(msgspec.Struct, frozen=True, kw_only=True):

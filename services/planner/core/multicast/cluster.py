@@ -200,7 +200,7 @@ class Clusters:
                     leaves = r.state == "draining" or r.leaves
                     ships_kv = r.instance.role == "prefill" and bool(decodes_at - {r.worker.host})
                     copies.append(WorkerCopy(r.worker, "gpu", instance_id, leaves, sending, ships_kv=ships_kv))
-                elif r.state in ("loading", "live") and remaining is not None:
+                elif r.state in ("loading", "live", "serving") and remaining is not None:
                     loading.append(WorkerCopy(r.worker, "gpu", instance_id, False, sending, remaining))
             if name in holders:
                 copies.append(WorkerCopy(r.worker, "host", sending=sending))

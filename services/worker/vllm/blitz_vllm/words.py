@@ -79,6 +79,13 @@ class Refill(msgspec.Struct, frozen=True, kw_only=True, tag="refill"):
 
     weights: str
     """As in ``Start``."""
+    early: bool = False
+    """``Opened`` says that it takes requests, whose passes wait for what has not come. ``Finish`` says that all of the
+    weights have been taken."""
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
+    """After an early ``Refill``."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
@@ -129,6 +136,10 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     seconds: float
     refills: bool = False
     """``Refill`` brings what a start does."""
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+    """It takes requests, and weights."""
 
 
 class Filled(msgspec.Struct, frozen=True, kw_only=True, tag="filled"):
@@ -195,8 +206,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """The newest since this was said last, as far as their times can be told."""
 
 
-ToProcess = Start | Refill | Ask | Add | Leave
-ToWorker = Imported | Started | Filled | Well | Failed | Outputs | EngineLoad
+ToProcess = Start | Refill | Finish | Ask | Add | Leave
+ToWorker = Imported | Started | Opened | Filled | Well | Failed | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
 to_process = msgspec.msgpack.Decoder(ToProcess)
