@@ -56,8 +56,8 @@ def instances_table(
 
 
 def workers_table(workers: Sequence[WorkerStatus]) -> Table:
-    """Workers, with their GPUs if any has one, the engines that wait if any does, and how far those are that were drained
-    by hand."""
+    """Workers, with their GPUs and the engines that wait on them if there are any, and how far those are that were
+    drained by hand."""
     num_more = 2 if any(worker.drain_why for worker in workers) else int(any(worker.drain for worker in workers))
     gpus = ("gpu",) if any(worker.gpu_name for worker in workers) else ()
     waits = ("waits",) if any(worker.warm_for is not None for worker in workers) else ()
