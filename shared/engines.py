@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from shared.errors import BadRequest
 
+NO_ENGINE = "none"
+"""A worker's own where it has none, and serves with those of others alone."""
 MAX_SHOWN = 80
 """Characters of a wrong name, in an error."""
 
@@ -55,6 +57,11 @@ def check_engine(name: str) -> None:
         raise BadRequest(
             f"there is no engine {name[:MAX_SHOWN]!r} beside the system's own, but {', '.join(OTHERS)}", param="engine"
         )
+
+
+def offer_of(name: str) -> str:
+    """A model's engine as what a worker may lack, in words, with the setting by which it gets it."""
+    return f"the engine {name} (BLITZ_WORKER_ENGINES)" if name else "the system's own engine (BLITZ_WORKER_ENGINE)"
 
 
 def traits_of(name: str) -> EngineTraits:
