@@ -39,7 +39,7 @@ READY_S = 180.0
 PROMPT_TOKENS = 64
 SINGLE_TOKENS = 4
 STREAM_TOKENS = 64
-WARM_UPS = 2
+WARM_UPS = 1
 """Rounds that are not counted: first requests pay for what stays."""
 PATIENCE_S = 120.0
 REST_S = 0.05
@@ -157,6 +157,7 @@ async def measure(
             str(path), name=MODEL, min_instances=1, max_instances=1, engine="vllm", engine_args=arguments
         )
         await stack.unless_given_up(_serves(stack))
+        say("both serve; a round that is not counted")
         await asyncio.to_thread(settle)
         clients = [StreamClient(Endpoint.of(url)) for url in (server.url, stack.url)]
         try:
