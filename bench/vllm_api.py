@@ -161,7 +161,7 @@ async def measure(
         await asyncio.to_thread(settle)
         clients = [StreamClient(Endpoint.of(url)) for url in (server.url, stack.url)]
         try:
-            return await stack.unless_given_up(_rounds(clients, load, rounds, say))
+            return await stack.unless_given_up(ask_rounds(clients, load, rounds, say))
         finally:
             for client in clients:
                 client.close()
@@ -194,8 +194,8 @@ async def _serves(stack: Stack) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _rounds(clients: Sequence[StreamClient], load: ApiLoad, rounds: int, say: Say) -> ApiResult:
-    """``clients``: vLLM's server's, ours."""
+async def ask_rounds(clients: Sequence[StreamClient], load: ApiLoad, rounds: int, say: Say) -> ApiResult:
+    """``clients``: of vLLM's server, and of ours."""
     found: tuple[list[ApiRound], list[ApiRound]] = ([], [])
     for number in range(-WARM_UPS, rounds):
         requests = load.requests(number)

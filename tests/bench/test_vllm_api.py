@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench import vllm_api
@@ -86,7 +89,7 @@ async def test_both_are_asked_the_same_in_alternation(monkeypatch: pytest.Monkey
 
     async with fake_server(noted("theirs")) as theirs, fake_server(noted("ours")) as ours:  # type: ignore[arg-type]
         clients = [StreamClient(Endpoint.of(server.url)) for server in (theirs, ours)]
-        result = await vllm_api._rounds(clients, ApiLoad(2, 3), 2, lines.append)
+        result = await vllm_api.ask_rounds(clients, ApiLoad(2, 3), 2, lines.append)
         for client in clients:
             client.close()
     # One that does not count, then two that do; of two rounds, the same one is asked last and first.
@@ -110,6 +113,42 @@ def test_an_interpreter_must_be_one(tmp_path: Path) -> None:
         with pytest.raises(BadRequest, match="BLITZ_VLLM_PYTHON"):
             check_python(given)
     check_python(sys.executable)
+
+
+LISTENS = """#!{python}
+import http.server, json, os, subprocess, sys
+from pathlib import Path
+child = subprocess.Popen(["sleep", "60"])
+told = {{"options": sys.argv[1:], "kv": os.environ["VLLM_CPU_KVCACHE_SPACE"], "child": child.pid}}
+told |= {{"bind": os.environ["VLLM_CPU_OMP_THREADS_BIND"], "threads": os.environ["OMP_NUM_THREADS"]}}
+Path({file!r}).write_text(json.dumps(told))
+class Models(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Models).serve_forever()
+"""
+
+
+async def test_a_server_answers_and_goes_with_all_that_it_has_started(tmp_path: Path) -> None:
+    interpreter, file = tmp_path / "python", tmp_path / "told.json"
+    interpreter.write_text(LISTENS.format(python=sys.executable, file=str(file)))
+    interpreter.chmod(0o700)
+    arguments = {"max_model_len": 512, "kv_cache_gib": 2}
+    async with asyncio.timeout(60):
+        async with VllmServer(
+            str(interpreter), tmp_path, "model", arguments, threads=3, log=tmp_path / "log"
+        ) as server:
+            told = json.loads(file.read_text())
+            assert psutil.pid_exists(told["child"])
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while psutil.Process(told["child"]).status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
+    assert server.url.rpartition(":")[2] in told["options"]
+    assert told["options"][-2:] == ["--max-model-len", "512"]
+    assert (told["kv"], told["threads"], told["bind"]) == ("2", "3", "nobind")
 
 
 async def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
