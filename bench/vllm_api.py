@@ -42,6 +42,7 @@ STREAM_TOKENS = 64
 WARM_UPS = 1
 """Rounds that are not counted: first requests pay for what stays."""
 PATIENCE_S = 120.0
+SETTLED_S = 15.0
 REST_S = 0.05
 """Before a single request: a server at rest."""
 _LAYERS_PER_MB = 8 / 25.7
@@ -158,7 +159,7 @@ async def measure(
         )
         await stack.unless_given_up(_serves(stack))
         say("both serve; a round that is not counted")
-        await asyncio.to_thread(settle)
+        await asyncio.to_thread(settle, SETTLED_S)
         clients = [StreamClient(Endpoint.of(url)) for url in (server.url, stack.url)]
         try:
             return await stack.unless_given_up(ask_rounds(clients, load, rounds, say))
@@ -246,7 +247,7 @@ def command(
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Medians are reported.")] = 10,
     singles: Annotated[int, typer.Option(min=1, max=1000, help="Requests to a server at rest, of a round.")] = 20,
     streams: Annotated[int, typer.Option(min=1, max=256, help="Requests at once, of a round.")] = 16,
-    threads: Annotated[int, typer.Option(min=0, max=1024, help="Of each vLLM; 0: as many as there are cores.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, max=1024, help="Of each vLLM; 0: one less than there are cores.")] = 0,
     dtype: Annotated[str, typer.Option(help="In which both compute, as vLLM calls it.")] = "float32",
     json_file: JsonFile = None,
 ) -> None:
@@ -255,7 +256,7 @@ def command(
     with usage():
         check_python(python)
         check_folder(json_file)
-    load, num_threads = ApiLoad(singles, streams), threads or num_cores()
+    load, num_threads = ApiLoad(singles, streams), threads or max(1, num_cores() - 1)
     with one_line("vllm-api", OSError, TimeoutError):
         result = asyncio.run(
             until_signal(
