@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -30,10 +29,10 @@ from bench.lab.network import Network
 from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from bench.stream_client import StreamFailed
+from bench.vllm_server import VllmPython, check_python, settle
 from bench.zero import bandwidth
 from bench.zero.wake import Sleeper, Wake
 from shared.checkpoint import Checkpoint, inspect_checkpoint
-from shared.errors import BadRequest
 from shared.messages.admin import SetModelBody
 
 Say = Callable[[str], None]
@@ -43,8 +42,6 @@ kept warm, on a worker that has not served it."""
 WARM = "warm"
 MAX_PROCESSES = 3
 LIMIT_S = 300.0
-SETTLED_S, SETTLED_SHARE = 60.0, 0.1
-"""What waits for the next instance has imported when the machine has nothing to do any more."""
 AIM_STARTED = 1.25
 """Of the ideal, from 400 MB on."""
 _ARGUMENTS = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_gib": 1}
@@ -170,7 +167,7 @@ async def _first_wakes(
 async def _wake(network: Network, stack: LabStack, sleeper: Sleeper, num_bytes: int) -> tuple[float, Wake]:
     """Bytes per second of the link alone, and the wake."""
     await sleeper.asleep()
-    await asyncio.to_thread(_settle)
+    await asyncio.to_thread(settle)
     per_s = await asyncio.to_thread(bandwidth.link, network, num_bytes)
     await stack.wait_quiet()  # what goes over the link now, a plan keeps away from
     received = network.received_bytes()
@@ -211,12 +208,6 @@ async def _sleeping(
         yield network, stack, sleeper
 
 
-def _settle() -> None:
-    deadline_s = time.monotonic() + SETTLED_S
-    while psutil.cpu_percent(1.0) > 100 * SETTLED_SHARE and time.monotonic() < deadline_s:
-        pass
-
-
 def _alone(python: str, mb: int, checkpoint: Checkpoint, repetitions: int) -> Alone:
     cold, warm = [], []
     for _ in range(repetitions):
@@ -250,9 +241,7 @@ def _process_s(python: str, path: Path) -> float:
 
 def command(
     *,
-    python: Annotated[
-        str, typer.Option(envvar="BLITZ_VLLM_PYTHON", help="Interpreter of vLLM's environment.", show_default=False)
-    ] = "",
+    python: VllmPython = "",
     mb: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the models, in 10^6 bytes.")] = "400",
     stages: Annotated[str, typer.Option(metavar="NAME,NAME", help="What waits.")] = ",".join(STAGES),
     rate: Annotated[str, typer.Option(help="Of the link to the other host, per direction.")] = "1gbit",
@@ -264,10 +253,7 @@ def command(
     what waits on the worker: no process, one that has imported vLLM, one that has started and gets the model's weights
     for the first time, or the one of the instance before, which has them. Needs root."""
     with usage():
-        if not python or not os.access(python, os.X_OK):
-            raise BadRequest(
-                "--python (BLITZ_VLLM_PYTHON) must name the interpreter of vLLM's environment", param="python"
-            )
+        check_python(python)
         chosen, sizes = chosen_of("stages", stages, STAGES), sizes_of(mb)
         parsed = Rate.parse(rate)
         check_folder(json_file)
