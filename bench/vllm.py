@@ -23,7 +23,19 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine, page_cache
-from bench.command_line import JsonFile, check_folder, chosen_of, one_line, say, sizes_of, until_signal, usage, write
+from bench.command_line import (
+    JsonFile,
+    VllmPython,
+    check_folder,
+    check_vllm,
+    chosen_of,
+    one_line,
+    say,
+    sizes_of,
+    until_signal,
+    usage,
+    write,
+)
 from bench.lab.checkpoint import make_checkpoint
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
@@ -33,7 +45,6 @@ from bench.stream_client import StreamFailed
 from bench.zero import bandwidth
 from bench.zero.wake import Sleeper, Wake
 from shared.checkpoint import Checkpoint, inspect_checkpoint
-from shared.errors import BadRequest
 
 Say = Callable[[str], None]
 STAGES = ("none", "imported", "started")
@@ -213,9 +224,7 @@ def _process_s(python: str, path: Path) -> float:
 
 def command(
     *,
-    python: Annotated[
-        str, typer.Option(envvar="BLITZ_VLLM_PYTHON", help="Interpreter of vLLM's environment.", show_default=False)
-    ] = "",
+    python: VllmPython = "",
     mb: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the models, in 10^6 bytes.")] = "400",
     stages: Annotated[str, typer.Option(metavar="NAME,NAME", help="What waits.")] = ",".join(STAGES),
     rate: Annotated[str, typer.Option(help="Of the link to the other host, per direction.")] = "1gbit",
@@ -226,10 +235,7 @@ def command(
     """The first token of a model of vLLM that sleeps, against the time that moving its weights takes at the least, by
     what waits on the worker: no process, one that has imported vLLM, or the one of the instance before. Needs root."""
     with usage():
-        if not python or not os.access(python, os.X_OK):
-            raise BadRequest(
-                "--python (BLITZ_VLLM_PYTHON) must name the interpreter of vLLM's environment", param="python"
-            )
+        check_vllm(python)
         chosen, sizes = chosen_of("stages", stages, STAGES), sizes_of(mb)
         parsed = Rate.parse(rate)
         check_folder(json_file)

@@ -74,9 +74,11 @@ class Observer:
         await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, on_gateway)
 
     def fault_injected(self, fault: InjectedFault) -> None:
-        """A worker is killed, told to end or stopped: from now on it has no free seat."""
-        self._faults[fault.member] = fault
-        self._seats.setdefault(fault.member, _Seats()).note(fault.at_s, "")
+        """A worker, or its engine, is killed, told to end or stopped: from now on it has no free seat."""
+        if not fault.worker:
+            return
+        self._faults[fault.worker] = fault
+        self._seats.setdefault(fault.worker, _Seats()).note(fault.at_s, "")
 
     def on_load(self, report: LoadReport) -> None:
         """A worker tells its load."""
@@ -103,6 +105,11 @@ class Observer:
         """The latest report of each worker that has reported within that time."""
         since_s = now_s() - within_s
         return [report for at_s, report in self._loads.values() if at_s >= since_s]
+
+    def state_of(self, worker: str, *, within_s: float) -> str:
+        """Of its instance, if it has said so within that time; empty: it has not."""
+        at_s, report = self._loads.get(worker, (0.0, None))
+        return report.state if report is not None and at_s >= now_s() - within_s else ""
 
     def holders(self, response_id: str) -> list[Holding]:
         """Who computed a request's tokens, in order."""
