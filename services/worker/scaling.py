@@ -27,6 +27,7 @@ from shared.aio import OwnedTasks
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded
 from shared.messages.destinations import Destination, SendBack
 from shared.messages.plans import DrainPlan, DrainTarget, ScalePlan
+from shared.messages.registry import ModelRecord
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
@@ -226,6 +227,11 @@ class Scaling:
         instance = self._slot.current()
         if instance is not None and instance.instance_id == instance_id:
             instance.keep_tbt(slo_tbt_s)
+
+    def on_prepare(self, model: ModelRecord) -> None:
+        """An engine for this model is to wait here, as long as there is no instance."""
+        if self._slot.current() is None and not self._accepting.locked() and not self.leaving:
+            self._factory.have_wait(model)
 
     def _start_drain(self, plan_id: str, target: DrainTarget | None = None) -> None:
         """Refuse new requests, see off or finish what runs, and become spare."""

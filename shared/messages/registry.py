@@ -87,6 +87,8 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     engine: EngineName = ""
     """What computes it (``shared.engines``). Empty: our own, whichever of them a worker has."""
     engine_args: EngineArgs | None = None
+    warm: bool = False
+    """Spare workers that offer its engine keep one started for it, with no weights to speak of."""
 
     @property
     def basics(self) -> AnySpec:
@@ -207,7 +209,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     kind: Annotated[str, Meta(max_length=64)]
     """Of the models that it could serve (``ModelRecord.kind``)."""
     model_hash: Annotated[str, Meta(max_length=64)]
-    """Whose weights it has."""
+    """Whose weights it has; empty: nobody's."""
     takes_others: bool = False
     """Other weights of this kind may come into it."""
 
@@ -253,6 +255,8 @@ class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
     registry does not say."""
     unix_s: Figure | None = None
     """The pool's time of day, for the worker to compare its own with."""
+    prepare: ModelRecord | None = None
+    """An engine for this model is to be started, and to wait for its next instance."""
 
 
 class RestoreModel(Message, frozen=True, kw_only=True, tag="restore_model.v1"):
@@ -280,6 +284,7 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     no_room_timeout_s: float | None = None
     engine: EngineName = ""
     engine_args: EngineArgs | None = None
+    warm: bool = False
 
 
 class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
@@ -299,6 +304,7 @@ class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
     reasoning_parser: ReasoningParserName | None = None
     no_room_timeout_s: float | Literal["default"] | None = None
     """``default``: none of its own any more, for 0 is one."""
+    warm: bool | None = None
 
 
 class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):

@@ -22,7 +22,8 @@ from services.worker.memory.loader import load_unit
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.engine import VllmEngine
-from services.worker.vllm.warm import Shape, WarmFronts
+from services.worker.vllm.served_model import ServedModel, Shape
+from services.worker.vllm.warm import WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BlitzError
@@ -70,23 +71,22 @@ class Serving:
         self.copy = WeightCopy(layout, self.arena, self.checkpoint.unit_digests)
         self.parts: dict[str, list[StreamPart]] = {}
         self.failures: list[BlitzError] = []
-        self.engine = VllmEngine(
-            SchedulerConfig(num_blocks=128, block_size=16, context_tokens=CONTEXT_TOKENS, max_num_sequences=8),
-            str(path),
-            ARGUMENTS,
-            words.Tokenizer(
+        self.model = ServedModel(
+            path=str(path),
+            arguments=ARGUMENTS,
+            tokenizer=words.Tokenizer(
                 file=str(path / "tokenizer.json"),
                 sha256=hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest(),
                 end_ids=self.checkpoint.layout.of.eos_token_ids,
             ),
-            WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte),
-            self._put,
-            self.failures.append,
-            warm=warm,
+            limits=SchedulerConfig(num_blocks=128, block_size=16, context_tokens=CONTEXT_TOKENS, max_num_sequences=8),
             shape=Shape(layout.hash, (), 1),
             model_hash=self.checkpoint.model_hash,
+            num_bytes=layout.num_bytes,
             check=lambda: None,
         )
+        weights = WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte)
+        self.engine = VllmEngine(self.model, weights, self._put, self.failures.append, warm)
 
     def _put(self, output: StepOutput) -> None:
         for part in output.outputs:

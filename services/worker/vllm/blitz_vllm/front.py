@@ -26,11 +26,13 @@ MAX_UNREAD_BYTES = 256 << 20
 NAMES = (
     ("vllm", "AsyncEngineArgs"),
     ("vllm", "SamplingParams"),
+    ("vllm.config", "LoadConfig"),
     ("vllm.v1.engine.async_llm", "AsyncLLM"),
     ("vllm.v1.engine.exceptions", "EngineDeadError"),
     ("vllm.v1.metrics.loggers", "StatLoggerBase"),
     ("vllm.v1.sample.logits_processor", "LogitsProcessor"),
     ("vllm.model_executor.model_loader", "register_model_loader"),
+    ("vllm.model_executor.model_loader.dummy_loader", "DummyModelLoader"),
     ("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),

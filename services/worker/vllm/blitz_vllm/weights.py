@@ -160,10 +160,16 @@ def register() -> None:
 
 
 def _load(model: Any, model_config: Any, socket_path: str) -> None:
-    """All weights, as they come. Raises ``ConnectionError`` where they do not, ``ValueError`` where some are
-    missing."""
+    """All weights, as they come; without a socket, some that mean nothing. Raises ``ConnectionError`` where they do not
+    come, ``ValueError`` where some are missing."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
     # Of tied ones one is named, and both as long as a refill has taken the model apart.
     expected = model.__dict__.setdefault("_blitz_expected", frozenset(name for name, _ in model.named_parameters()))
+    if not socket_path:
+        DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, model_config)
+        return
     source = WeightsSource(socket_path)
     try:
         loaded = model.load_weights(source.tensors())

@@ -67,7 +67,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     arguments: dict[str, int | float | str | bool]
     """Of vLLM's ``AsyncEngineArgs``, from a short list of names that the worker has checked."""
     weights: str
-    """The socket at which the worker gives the weights to vLLM's loader (``weights.py``)."""
+    """The socket at which the worker gives the weights to vLLM's loader (``weights.py``). Empty: it starts with some
+    that mean nothing, and ``Refill`` brings others."""
     kv_gib: int
     """Memory for KV, on CPUs."""
     tokenizer: Tokenizer
@@ -112,6 +113,11 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True, tag="imported"):
 
     version: str
     lacks: tuple[str, ...] = ()
+
+    @property
+    def refusal(self) -> str:
+        """Why it cannot; empty if it can."""
+        return f"vLLM {self.version} has no {', '.join(self.lacks)}" if self.lacks else ""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
