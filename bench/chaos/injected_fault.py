@@ -22,7 +22,7 @@ class InjectedFault:
     over_s: float | None = None
     """When the process was gone, or, having been stopped, went on; None: not yet."""
     state: str = ""
-    """Of the instance of the worker that it struck, as was heard last."""
+    """Of the instance of the worker that it struck, as was heard last; ``none``: there was none. Empty: no worker's."""
 
     @property
     def worker(self) -> str:

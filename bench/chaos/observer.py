@@ -54,6 +54,8 @@ class Observer:
         self._seats: dict[str, _Seats] = {}
         self._holders: dict[str, list[Holding]] = {}
         self._faults: dict[str, InjectedFault] = {}
+        self._struck: dict[str, str] = {}
+        """By worker, the instance that it had when it, or its engine, was killed."""
         self._gateways: set[Process] = set()
         self._tasks = OwnedTasks()
         self._loads: dict[str, tuple[float, LoadReport]] = {}
@@ -78,6 +80,8 @@ class Observer:
         if not fault.worker:
             return
         self._faults[fault.worker] = fault
+        if fault.ends and not fault.drains and fault.worker in self._loads:
+            self._struck[fault.worker] = self._loads[fault.worker][1].instance_id
         self._seats.setdefault(fault.worker, _Seats()).note(fault.at_s, "")
 
     def on_load(self, report: LoadReport) -> None:
@@ -86,6 +90,8 @@ class Observer:
         fault = self._faults.get(report.worker_id)
         if fault is not None and (fault.over_s is None or at_s < fault.over_s + IN_FLIGHT_S):
             return
+        if self._struck.get(report.worker_id) == report.instance_id:
+            return  # its worker has not seen yet that it has no engine
         self._loads[report.worker_id] = (at_s, report)
         takes = report.state == "serving" and report.role != "decode"
         full = report.running_requests + report.queued_requests >= self._max_running

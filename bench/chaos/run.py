@@ -269,7 +269,8 @@ class _Chaos:
         return record
 
     def _before(self, fault: InjectedFault) -> None:
-        fault.state = self._observer.state_of(worker_of(fault.member), within_s=_RECENT_S)
+        if worker := worker_of(fault.member):
+            fault.state = self._observer.state_of(worker, within_s=_RECENT_S) or "none"
         self._observer.fault_injected(fault)
         self._gateways.fault_injected(fault)
         self._say(f"SIG{fault.how} to {fault.member}" + (f", {fault.state}" if fault.state else ""))

@@ -108,6 +108,15 @@ def test_a_worker_whose_vllm_is_killed_is_struck_itself(world: World) -> None:
     assert pause.beside == ("vllm_idle-1",)
 
 
+def test_a_worker_that_does_not_know_yet_that_its_vllm_was_killed_has_no_seat(world: World) -> None:
+    world.inject(2.0, "vllm_worker-1")
+    world.load(2.6, "worker-1")
+    world.inject(3.0, "worker-0")
+    world.token(4.0, "worker-1")
+    (pause,) = world.pauses(1.0, 2.9, 4.01)
+    assert not pause.had_seats
+
+
 def test_streams_elsewhere_and_those_without_a_token_do_not_pause(world: World) -> None:
     world.inject(2.0, "worker-1")
     assert world.pauses(1.0, 3.0) == ()
