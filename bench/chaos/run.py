@@ -39,6 +39,8 @@ _SCALE_S = 25.0
 _SCALE_POLL_S = 5.0
 _REVIVAL_S = 90.0
 """Within which whatever was struck last runs again. A gateway that drains alone takes 20 s."""
+_START_S = 60.0
+"""A further instance of vLLM may take so long."""
 _RECENT_S = 1.0
 """What a worker said of its instance so lately, is so."""
 
@@ -92,7 +94,8 @@ class _Chaos:
             await self._observer.listen(bus)
             if setting.with_vllm:
                 await self._add(self._model, name)
-                await self._serving(1)
+                if not await self._serving(1, setting.ready_s):
+                    raise ChaosFailed(f"{name} is not served; see {self._stack.state_dir.logs}")
             if setting.roles:
                 await self._split()
             if setting.fleet:
@@ -107,7 +110,7 @@ class _Chaos:
                 # So that there is somewhere to go from the first kill on.
                 await self._scale(ScaleWish(0.0, name, "colocated", _FIRST_INSTANCES, "never"), _HOLD_S)
                 if setting.with_vllm:
-                    await self._serving(_FIRST_INSTANCES)
+                    await self._serving(_FIRST_INSTANCES, _START_S)
             self._say(f"{len(plan.kills)} kills in {setting.seconds:g} s")
             load = Load(
                 self._gateways,
@@ -171,16 +174,15 @@ class _Chaos:
             str(path), name=name, engine=engine, engine_args=args, keep_alive_s=keep_alive_s
         )
 
-    async def _serving(self, instances: int) -> None:
-        """Until so many of the first model's serve."""
-        deadline_s, model = now_s() + self._setting.ready_s, self._model.name
-        while True:
+    async def _serving(self, instances: int, limit_s: float) -> bool:
+        """Wait until so many of the first model's serve; False: not in time."""
+        deadline_s, model = now_s() + limit_s, self._model.name
+        while now_s() < deadline_s:
             status = await self._stack.admin.status()
             if sum(i.model == model and i.state == "serving" for i in status.instances) >= instances:
-                return
-            if now_s() > deadline_s:
-                raise ChaosFailed(f"{model} is not served by {instances} instances; see {self._stack.state_dir.logs}")
+                return True
             await asyncio.sleep(0.2)
+        return False
 
     async def _split(self) -> None:
         """The same checkpoint once more, under another name, with one prefill and one decode instance."""
