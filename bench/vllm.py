@@ -22,14 +22,26 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine, page_cache
-from bench.command_line import JsonFile, check_folder, chosen_of, one_line, say, sizes_of, until_signal, usage, write
+from bench.command_line import (
+    JsonFile,
+    VllmPython,
+    check_folder,
+    check_vllm,
+    chosen_of,
+    one_line,
+    say,
+    sizes_of,
+    until_signal,
+    usage,
+    write,
+)
 from bench.lab.checkpoint import make_checkpoint
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
 from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from bench.stream_client import StreamFailed
-from bench.vllm_server import VllmPython, check_python, settle
+from bench.vllm_server import VllmPython, settle
 from bench.zero import bandwidth
 from bench.zero.wake import Sleeper, Wake
 from shared.checkpoint import Checkpoint, inspect_checkpoint
@@ -253,7 +265,7 @@ def command(
     what waits on the worker: no process, one that has imported vLLM, one that has started and gets the model's weights
     for the first time, or the one of the instance before, which has them. Needs root."""
     with usage():
-        check_python(python)
+        check_vllm(python)
         chosen, sizes = chosen_of("stages", stages, STAGES), sizes_of(mb)
         parsed = Rate.parse(rate)
         check_folder(json_file)

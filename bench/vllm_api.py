@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
+from bench.command_line import JsonFile, check_folder, check_vllm, one_line, say, until_signal, usage, write
 from bench.lab.errors import LabFailed
 from bench.openai_events import CompletionRequest
 from bench.replay.plan import prompt_of
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import Streamed, ask
-from bench.vllm_server import START_S, VllmPython, VllmServer, check_python, settle
+from bench.vllm_server import START_S, VllmPython, VllmServer, settle
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
@@ -254,7 +254,7 @@ def command(
     """What lies between a client and vLLM: time to the first token and tokens per second of a stack whose worker serves
     with vLLM, beside vLLM's own server. Exit status 1 if a request failed or greedy texts differ."""
     with usage():
-        check_python(python)
+        check_vllm(python)
         check_folder(json_file)
     load, num_threads = ApiLoad(singles, streams), threads or max(1, num_cores() - 1)
     with one_line("vllm-api", OSError, TimeoutError):

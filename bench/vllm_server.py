@@ -21,7 +21,6 @@ from bench.stream_client import Endpoint, StreamClient, StreamFailed
 from compose.die_with_parent import die_with_parent
 from compose.ports import free_port
 from services.worker.vllm.front_process import environment_of
-from shared.errors import BadRequest
 
 START_S = 400.0
 """Importing reads a gigabyte of what may be cold files."""
@@ -34,12 +33,6 @@ _LAST_BYTES = 1000
 VllmPython = Annotated[
     str, typer.Option(envvar="BLITZ_VLLM_PYTHON", help="Interpreter of vLLM's environment.", show_default=False)
 ]
-
-
-def check_python(python: str) -> None:
-    """Raises ``BadRequest`` for what is no interpreter."""
-    if not python or not os.access(python, os.X_OK):
-        raise BadRequest("--python (BLITZ_VLLM_PYTHON) must name the interpreter of vLLM's environment", param="python")
 
 
 def settle(limit_s: float = SETTLED_S) -> None:

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
+from bench.command_line import JsonFile, check_folder, check_vllm, one_line, say, until_signal, usage, write
 from bench.openai_events import CompletionRequest
 from bench.replay.plan import prompt_of
 from bench.stats import Summary
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import Streamed, ask
-from bench.vllm_server import VllmPython, check_python, settle
+from bench.vllm_server import VllmPython, settle
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
@@ -199,7 +199,7 @@ def command(
     Exit status 1 if a request failed or greedy texts differ: of a model, or of the two engines with the same weights.
     """
     with usage():
-        check_python(python)
+        check_vllm(python)
         setting = VllmTurns(models, turns, at_a_time)
         check_folder(json_file)
     with one_line("vllm-turns", OSError, TimeoutError):

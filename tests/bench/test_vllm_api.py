@@ -10,12 +10,13 @@ import psutil
 import pytest
 
 from bench import vllm_api
+from bench.command_line import check_vllm
 from bench.lab.errors import LabFailed
 from bench.openai_events import Usage
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import Streamed
 from bench.vllm_api import ApiLoad, ApiResult, ApiRound, verdicts
-from bench.vllm_server import VllmServer, check_python, options_of
+from bench.vllm_server import VllmServer, options_of
 from shared.errors import BadRequest
 from tests.bench.fake_server import fake_server
 
@@ -111,8 +112,8 @@ def test_arguments_are_options_of_a_command_line() -> None:
 def test_an_interpreter_must_be_one(tmp_path: Path) -> None:
     for given in ("", str(tmp_path / "none")):
         with pytest.raises(BadRequest, match="BLITZ_VLLM_PYTHON"):
-            check_python(given)
-    check_python(sys.executable)
+            check_vllm(given)
+    check_vllm(sys.executable)
 
 
 LISTENS = """#!{python}

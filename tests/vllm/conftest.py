@@ -7,7 +7,7 @@ import hashlib
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,15 @@ def python() -> str:
     if not PYTHON:
         pytest.fail("BLITZ_VLLM_PYTHON names no interpreter that has vLLM")
     return PYTHON
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where vLLM's processes put what they compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("compiled")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

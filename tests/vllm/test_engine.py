@@ -59,6 +59,12 @@ async def test_logprobs_are_those_of_the_model(serving: Serving, model: torch.nn
         assert [value for _, value in said.top] == pytest.approx(torch.topk(row, 3).values.tolist(), abs=1e-3)
 
 
+async def test_no_request_waits_for_a_compiler(serving: Serving, compiled: Path) -> None:
+    await serving.run("ranked", PROMPTS[3], logprobs=3, max_tokens=2)
+    await serving.run("drawn", PROMPTS[3], temperature=1.0, top_k=5, top_p=0.9, max_tokens=2)
+    assert not await asyncio.to_thread(lambda: [file for file in compiled.rglob("*") if file.is_file()])
+
+
 async def test_those_of_prompts_are_refused_by_name(serving: Serving) -> None:
     with pytest.raises(UnsupportedParameter, match="prompt_logprobs"):
         await serving.submit("scored", PROMPTS[3], prompt_logprobs=1)

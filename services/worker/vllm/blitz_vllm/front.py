@@ -106,6 +106,8 @@ class Front:
         os.environ[plugin.OURS] = str(os.getpid())
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(start.kv_gib)
         grammars.tell(start.tokenizer)
+        if start.arguments.get("enforce_eager"):
+            plugin.compile_nothing()
         arguments = AsyncEngineArgs(
             model=start.path,
             tokenizer=start.path,
