@@ -39,6 +39,9 @@ GiveBack = Annotated[
         "takes.",
     ),
 ]
+VllmPython = Annotated[
+    str, typer.Option(envvar="BLITZ_VLLM_PYTHON", help="Interpreter of vLLM's environment.", show_default=False)
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")]
 
 
@@ -56,6 +59,12 @@ def sizes_of(mb: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 10 or ",".join(map(str, sizes)) != mb.replace(" ", ""):
         raise BadRequest(f"sizes are numbers from 10 on, with commas between them, not {mb!r}", param="mb")
     return sizes
+
+
+def check_vllm(python: str) -> None:
+    """Raises ``BadRequest`` unless it is a program."""
+    if not python or not os.access(python, os.X_OK):
+        raise BadRequest("--python (BLITZ_VLLM_PYTHON) must name the interpreter of vLLM's environment", param="python")
 
 
 def printable(text: str) -> str:

@@ -128,6 +128,7 @@ class AdminClient:
         no_room_timeout_s: float | None = None,
         engine: str | None = None,
         engine_args: dict[str, Any] | None = None,
+        warm: bool | None = None,
     ) -> ModelStatus:
         """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``.
 
@@ -152,6 +153,7 @@ class AdminClient:
             no_room_timeout_s=no_room_timeout_s,
             engine=engine,
             engine_args=engine_args,
+            warm=warm,
         )
         return await self._call("POST", "/admin/models", ModelStatus, body=body, timeout_s=ADD_TIMEOUT_S)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -60,6 +60,10 @@ class Answer:
     """With logprobs."""
     logprobs: tuple[float, ...] = ()
 
+    def wrong(self, got: Answer) -> str:
+        """See ``Expectation``: it is expected to be this one."""
+        return got.difference(self)
+
     def difference(self, other: Answer) -> str:
         """What is not the same, with the place; empty: nothing."""
         if self.text != other.text:
@@ -76,6 +80,13 @@ class Answer:
             if not math.isclose(a, b, rel_tol=_LOGPROB_TOLERANCE, abs_tol=_LOGPROB_TOLERANCE):
                 return f"log-probability of token {index}: {a:.6f} instead of {b:.6f}"
         return ""
+
+
+class Expectation(Protocol):
+    """What an answer must be."""
+
+    def wrong(self, got: Answer) -> str:
+        """What is not so; empty: nothing."""
 
 
 @dataclass(slots=True)

@@ -11,16 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.chaos.plan import KINDS, How, parse_kinds
+from bench.chaos.plan import KINDS, VLLM_KINDS, How, parse_kinds
 from bench.chaos.result import Result
 from bench.chaos.run import run
-from bench.chaos.setting import Setting
-from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
+from bench.chaos.setting import EngineName, Setting
+from bench.command_line import JsonFile, VllmPython, check_folder, check_vllm, one_line, say, until_signal, usage, write
 from compose.demo_model import ensure_demo_model
 from services.worker.device.late import LateOrder
 from shared.errors import BadRequest
 
 _DEFAULT_WORKERS = 4
+_VLLM_WORKERS = 3
+_QUESTIONS, _VLLM_QUESTIONS = 40, 24
+"""Fewer, as the idle stack is asked each of them twice, and starts long."""
 
 
 def command(
@@ -28,8 +31,14 @@ def command(
     seconds: Annotated[float, typer.Option(min=1, max=3600, metavar="S", help="How long members are killed.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Decides who is killed when, what is scaled, and what is asked.")] = 0,
     kill: Annotated[
-        str, typer.Option(metavar="KIND,KIND", help="Kinds of members to kill; one named twice, twice as often.")
-    ] = ",".join(KINDS),
+        str,
+        typer.Option(
+            metavar="KIND,KIND",
+            help="Kinds of members to kill; one named twice, twice as often. By default "
+            f"{','.join(KINDS)}, and with --engine vllm {','.join(VLLM_KINDS)} as well.",
+            show_default=False,
+        ),
+    ] = "",
     every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Mean time between two kills.")] = 3.0,
     how: Annotated[
         Literal["KILL", "TERM", "STOP"],
@@ -37,13 +46,19 @@ def command(
     ] = "KILL",
     roles: Annotated[bool, typer.Option("--roles", help="Prefill and decode instances as well.")] = False,
     fleet: Annotated[
-        bool, typer.Option("--fleet", help="Roles change, workers drain, and models take turns as well.")
+        bool, typer.Option("--fleet", help="Workers drain, models take turns and, but for vLLM, roles change as well.")
     ] = False,
     engine: Annotated[
-        Literal["torch", "mock"], typer.Option(help="mock computes nothing: pauses without the shared cores' part.")
+        EngineName,
+        typer.Option(
+            help="mock computes nothing: pauses without the shared cores' part. vllm: an unmodified vLLM, whose "
+            "processes may be killed, too."
+        ),
     ] = "torch",
+    python: VllmPython = "",
     workers: Annotated[
-        int | None, typer.Option(min=2, max=32, help="4, 5 with --roles, 6 with --fleet.", show_default=False)
+        int | None,
+        typer.Option(min=2, max=32, help="4, 5 with --roles, 6 with --fleet; 3 with vLLM.", show_default=False),
     ] = None,
     clients: Annotated[int, typer.Option(min=1, max=256, help="Each has one request at a time.")] = 8,
     nats_nodes: Annotated[
@@ -74,6 +89,12 @@ def command(
     Every answer is compared with the idle stack's. Exit status 1 if one failed or differs.
     """
     with usage():
+        kill = kill or ",".join((*KINDS, *(VLLM_KINDS if engine == "vllm" else ())))
+        if engine == "vllm":
+            check_vllm(python)
+            workers = workers or _VLLM_WORKERS
+            if roles or late or skew:
+                raise BadRequest("--roles, --late and --skew are of the system's own engines", param="engine")
         setting = Setting(
             seconds=seconds,
             every_s=every,
@@ -83,9 +104,11 @@ def command(
             roles=roles,
             fleet=fleet,
             engine=engine,
+            python=python if engine == "vllm" else "",
             workers=workers if workers is not None else _DEFAULT_WORKERS + roles + 2 * fleet,
             clients=clients,
             nats_nodes=nats_nodes,
+            questions=_VLLM_QUESTIONS if engine == "vllm" else _QUESTIONS,
             skew_s=skew,
             late=late,
         )
@@ -93,8 +116,9 @@ def command(
             raise BadRequest(f"--roles needs 4 workers at least, not {setting.workers}", param="workers")
         if roles and fleet:
             raise BadRequest("--fleet has prefill and decode instances of its own: without --roles", param="fleet")
-        if fleet and setting.workers < _DEFAULT_WORKERS:
-            raise BadRequest(f"--fleet needs 4 workers at least, not {setting.workers}", param="workers")
+        least = _VLLM_WORKERS if setting.with_vllm else _DEFAULT_WORKERS
+        if fleet and setting.workers < least:
+            raise BadRequest(f"--fleet needs {least} workers at least, not {setting.workers}", param="workers")
         check_folder(json_file)
 
     async def measure(folder: Path) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from bench.chaos.plan import How
+from bench.chaos.plan import How, worker_of
 
 now_s = time.perf_counter
 """The clock of everything here: that of the client's timestamps."""
@@ -21,6 +21,13 @@ class InjectedFault:
     at_s: float
     over_s: float | None = None
     """When the process was gone, or, having been stopped, went on; None: not yet."""
+    state: str = ""
+    """Of the instance of the worker that it struck, as was heard last; ``none``: there was none. Empty: no worker's."""
+
+    @property
+    def worker(self) -> str:
+        """Whose requests it struck; empty: no worker's."""
+        return "" if self.kind == "vllm_idle" else worker_of(self.member)
 
     @property
     def ends(self) -> bool:

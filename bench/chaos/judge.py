@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.chaos.answer import Answer, Failure
+from bench.chaos.answer import Answer, Expectation, Failure
 from bench.chaos.injected_fault import InjectedFault
 
 Verdict = Literal["right", "different", "failed", "lost_with_gateway", "refused_without_gateway"]
@@ -28,7 +28,7 @@ class Outcome:
 
 def judge(
     got: Answer | Failure,
-    expected: Answer,
+    expected: Expectation,
     *,
     sent_s: float,
     ended_s: float,
@@ -41,7 +41,7 @@ def judge(
     Everything else that is no answer has failed.
     """
     if isinstance(got, Answer):
-        difference = got.difference(expected)
+        difference = expected.wrong(got)
         return Outcome("different", difference) if difference else Outcome("right")
     why = f"{got.kind}: {got.detail}"
     for fault in gateway_faults:

@@ -26,6 +26,9 @@ class Processes(Protocol):
     def signal(self, name: str, number: int) -> None:
         """Send a signal, if it runs."""
 
+    def comes_back(self, name: str) -> bool:
+        """Whether it is started again when it has ended."""
+
 
 class Killer:
     """``before`` is called with each fault just before its signal is sent, ``after`` once a new process runs in the
@@ -95,7 +98,7 @@ class Killer:
         while self._processes.pid(fault.member) == pid:
             await asyncio.sleep(_POLL_S)
         fault.over_s = now_s()
-        while self._processes.pid(fault.member) is None:
+        while self._processes.comes_back(fault.member) and self._processes.pid(fault.member) is None:
             await asyncio.sleep(_POLL_S)
         if self._after is not None:
             await self._after(fault)

@@ -8,15 +8,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.chaos.answer import Answer, Failure, Reader
+from bench.chaos.answer import Answer, Expectation, Failure, Reader
 from bench.chaos.gateways import Gateway, Gateways
 from bench.chaos.injected_fault import now_s
 from bench.chaos.judge import Outcome, judge
 from bench.chaos.question import Question
 from bench.stream_client import StreamFailed
 
-SILENCE_S = 90.0
-"""A request without a byte for so long has failed. Longer than any restart, shorter than the gateway's queue waits."""
 STREAMED_SHARE = 0.75
 """The others are asked for whole."""
 _PAUSE_S = 0.05
@@ -44,7 +42,7 @@ async def ask(
     question: Question,
     *,
     stream: bool,
-    silence_s: float = SILENCE_S,
+    silence_s: float,
     alone: bool = False,
 ) -> tuple[Reader, Answer | Failure]:
     """One request, once. ``alone``: all of it is computed."""
@@ -67,14 +65,14 @@ class Load:
         gateways: Gateways,
         models: Sequence[str],
         questions: Sequence[Question],
-        expected: Mapping[int, Answer],
+        expected: Mapping[str, Mapping[int, Expectation]],
         *,
         seed: int,
         on_record: Callable[[Record], None] = lambda _: None,
-        silence_s: float = SILENCE_S,
+        silence_s: float,
         streamed_share: float = STREAMED_SHARE,
     ) -> None:
-        """``expected``: by the index of the question."""
+        """``expected``: by model and index of the question."""
         self._gateways = gateways
         self._models = tuple(models)
         self._questions = tuple(questions)
@@ -109,7 +107,7 @@ class Load:
         sent_s = now_s()
         reader, got = await ask(gateway, model, question, stream=stream, silence_s=self._silence_s)
         ended_s = now_s()
-        expected = self._expected[question.index]
+        expected = self._expected[model][question.index]
         outcome = judge(got, expected, sent_s=sent_s, ended_s=ended_s, gateway_faults=gateway.faults)
         record = Record(
             question=question,

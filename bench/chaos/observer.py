@@ -54,6 +54,8 @@ class Observer:
         self._seats: dict[str, _Seats] = {}
         self._holders: dict[str, list[Holding]] = {}
         self._faults: dict[str, InjectedFault] = {}
+        self._struck: dict[str, str] = {}
+        """By worker, the instance that it had when it, or its engine, was killed."""
         self._gateways: set[Process] = set()
         self._tasks = OwnedTasks()
         self._loads: dict[str, tuple[float, LoadReport]] = {}
@@ -74,9 +76,13 @@ class Observer:
         await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, on_gateway)
 
     def fault_injected(self, fault: InjectedFault) -> None:
-        """A worker is killed, told to end or stopped: from now on it has no free seat."""
-        self._faults[fault.member] = fault
-        self._seats.setdefault(fault.member, _Seats()).note(fault.at_s, "")
+        """A worker, or its engine, is killed, told to end or stopped: from now on it has no free seat."""
+        if not fault.worker:
+            return
+        self._faults[fault.worker] = fault
+        if fault.ends and not fault.drains and fault.worker in self._loads:
+            self._struck[fault.worker] = self._loads[fault.worker][1].instance_id
+        self._seats.setdefault(fault.worker, _Seats()).note(fault.at_s, "")
 
     def on_load(self, report: LoadReport) -> None:
         """A worker tells its load."""
@@ -84,6 +90,8 @@ class Observer:
         fault = self._faults.get(report.worker_id)
         if fault is not None and (fault.over_s is None or at_s < fault.over_s + IN_FLIGHT_S):
             return
+        if self._struck.get(report.worker_id) == report.instance_id:
+            return  # its worker has not seen yet that it has no engine
         self._loads[report.worker_id] = (at_s, report)
         takes = report.state == "serving" and report.role != "decode"
         full = report.running_requests + report.queued_requests >= self._max_running
@@ -103,6 +111,11 @@ class Observer:
         """The latest report of each worker that has reported within that time."""
         since_s = now_s() - within_s
         return [report for at_s, report in self._loads.values() if at_s >= since_s]
+
+    def state_of(self, worker: str, *, within_s: float) -> str:
+        """Of its instance, if it has said so within that time; empty: it has not."""
+        at_s, report = self._loads.get(worker, (0.0, None))
+        return report.state if report is not None and at_s >= now_s() - within_s else ""
 
     def holders(self, response_id: str) -> list[Holding]:
         """Who computed a request's tokens, in order."""

@@ -64,14 +64,14 @@ def pauses(
     first, and those that ended at the worker did not pause."""
     found = []
     for fault in faults:
-        if fault.kind != "worker":
+        if not fault.worker:
             continue
         for record in records:
             times_s = record.token_times_s
             if not times_s or not times_s[0] <= fault.at_s < record.ended_s:
                 continue
             holders = observer.holders(record.response_id)
-            if _holder(holders, fault.at_s) != fault.member:
+            if _holder(holders, fault.at_s) != fault.worker:
                 continue
             until_s = _until_s(holders, fault)
             gap = _longest_gap(times_s, fault.at_s, until_s) if until_s is not None else None
@@ -106,7 +106,7 @@ def _pause(
         response_id=record.response_id,
         seconds=ended_s - began_s,
         recompute_s=prefill.seconds(len(record.question.prompt) + done),
-        had_seats=all(observer.free_elsewhere(record.model, fault.member, at_s) for at_s in looks),
+        had_seats=all(observer.free_elsewhere(record.model, fault.worker, at_s) for at_s in looks),
         beside=tuple(beside),
     )
 

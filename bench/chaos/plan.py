@@ -10,8 +10,14 @@ from typing import Literal, get_args
 from shared.errors import BadRequest
 from shared.messages.common import LiveChoice, Role, Serving
 
-Kind = Literal["worker", "planner", "monitor", "pool", "nats", "redis", "gateway"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+OwnKind = Literal["worker", "planner", "monitor", "pool", "nats", "redis", "gateway"]
+VllmKind = Literal["vllm_front", "vllm_core", "vllm_worker", "vllm_idle"]
+Kind = OwnKind | VllmKind
+KINDS: tuple[OwnKind, ...] = get_args(OwnKind)
+"""What the stack itself consists of."""
+VLLM_KINDS: tuple[VllmKind, ...] = get_args(VllmKind)
+"""What a worker's vLLM consists of: our process in front of an engine, the engine's core, its worker, which computes;
+and a process that imports, or has imported and waits."""
 How = Literal["KILL", "TERM", "STOP"]
 
 STOPPED_S = (5.0, 8.0)
@@ -104,13 +110,20 @@ def kind_of(name: str) -> str:
     return name.partition("-")[0]
 
 
+def worker_of(name: str) -> str:
+    """Of which worker a process is a part: ``worker-3`` and ``vllm_core-3`` of ``worker-3``; empty: of none."""
+    kind, _, index = name.partition("-")
+    return f"worker-{index}" if kind in ("worker", *VLLM_KINDS) else ""
+
+
 def parse_kinds(text: str) -> tuple[Kind, ...]:
     """``worker,planner`` as kinds; a kind named twice is killed twice as often. Raises ``BadRequest``."""
     kinds: list[Kind] = []
+    known = (*KINDS, *VLLM_KINDS)
     for part in text.split(","):
-        found = next((kind for kind in KINDS if kind == part.strip()), None)
+        found = next((kind for kind in known if kind == part.strip()), None)
         if found is None:
-            raise BadRequest(f"--kill takes some of {', '.join(KINDS)}, not {part.strip()!r}", param="kill")
+            raise BadRequest(f"--kill takes some of {', '.join(known)}, not {part.strip()!r}", param="kill")
         kinds.append(found)
     return tuple(kinds)
 

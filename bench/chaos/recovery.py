@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from bench.chaos.answer import Answer, Failure
+from bench.chaos.answer import Expectation, Failure
 from bench.chaos.gateways import Gateway
 from bench.chaos.injected_fault import InjectedFault, now_s
 from bench.chaos.load import ask
@@ -31,9 +31,11 @@ async def check_recovery(
     gateway: Gateway,
     models: Sequence[str],
     questions: Sequence[Question],
-    expected: Mapping[int, Answer],
+    expected: Mapping[str, Mapping[int, Expectation]],
     faults: Sequence[InjectedFault],
     observer: Observer,
+    *,
+    silence_s: float,
 ) -> Recovery:
     """Wait until the stack is whole and its workers are empty, and ask some questions again."""
     since_s = max((s.over_s or s.at_s for s in faults), default=now_s())
@@ -43,12 +45,13 @@ async def check_recovery(
     wrong = []
     again = [(model, question) for model in models for question in questions[:_ASKED_AGAIN]]
     for model, question in again:
-        _, got = await ask(gateway, model, question, stream=False)
+        _, got = await ask(gateway, model, question, stream=False, silence_s=silence_s)
         if isinstance(got, Failure):
             wrong.append(f"{model}, question {question.index}: {got.kind}: {got.detail}")
-        elif difference := got.difference(expected[question.index]):
+        elif difference := expected[model][question.index].wrong(got):
             wrong.append(f"{model}, question {question.index}: {difference}")
-    ended = Counter(s.member for s in faults if s.ends)
+    # What was struck, and workers whose vLLM was.
+    ended = Counter(member for s in faults if s.ends for member in {s.member, s.worker})
     restarts = {name: child.num_restarts - ended[name] for name, child in stack.processes.items()}
     return Recovery(
         whole_again_s=None if whole_s is None else max(0.0, whole_s - since_s),

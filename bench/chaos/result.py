@@ -101,10 +101,13 @@ class Result:
             "with_schema": sum(record.question.has_schema for record in self.records),
             "schema_answers": self.schema_answers,
             "schema_cuts": self.schema_cuts,
+            "open": sum(record.question.is_open and record.outcome.verdict == "right" for record in self.records),
+            "penalized": sum(record.question.is_penalized for record in self.records),
             "lost_with_gateway": self.count("lost_with_gateway"),
             "refused_without_gateway": self.refused,
             "kills": dict(sorted(Counter(fault.kind for fault in self.faults).items())),
             "num_kills": len(self.faults),
+            "kills_by_state": dict(sorted(Counter(f"{f.kind} {f.state}" for f in self.faults if f.state).items())),
             "kills_skipped": dict(self.skipped),
             "ending_s_max": self._endings(),
             "pause_s_p50": _percentile((pause.seconds for pause in counted), 50),
@@ -129,7 +132,8 @@ class Result:
             "longest_pauses": [self._pause(p) for p in sorted(counted, key=lambda p: -p.seconds)[:5]],
             "examples": [self._example(record) for record in self.records if self._bad(record)][:MAX_EXAMPLES],
             "strikes": [
-                {"at_s": round(s.at_s - self.start_s, 2), "member": s.member, "signal": s.how} for s in self.faults
+                {"at_s": round(s.at_s - self.start_s, 2), "member": s.member, "signal": s.how, "state": s.state}
+                for s in self.faults
             ],
         }
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from bench.chaos.answer import Expectation
 from bench.chaos.clocks import clock_file, set_clock, step_clocks
-from bench.chaos.expect import ChaosFailed, expect
+from bench.chaos.expect import ChaosFailed, Expected, expect
 from bench.chaos.gateways import Gateways
 from bench.chaos.injected_fault import InjectedFault, now_s
 from bench.chaos.killer import Killer
 from bench.chaos.load import Load, Record
 from bench.chaos.observer import Observer
 from bench.chaos.pauses import Prefill, pauses
-from bench.chaos.plan import DrainWish, Plan, ScaleWish, ServingWish, Wish, kind_of, make_plan
-from bench.chaos.question import make_questions
+from bench.chaos.plan import DrainWish, Plan, ScaleWish, ServingWish, Wish, kind_of, make_plan, worker_of
+from bench.chaos.processes import StackProcesses
+from bench.chaos.question import Question, make_questions
 from bench.chaos.recovery import check_recovery, is_whole
 from bench.chaos.result import Result
 from bench.chaos.scaler import Scaler
-from bench.chaos.setting import MAX_RUNNING, SLEEPY, SLEEPY_KEEP_ALIVE_S, SPLIT, SWITCHED, Setting
+from bench.chaos.setting import ENGINE_ARGS, MAX_RUNNING, SLEEPY, SLEEPY_KEEP_ALIVE_S, SPLIT, SWITCHED, Setting
+from bench.chaos.tuned import make_tuned
 from compose.stack import Stack
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError
@@ -27,7 +30,6 @@ from shared.messages.admin import SetModelBody
 from shared.messages.operations import ScaleRecord
 
 Say = Callable[[str], None]
-READY_S = 180.0
 LATE_FAULT = "late engine: its caller's fault"
 """What a worker's log says of one (``services.worker.engine.late``)."""
 _HOLD_S = 20.0
@@ -37,24 +39,10 @@ _SCALE_S = 25.0
 _SCALE_POLL_S = 5.0
 _REVIVAL_S = 90.0
 """Within which whatever was struck last runs again. A gateway that drains alone takes 20 s."""
-_ANSWERS_S = 240.0
-"""Within which the last requests end: the gateway's queue and the client's patience together are shorter."""
-
-
-class StackProcesses:
-    """A stack's processes for the killer."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-
-    def names(self) -> Sequence[str]:
-        return tuple(self._stack.processes)
-
-    def pid(self, name: str) -> int | None:
-        return self._stack.processes[name].pid
-
-    def signal(self, name: str, number: int) -> None:
-        self._stack.kill(name, number)
+_START_S = 60.0
+"""A further instance of vLLM may take so long."""
+_RECENT_S = 1.0
+"""What a worker said of its instance so lately, is so."""
 
 
 async def run(setting: Setting, model: Path, state_dir: Path, *, say: Say = lambda _: None) -> Result:
@@ -63,7 +51,7 @@ async def run(setting: Setting, model: Path, state_dir: Path, *, say: Say = lamb
         set_clock(clock_file(state_dir, name), 0.0)
     stack = Stack(setting.config(model, state_dir), say=say)
     async with stack:
-        await stack.wait_ready(READY_S)
+        await stack.wait_ready(setting.ready_s)
         return await stack.unless_given_up(_Chaos(setting, stack, model, say).measure())
 
 
@@ -81,7 +69,8 @@ class _Chaos:
         self._say = say
         self._gateways = Gateways({"gateway": stack.url})
         self._observer = Observer(MAX_RUNNING)
-        self._killer = Killer(StackProcesses(stack), before=self._before, after=self._after)
+        self._processes = StackProcesses(stack, with_vllm=setting.with_vllm)
+        self._killer = Killer(self._processes, before=self._before, after=self._after)
 
     async def measure(self) -> Result:
         setting, name = self._setting, self._model.name
@@ -90,10 +79,10 @@ class _Chaos:
             seconds=setting.seconds,
             every_s=setting.every_s,
             kinds=setting.kinds,
-            members=tuple(self._stack.processes),
+            members=self._processes.names(),
             how=setting.how,
             scalables=setting.scalables(name),
-            switched=(name + SWITCHED,) if setting.fleet else (),
+            switched=tuple(model for model in setting.models(name) if model.endswith(SWITCHED)),
             drained=self._workers() if setting.fleet else (),
             skewed=setting.skewed,
             skew_s=setting.skew_s,
@@ -103,24 +92,34 @@ class _Chaos:
         bus = await NatsBus.connect(self._stack.addresses.nats_url, name="gateway", id="bench-chaos", access=access)
         try:
             await self._observer.listen(bus)
+            if setting.with_vllm:
+                await self._add(self._model, name)
+                if not await self._serving(1, setting.ready_s):
+                    raise ChaosFailed(f"{name} is not served; see {self._stack.state_dir.logs}")
             if setting.roles:
                 await self._split()
             if setting.fleet:
                 await self._add_models()
-            questions = make_questions(setting.seed, setting.questions, schemas=setting.engine == "torch")
+            questions = make_questions(
+                setting.seed, setting.questions, schemas=setting.engine != "mock", redraws=setting.with_vllm
+            )
             self._say(f"asking {len(questions)} questions of the idle stack, streamed and whole")
-            expected = await expect(self._gateways["gateway"], name, questions)
+            expected = await self._expect(name, questions)
+            answers = await self._expectations(name, questions, expected)
             if not setting.roles and not setting.fleet:
                 # So that there is somewhere to go from the first kill on.
                 await self._scale(ScaleWish(0.0, name, "colocated", _FIRST_INSTANCES, "never"), _HOLD_S)
+                if setting.with_vllm:
+                    await self._serving(_FIRST_INSTANCES, _START_S)
             self._say(f"{len(plan.kills)} kills in {setting.seconds:g} s")
             load = Load(
                 self._gateways,
                 setting.asked(name),
                 questions,
-                expected.answers,
+                answers,
                 seed=setting.seed,
                 on_record=self._tell,
+                silence_s=setting.silence_s,
             )
             scaler = Scaler(self._execute)
             start_s = now_s()
@@ -141,9 +140,10 @@ class _Chaos:
                     self._gateways["gateway"],
                     setting.models(name),
                     questions,
-                    expected.answers,
+                    answers,
                     faults,
                     self._observer,
+                    silence_s=setting.silence_s,
                 ),
                 start_s=start_s,
                 end_s=end_s,
@@ -155,12 +155,41 @@ class _Chaos:
             self._gateways.close()
             await bus.close()
 
+    async def _expect(self, model: str, questions: Sequence[Question]) -> Expected:
+        return await expect(self._gateways["gateway"], model, questions, silence_s=self._setting.silence_s)
+
+    async def _expectations(
+        self, name: str, questions: Sequence[Question], expected: Expected
+    ) -> Mapping[str, Mapping[int, Expectation]]:
+        """Of each model, by question. ``expected``: of the first one, with whose weights others are served, too."""
+        of = dict.fromkeys(self._setting.models(name), expected.answers)
+        if self._setting.with_vllm and self._setting.fleet:
+            of[name + SLEEPY] = (await self._expect(name + SLEEPY, questions)).answers
+        return of
+
+    async def _add(self, path: Path, name: str, *, keep_alive_s: float | None = None) -> None:
+        """A model, served by the engine that is chosen."""
+        engine, args = ("vllm", dict(ENGINE_ARGS)) if self._setting.with_vllm else (None, None)
+        await self._stack.admin.add_model(
+            str(path), name=name, engine=engine, engine_args=args, keep_alive_s=keep_alive_s
+        )
+
+    async def _serving(self, instances: int, limit_s: float) -> bool:
+        """Wait until so many of the first model's serve; False: not in time."""
+        deadline_s, model = now_s() + limit_s, self._model.name
+        while now_s() < deadline_s:
+            status = await self._stack.admin.status()
+            if sum(i.model == model and i.state == "serving" for i in status.instances) >= instances:
+                return True
+            await asyncio.sleep(0.2)
+        return False
+
     async def _split(self) -> None:
         """The same checkpoint once more, under another name, with one prefill and one decode instance."""
         split = self._model.name + SPLIT
         await self._stack.admin.add_model(str(self._model), name=split, min_instances=0)
         # Floors that outlast everything: what dies is replaced without anybody asking.
-        hold_s = 2 * self._setting.seconds + READY_S + _ANSWERS_S
+        hold_s = 2 * self._setting.seconds + self._setting.ready_s + self._setting.answers_s
         for role in ("prefill", "decode"):
             wish = ScaleWish(0.0, split, "prefill" if role == "prefill" else "decode", 1, "never")
             record = await self._scale(wish, hold_s)
@@ -168,15 +197,15 @@ class _Chaos:
                 raise ChaosFailed(f"no {role} instance of {split}: {record.reason or record.status}")
 
     async def _disturb(self, plan: Plan, load: Load, scaler: Scaler, start_s: float) -> None:
-        quiet = asyncio.Event()
+        quiet, setting = asyncio.Event(), self._setting
         try:
-            async with asyncio.timeout(self._setting.seconds + _REVIVAL_S + _ANSWERS_S), asyncio.TaskGroup() as tasks:
-                asking = tasks.create_task(load.run(self._setting.clients, quiet))
+            async with asyncio.timeout(setting.seconds + _REVIVAL_S + setting.answers_s), asyncio.TaskGroup() as tasks:
+                asking = tasks.create_task(load.run(setting.clients, quiet))
                 scaling = tasks.create_task(scaler.run(plan.wishes, start_s=start_s))
                 stepping = step_clocks(plan.steps, self._stack.state_dir.path, start_s=start_s, say=self._say)
                 clocks = tasks.create_task(stepping)
                 await self._killer.run(plan.kills, start_s=start_s)
-                await asyncio.sleep(max(0.0, start_s + self._setting.seconds - now_s()))
+                await asyncio.sleep(max(0.0, start_s + setting.seconds - now_s()))
                 await scaling
                 await clocks
                 quiet.set()
@@ -187,11 +216,17 @@ class _Chaos:
             raise ChaosFailed(f"not over in time; processes that did not come back: {away or 'none'}") from error
 
     async def _add_models(self) -> None:
-        """The same checkpoint twice more: a model whose instances change roles, and one that sleeps whenever it may."""
+        """The same checkpoint twice more: a model whose instances change roles, and one that sleeps whenever it may.
+        Of vLLM the second one alone, with other weights: its instances and the first model's take turns in a process.
+        """
         admin, name = self._stack.admin, self._model.name
+        if self._setting.with_vllm:
+            tuned = await asyncio.to_thread(make_tuned, self._model, self._stack.state_dir.path)
+            await self._add(tuned, name + SLEEPY, keep_alive_s=SLEEPY_KEEP_ALIVE_S)
+            return
         await admin.add_model(str(self._model), name=name + SWITCHED, served_as="disaggregated")
         await admin.add_model(str(self._model), name=name + SLEEPY, keep_alive_s=SLEEPY_KEEP_ALIVE_S)
-        deadline_s = now_s() + READY_S
+        deadline_s = now_s() + self._setting.ready_s
         while not is_whole(await admin.status(), self._setting.models(name), self._setting.workers):
             if now_s() > deadline_s:
                 raise ChaosFailed(f"{name + SWITCHED} does not serve")
@@ -201,7 +236,7 @@ class _Chaos:
         """What became of it. Raises ``BlitzError``."""
         match wish:
             case ScaleWish():
-                record = await self._scale(wish, _HOLD_S if wish.role == "colocated" else 10 * READY_S)
+                record = await self._scale(wish, _HOLD_S if wish.role == "colocated" else 10 * self._setting.ready_s)
                 return f"{record.direction} {record.status}"
             case ServingWish():
                 await self._stack.admin.set_model(wish.model, SetModelBody(served_as=wish.serving))
@@ -215,7 +250,7 @@ class _Chaos:
     async def _use_all_workers(self) -> None:
         """What could not be undrained, because the pool was away, is now."""
         for worker in self._workers():
-            deadline_s = now_s() + READY_S
+            deadline_s = now_s() + self._setting.ready_s
             while True:
                 try:
                     await self._stack.admin.undrain_worker(worker)
@@ -236,9 +271,11 @@ class _Chaos:
         return record
 
     def _before(self, fault: InjectedFault) -> None:
+        if worker := worker_of(fault.member):
+            fault.state = self._observer.state_of(worker, within_s=_RECENT_S) or "none"
         self._observer.fault_injected(fault)
         self._gateways.fault_injected(fault)
-        self._say(f"SIG{fault.how} to {fault.member}")
+        self._say(f"SIG{fault.how} to {fault.member}" + (f", {fault.state}" if fault.state else ""))
 
     async def _after(self, fault: InjectedFault) -> None:
         if fault.kind == "gateway":

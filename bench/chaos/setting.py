@@ -24,6 +24,20 @@ ENV: Mapping[str, str] = {
     # As many instances as possible come and go.
     "BLITZ_MONITOR_DOWN_WINDOW_S": "0",
 }
+VLLM_ENV: Mapping[str, str] = {
+    "BLITZ_WORKER_ENGINES": "vllm",
+    # While all instances start, requests wait.
+    "BLITZ_GATEWAY_QUEUE_TIMEOUT_S": "240",
+    "BLITZ_GATEWAY_NO_ROOM_TIMEOUT_S": "120",
+}
+ENGINE_ARGS: Mapping[str, int | str | bool] = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": MAX_RUNNING,
+    "kv_cache_gib": 1,
+    "enforce_eager": True,
+}
+"""Of vLLM. The longest question has 1,600 tokens with its answer."""
 SPLIT = "-split"
 """Behind a model's name: the same checkpoint, with prefill and decode instances only."""
 SWITCHED = "-switched"
@@ -35,6 +49,9 @@ LATE_MS = 1.0
 """Most that an operation of a late engine waits."""
 _OFTEN = 5
 """Requests for each other model, for one to the sleepy one."""
+
+
+EngineName = Literal["torch", "mock", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +66,9 @@ class Setting:
     roles: bool = False
     fleet: bool = False
     """Roles change, workers drain, and models take turns."""
-    engine: Literal["torch", "mock"] = "torch"
+    engine: EngineName = "torch"
+    python: str = ""
+    """With ``vllm``: the interpreter of its environment."""
     workers: int = 4
     clients: int = 8
     nats_nodes: int = 1
@@ -63,14 +82,14 @@ class Setting:
         """The stack."""
         skewed = {name: clock_env(clock_file(state_dir, name)) for name in self.skewed} if self.skew_s else {}
         return StackConfig(
-            models=(model,),
+            models=() if self.with_vllm else (model,),  # it is registered with an engine
             state_dir=state_dir,
             workers=self.workers,
             nats_servers=self.nats_nodes,
             forks=not self.skew_s,  # a fork has its parent's clock
             port=0,
-            engine=self.engine,
-            env={**ENV, **self._late_env},
+            engine="torch" if self.engine == "vllm" else self.engine,
+            env={**ENV, **self._late_env, **self._vllm_env},
             service_env=skewed,
         )
 
@@ -85,6 +104,31 @@ class Setting:
         }
 
     @property
+    def with_vllm(self) -> bool:
+        """An unmodified vLLM serves."""
+        return self.engine == "vllm"
+
+    @property
+    def _vllm_env(self) -> dict[str, str]:
+        return {**VLLM_ENV, "BLITZ_VLLM_PYTHON": self.python} if self.with_vllm else {}
+
+    @property
+    def ready_s(self) -> float:
+        """Longest until the first instance serves."""
+        return 400.0 if self.with_vllm else 180.0
+
+    @property
+    def silence_s(self) -> float:
+        """A request without a byte for so long has failed. Longer than any restart, shorter than the gateway's queue
+        waits."""
+        return 210.0 if self.with_vllm else 90.0
+
+    @property
+    def answers_s(self) -> float:
+        """Within which the last requests end: the gateway's queue and the client's patience together are shorter."""
+        return 500.0 if self.with_vllm else 240.0
+
+    @property
     def skewed(self) -> tuple[str, ...]:
         """Names of the processes whose clocks are set."""
         if not self.skew_s:
@@ -94,7 +138,7 @@ class Setting:
     def models(self, name: str) -> tuple[str, ...]:
         """Whom the requests are for."""
         if self.fleet:
-            return name, name + SWITCHED, name + SLEEPY
+            return (name, name + SLEEPY) if self.with_vllm else (name, name + SWITCHED, name + SLEEPY)
         return (name, name + SPLIT) if self.roles else (name,)
 
     def asked(self, name: str) -> tuple[str, ...]:

@@ -133,7 +133,8 @@ def _settings(found: ModelShown) -> Iterator[tuple[str, str]]:
     )
     if model.engine:
         arguments = model.engine_args.as_mapping() if model.engine_args is not None else {}
-        yield "engine", " ".join((model.engine, *(f"{name}={value}" for name, value in arguments.items())))
+        waits = ("kept warm",) if model.warm else ()
+        yield "engine", " ".join((model.engine, *(f"{name}={value}" for name, value in arguments.items()), *waits))
     if model.added_at_s:
         yield "added", shown_time(model.added_at_s)
     most = "any number of" if model.max_instances >= MAX_INSTANCES else model.max_instances

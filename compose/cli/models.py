@@ -21,6 +21,7 @@ from compose.cli.options import (
     EngineOf,
     Json,
     KeepAlive,
+    KeptWarm,
     NewKeepAlive,
     NewNoRoomTimeout,
     NewSloTbt,
@@ -59,6 +60,7 @@ _OPTIONS = {
     "prefix_cache": "--prefix-cache",
     "tool_parser": "--tool-parser",
     "reasoning_parser": "--reasoning-parser",
+    "warm": "--warm",
 }
 
 
@@ -73,6 +75,7 @@ _SETTINGS = (
     "weight",
     "advise",
     "prefix",
+    "warm",
     "tools",
     "reasoning",
 )
@@ -119,6 +122,7 @@ def add(
     reasoning_parser: ReasoningParsed = None,
     engine: EngineOf = None,
     engine_args: EngineArgsFile = None,
+    warm: KeptWarm = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
@@ -149,6 +153,7 @@ def add(
         "reasoning_parser": reasoning_parser,
         "engine": engine,
         "engine_args": _read_args(engine_args) if engine_args is not None else None,
+        "warm": warm,
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
     said = f"added {added.name}" if before is None else f"{added.name} is already registered"
@@ -220,6 +225,7 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
         f"{model.weight:g}",
         "yes" if model.advise else "-",
         "-" if model.prefix_cache else "no",
+        "yes" if model.warm else "-",
         "-" if model.tool_parser == "auto" else model.tool_parser,
         "-" if model.reasoning_parser == "auto" else model.reasoning_parser,
         shown_mib(model.weights_bytes),
@@ -254,6 +260,7 @@ def set_(
     prefix_cache: PrefixCached = None,
     tool_parser: ToolParsed = None,
     reasoning_parser: ReasoningParsed = None,
+    warm: KeptWarm = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
@@ -271,6 +278,7 @@ def set_(
         prefix_cache=prefix_cache,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        warm=warm,
     )
     if changes == SetModelBody():
         raise NotChanged(f"nothing to change: give at least one of {', '.join(_OPTIONS.values())}")
@@ -282,6 +290,8 @@ def set_(
     shown.append("--advise" if now.advise else "--no-advise")
     shown.append("--prefix-cache" if now.prefix_cache else "--no-prefix-cache")
     shown += f"--tool-parser {now.tool_parser}", f"--reasoning-parser {now.reasoning_parser}"
+    if now.engine:
+        shown.append("--warm" if now.warm else "--no-warm")
     _print(f"changed {now.name}: {', '.join(shown)}", now, as_json)
 
 

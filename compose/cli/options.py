@@ -230,6 +230,14 @@ PrefixCached = Annotated[
         show_default=False,
     ),
 ]
+KeptWarm = Annotated[
+    bool | None,
+    typer.Option(
+        "--warm/--no-warm",
+        help="Workers without an instance keep its --engine started, so that it waits for nothing but weights.",
+        show_default=False,
+    ),
+]
 ToolParsed = Annotated[
     ToolParserName | None,
     typer.Option(

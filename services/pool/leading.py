@@ -310,7 +310,10 @@ class LeadingPool:
         )
         instance = report.instance
         if instance is None:
-            return ack
+            worker_id = report.worker.worker_id
+            if worker_id in self.registry.cordons or worker_id in self.registry.leases:
+                return ack
+            return msgspec.structs.replace(ack, prepare=self.registry.models.to_prepare(report))
         record = self.registry.models.get(instance.model)
         if record is not None and record.model_hash == instance.model_hash:
             return msgspec.structs.replace(ack, slo_tbt_s=record.slo_tbt_s)

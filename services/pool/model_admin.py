@@ -73,6 +73,7 @@ class ModelAdmin:
                 reasoning_parser=request.reasoning_parser,
                 no_room_timeout_s=request.no_room_timeout_s,
                 engine_args=request.engine_args,
+                warm=request.warm,
             )
             async with self.changing:
                 stored = self._registry.models.get(name) or await self._store.add_model(record)

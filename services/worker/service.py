@@ -120,7 +120,10 @@ class WorkerService:
             asyncio.create_task(work)
             for work in (
                 parts.registration.run(
-                    parts.scaling.on_stop_instance, parts.orders.planner_term, parts.scaling.on_slo_tbt
+                    parts.scaling.on_stop_instance,
+                    parts.orders.planner_term,
+                    parts.scaling.on_slo_tbt,
+                    parts.scaling.on_prepare,
                 ),
                 parts.peers.run(),
                 parts.host_copies.run(),

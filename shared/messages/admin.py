@@ -82,6 +82,9 @@ class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stays: for another one the model is removed and added."""
     engine_args: dict[str, Any] | None = None
     """As ``EngineArgs`` below, of at most 4 KiB; only with ``engine``."""
+    warm: bool | None = None
+    """Workers without an instance keep an ``engine`` started for it, so that its next instance waits for nothing but
+    weights; only with ``engine``."""
 
     @property
     def least(self) -> int:
@@ -107,6 +110,7 @@ class SetModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning_parser: ReasoningParserName | None = None
     no_room_timeout_s: NoRoomTimeout | Literal["default"] | None = None
     """``default``: that of the gateway again."""
+    warm: bool | None = None
 
 
 class ScaleBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,6 +166,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     """Empty: the system's own."""
     engine_args: EngineArgs | None = None
+    warm: bool = False
     added_at_s: float = 0.0
     """Unix time."""
     architecture: str = ""
@@ -252,6 +257,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     gpu_uuid: str = ""
     gpu_capability: str = ""
     gpu_memory_bytes: int = 0
+    warm_for: tuple[str, ...] | None = None
+    """An engine of others has started here and waits: the registered models that an instance could serve with it at
+    once. None: nothing waits."""
 
 
 class WorkerList(msgspec.Struct, frozen=True, kw_only=True):

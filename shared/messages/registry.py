@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.engine_args import EngineArgs
+from shared.engines import NO_ENGINE
 from shared.errors import BlitzError
 from shared.messages.codec import Message
 from shared.messages.common import (
@@ -87,6 +88,8 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     engine: EngineName = ""
     """What computes it (``shared.engines``). Empty: our own, whichever of them a worker has."""
     engine_args: EngineArgs | None = None
+    warm: bool = False
+    """Spare workers that offer its engine keep one started for it, with no weights to speak of."""
 
     @property
     def basics(self) -> AnySpec:
@@ -141,9 +144,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     engines: Annotated[tuple[KindName, ...], Meta(max_length=16)] = ()
     """Of others, beside ``engine``, that it can serve a model with (``shared.engines``)."""
 
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The engines that it can serve a model with, as models name them."""
+        return self.engines if self.engine == NO_ENGINE else ("", *self.engines)
+
     def offers(self, engine: str) -> bool:
-        """Whether it has a model's engine; our own all workers have."""
-        return not engine or engine in self.engines
+        """Whether it can serve a model that names this engine."""
+        return engine in self.engines if engine else self.engine != NO_ENGINE
 
     def engine_of(self, model: ModelRecord) -> str:
         """What computes the model's instances here."""
@@ -180,8 +188,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether it holds a whole copy of its model."""
-        return self.state == "serving" or (self.state == "draining" and self.weights_digest != "")
+        """Whether it holds a whole copy of its model: some serve before that."""
+        return self.state in ("serving", "draining") and self.weights_digest != ""
 
 
 class HostCopy(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +215,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     kind: Annotated[str, Meta(max_length=64)]
     """Of the models that it could serve (``ModelRecord.kind``)."""
     model_hash: Annotated[str, Meta(max_length=64)]
-    """Whose weights it has."""
+    """Whose weights it has; empty: nobody's."""
     takes_others: bool = False
     """Other weights of this kind may come into it."""
 
@@ -253,6 +261,8 @@ class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
     registry does not say."""
     unix_s: Figure | None = None
     """The pool's time of day, for the worker to compare its own with."""
+    prepare: ModelRecord | None = None
+    """An engine for this model is to be started, and to wait for its next instance."""
 
 
 class RestoreModel(Message, frozen=True, kw_only=True, tag="restore_model.v1"):
@@ -280,6 +290,7 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     no_room_timeout_s: float | None = None
     engine: EngineName = ""
     engine_args: EngineArgs | None = None
+    warm: bool = False
 
 
 class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
@@ -299,6 +310,7 @@ class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
     reasoning_parser: ReasoningParserName | None = None
     no_room_timeout_s: float | Literal["default"] | None = None
     """``default``: none of its own any more, for 0 is one."""
+    warm: bool | None = None
 
 
 class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):

@@ -7,7 +7,7 @@ import hashlib
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,8 @@ from services.worker.memory.loader import load_unit
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.engine import VllmEngine
-from services.worker.vllm.warm import Shape, WarmFronts
+from services.worker.vllm.served_model import ServedModel, Shape
+from services.worker.vllm.warm import WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BlitzError
@@ -48,6 +49,15 @@ def python() -> str:
     return PYTHON
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where vLLM's processes put what they compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("compiled")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
@@ -60,7 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Serving:
     """An engine, the weights that it gets, and what it put out."""
 
-    def __init__(self, path: Path, warm: WarmFronts) -> None:
+    def __init__(self, path: Path, warm: WarmFronts, *, early: bool = False) -> None:
         self.checkpoint = inspect_checkpoint(path, generic=True)
         layout = self.checkpoint.layout
         self.memory = SharedMemory(layout.num_bytes)
@@ -71,23 +81,22 @@ class Serving:
         self.parts: dict[str, list[StreamPart]] = {}
         self.scores: dict[str, list[PromptLogprobs]] = {}
         self.failures: list[BlitzError] = []
-        self.engine = VllmEngine(
-            SchedulerConfig(num_blocks=128, block_size=16, context_tokens=CONTEXT_TOKENS, max_num_sequences=8),
-            str(path),
-            ARGUMENTS,
-            words.Tokenizer(
+        self.model = ServedModel(
+            path=str(path),
+            arguments=ARGUMENTS,
+            tokenizer=words.Tokenizer(
                 file=str(path / "tokenizer.json"),
                 sha256=hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest(),
                 end_ids=self.checkpoint.layout.of.eos_token_ids,
             ),
-            WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte),
-            self._put,
-            self.failures.append,
-            warm=warm,
+            limits=SchedulerConfig(num_blocks=128, block_size=16, context_tokens=CONTEXT_TOKENS, max_num_sequences=8),
             shape=Shape(layout.hash, (), 1),
             model_hash=self.checkpoint.model_hash,
+            num_bytes=layout.num_bytes,
             check=lambda: None,
         )
+        weights = WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte)
+        self.engine = VllmEngine(self.model, weights, self._put, self.failures.append, warm, early=early)
 
     def _put(self, output: StepOutput) -> None:
         for part in output.prompts:

@@ -60,6 +60,13 @@ async def test_logprobs_are_those_of_the_model(serving: Serving, model: torch.nn
         assert [value for _, value in said.top] == pytest.approx(torch.topk(row, 3).values.tolist(), abs=1e-3)
 
 
+async def test_no_request_waits_for_a_compiler(serving: Serving, compiled: Path) -> None:
+    await serving.run("ranked", PROMPTS[3], logprobs=3, max_tokens=2)
+    await serving.run("drawn", PROMPTS[3], temperature=1.0, top_k=5, top_p=0.9, max_tokens=2)
+    await serving.run("scored-ranked", PROMPTS[3], prompt_logprobs=3, max_tokens=2)
+    assert not await asyncio.to_thread(lambda: [file for file in compiled.rglob("*") if file.is_file()])
+
+
 def check_scores(model: torch.nn.Module, prompt: Sequence[int], said: Sequence[PromptLogprobs], num_top: int) -> None:
     """Each position once, and all of them."""
     table = torch.log_softmax(model(torch.tensor([list(prompt)])).logits[0].float(), dim=-1)

@@ -31,6 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "first": write_family(folder / "first", "llama"),
         "second": write_family(folder / "second", "llama", seed=8),
         "another": write_family(folder / "another", "qwen3"),
+        "experts": write_family(folder / "experts", "moe"),
     }
 
 
@@ -90,6 +91,29 @@ async def test_one_that_died_is_not_waited_for(models: dict[str, Path], warm: Wa
     again, _, same = await served(models["another"], warm)
     assert again != before
     assert same == tokens
+
+
+@pytest.mark.parametrize("family", ["first", "another", "experts"])
+async def test_one_that_has_no_weights_waits_for_them(models: dict[str, Path], family: str) -> None:
+    """Where they could not come into it, none is kept."""
+    first, cold = WarmFronts(PYTHON, 1, "started"), WarmFronts(PYTHON, 1, "none")
+    try:
+        serving = Serving(models[family], first)
+        await asyncio.sleep(warm_module.QUIET_S)
+        for _ in range(2):
+            first.start_for(serving.model)
+            while first.is_starting:
+                await asyncio.sleep(0.05)
+        assert (first.engine is None) == (family == "experts")
+        waits, _, tokens = await served(models[family], first)
+        again, _, same = await served(models[family], cold)
+        assert tokens == same
+        assert waits != again
+        if family != "experts":
+            assert serving.engine.pid is None
+    finally:
+        await first.close()
+        await cold.close()
 
 
 async def test_it_goes_when_memory_is_scarce(

@@ -270,6 +270,7 @@ class _Admin:
             no_room_timeout_s=body.no_room_timeout_s,
             engine=engine,
             engine_args=read_engine_args(engine, body.engine_args),
+            warm=bool(body.warm),
         )
         known = {name: model.record.added_at_s for name, model in self._gateway.routes.models.items()}
         record = await self._added(message)
@@ -281,7 +282,7 @@ class _Admin:
         """Change a model's settings; those that are not given stay, and 0 lifts an objective or the keep-alive.
 
         ``{"min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?, "keep_alive_s"?, "served_as"?, "weight"?,
-        "advise"?, "prefix_cache"?, "tool_parser"?, "reasoning_parser"?, "no_room_timeout_s"?}``
+        "advise"?, "prefix_cache"?, "tool_parser"?, "reasoning_parser"?, "no_room_timeout_s"?, "warm"?}``
         """
         body = await _body(request, self._gateway, SetModelBody)
         settings = msgspec.structs.asdict(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -10,7 +11,7 @@ import msgspec
 
 from services.pool.core.table import Table, Version
 from shared.messages.common import Role
-from shared.messages.registry import Floor, ModelRecord, Unplaced
+from shared.messages.registry import Floor, ModelRecord, Unplaced, WorkerHeartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -51,6 +52,8 @@ class Models:
         self._floor_ends: list[tuple[float, str, Role]] = []
         """Heap of (until, model, role); the entry of a floor that was replaced or lifted means nothing."""
         self._removed: dict[str, float] = {}
+        self._warm: dict[str, ModelRecord] = {}
+        """Of each kind of those that are kept warm, by the kind, one."""
         self._unplaced: set[str] = set()
         """Names of the models in the last call of ``set_unplaced``."""
 
@@ -72,14 +75,35 @@ class Models:
         if known is not None:
             entry.floors, entry.unplaced = known.floors, known.unplaced
         self.entries.put(record.name, entry)
+        if record.warm or (known is not None and known.record.warm):
+            self._look_for_warm()
         return True
+
+    def _look_for_warm(self) -> None:
+        self._warm = {entry.record.kind: entry.record for entry in self.entries.values() if entry.record.warm}
+
+    def to_prepare(self, report: WorkerHeartbeat) -> ModelRecord | None:
+        """The model for which the worker of this report should have an engine waiting, and has none. Workers take
+        different ones, each the same whatever others do (rendezvous hashing)."""
+        worker = report.worker
+        if not self._warm or report.state != "spare" or report.leaving or report.stopping:
+            return None
+        if report.warm is not None and report.warm.kind in self._warm:
+            return None
+        able = [kind for kind, record in self._warm.items() if worker.can_hold(record)]
+        if not able:
+            return None
+        return self._warm[max(able, key=lambda kind: hashlib.sha256(f"{worker.worker_id} {kind}".encode()).digest())]
 
     # --- removals ----------------------------------------------------------------------------
 
     def remove(self, name: str, now_s: float) -> bool:
         """A model is no longer registered; False if it was not."""
-        if self.entries.pop(name) is None:
+        entry = self.entries.pop(name)
+        if entry is None:
             return False
+        if entry.record.warm:
+            self._look_for_warm()
         self._removed[name] = now_s
         return True
 

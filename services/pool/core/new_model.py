@@ -44,6 +44,8 @@ def check_limits(request: AddModel | ModelRecord) -> None:
     check_engine(request.engine)
     if request.engine_args is not None and not request.engine:
         raise BadRequest("engine_args is only for a model of another engine than the system's own", param="engine_args")
+    if request.warm and not request.engine:
+        raise BadRequest("warm is only for a model of another engine than the system's own", param="warm")
     if request.serving == "disaggregated" and not traits_of(request.engine).moves_kv:
         raise BadRequest(
             f"served_as disaggregated: instances of the engine {request.engine} take no KV from others",

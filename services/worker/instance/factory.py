@@ -26,8 +26,10 @@ from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
 from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
-from services.worker.vllm.make import make_vllm
+from services.worker.vllm.engine import VllmEngine
+from services.worker.vllm.served_model import served_model
 from services.worker.vllm.warm import WarmFronts
+from services.worker.vllm.weights_server import WeightsServer
 from shared.aio import in_thread
 from shared.checkpoint import TOKENIZER_FILE
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
@@ -125,7 +127,7 @@ class InstanceFactory:
             raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
         copy = WeightCopy(layout, self._arena, record.unit_digests)
         if record.engine:
-            engine = self._engine_of_others(record, copy)
+            engine = self._engine_of_others(record, copy, plan.early)
             return Instance(plan, member, copy, engine, default_slo_tbt_s=config.slo_tbt_s)
         if self._warm is not None:
             self._warm.drop_started()
@@ -166,12 +168,22 @@ class InstanceFactory:
         thread = EngineThread(loop, self._on_output, self._on_failure)
         return Instance(plan, member, copy, thread, default_slo_tbt_s=config.slo_tbt_s)
 
-    def _engine_of_others(self, record: ModelRecord, copy: WeightCopy) -> ServingEngine:
-        """Raises ``Conflict`` for one that this worker does not offer."""
-        if record.engine not in self._config.engines or not isinstance(self._weights, SharedMemory):
+    def _engine_of_others(self, record: ModelRecord, copy: WeightCopy, early: bool) -> ServingEngine:
+        """Raises ``Conflict`` for one that this worker does not offer, or a layout that its loader does not read,
+        ``BadCheckpoint`` where its KV has no room for a block."""
+        memory, warm = self._weights, self._warm
+        if record.engine not in self._config.engines or not isinstance(memory, SharedMemory) or warm is None:
             raise Conflict(f"this worker does not offer the engine {record.engine!r}: BLITZ_WORKER_ENGINES")
-        assert self._warm is not None
-        return make_vllm(record, self._config, copy, self._weights, self._warm, self._on_output, self._on_failure)
+        if not copy.layout.is_generic:
+            raise Conflict(f"{record.name} was registered for another engine: remove it, and add it with --engine vllm")
+        return VllmEngine(
+            served_model(record, self._config),
+            WeightsServer(copy, memory.descriptor, memory.first_byte),
+            self._on_output,
+            self._on_failure,
+            warm,
+            early=early,
+        )
 
     async def _guide(self, record: ModelRecord, loop: EngineLoop) -> Callable[[ActiveSequence], Guidance]:
         from services.worker.engine.grammar.guidance import GrammarGuides, compiler_of
@@ -194,6 +206,15 @@ class InstanceFactory:
         await in_thread(self._kv.rest if self._kind.uses_kv_memory else self._kv.release)
         if self._warm is not None:
             await self._warm.prepare()
+
+    def have_wait(self, record: ModelRecord) -> None:
+        """Start an engine for this model, in the background, for the instance after this moment. Nothing where the
+        worker does not offer it, or one is being started."""
+        if self._warm is not None and record.engine in self._config.engines:
+            try:
+                self._warm.start_for(served_model(record, self._config))
+            except BlitzError as error:
+                log.warning("no vLLM waits for %s: %s", record.name, error.message)
 
     @property
     def warm_engine(self) -> WarmEngine | None:

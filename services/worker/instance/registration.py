@@ -129,12 +129,13 @@ class Registration:
         stop_instance: Callable[[str], Awaitable[None]],
         planner_term: Callable[[int], None],
         keep_tbt: Callable[[str, float], None],
+        prepare: Callable[[ModelRecord], None],
     ) -> None:
         """Report until cancelled. Raises ``DuplicateId`` when another process that lives has this worker's id.
 
         ``stop_instance`` is called when the registry says that the instance's model was removed, ``planner_term`` with
         the term of the planner that leads, ``keep_tbt`` with the instance that was reported and its model's objective
-        for the time between two tokens.
+        for the time between two tokens, ``prepare`` with the model for which an engine is to wait here.
         """
         while True:
             self._changed.clear()
@@ -146,6 +147,8 @@ class Registration:
                     keep_tbt(now.instance.instance_id, ack.slo_tbt_s)
                 if ack.stop_instance:
                     await stop_instance(ack.stop_instance)
+                if ack.prepare is not None:
+                    prepare(ack.prepare)
             else:
                 await asyncio.sleep(min(0.2, self._lease_s / 4))
                 continue

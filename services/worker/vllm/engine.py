@@ -14,16 +14,16 @@ import msgspec
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.leaving import Moving
-from services.worker.core.scheduling.schedule import SchedulerConfig, SchedulerLoad
+from services.worker.core.scheduling.schedule import SchedulerLoad
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import SpeedEstimator
 from services.worker.engine.loop import LoopStats, StepOutput
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
-from services.worker.vllm.warm import Shape, StartedFront, WarmFronts
+from services.worker.vllm.served_model import ServedModel
+from services.worker.vllm.warm import START_S, StartedFront, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
 from shared.aio import in_thread
-from shared.engines import OTHERS
 from shared.errors import (
     BadRequest,
     BlitzError,
@@ -48,8 +48,6 @@ GUIDE = "response_format"
 LOOK_S = 1.0
 HUNG_S, HUNG_STEPS = 300.0, 10.0
 """Requests wait, and nothing is computed: so long, and so many times the longest step that was seen."""
-START_S = OTHERS["vllm"].start_s
-"""Longest that vLLM may take from the start of its process until it serves."""
 FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "error": "error"}
 
 
@@ -58,33 +56,26 @@ class VllmEngine:
 
     def __init__(
         self,
-        limits: SchedulerConfig,
-        path: str,
-        arguments: Mapping[str, int | float | str | bool],
-        tokenizer: words.Tokenizer,
+        model: ServedModel,
         weights: WeightsServer,
         on_output: Callable[[StepOutput], None],
         on_failure: Callable[[BlitzError], None],
-        *,
         warm: WarmFronts,
-        shape: Shape,
-        model_hash: str,
-        check: Callable[[], None],
+        *,
+        early: bool = False,
     ) -> None:
-        """``path``: the model's directory. ``arguments``: of vLLM's engine, checked; they are part of ``shape``.
-        ``on_failure``: it serves nothing any more. ``warm``: whose processes it uses. ``check``: raises ``BlitzError``
-        unless the directory is as it was registered; in a thread."""
-        self.limits = limits
-        self._path = path
-        self._arguments = dict(arguments)
-        self._tokenizer = tokenizer
+        """``on_failure``: it serves nothing any more. ``warm``: whose processes it uses. ``early``: it is to take
+        requests before it has all weights, if it can."""
+        self.limits = model.limits
+        self._model = model
         self._weights = weights
         self._on_output = on_output
         self._on_failure = on_failure
         self._warm = warm
-        self._shape = shape
-        self._model_hash = model_hash
-        self._check = check
+        self._early = early
+        self._opened: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether it does."""
+        self._finishing: asyncio.Task[None] | None = None
         self._front: FrontProcess | None = None
         self._takes_others = False
         self._is_kept = False
@@ -121,11 +112,11 @@ class VllmEngine:
         if self._is_stopped():
             return
         try:
-            self._warm.check(self._shape)
-            await in_thread(self._check)
+            self._warm.check(self._model.shape)
+            await in_thread(self._model.check)
             if self._is_stopped():
                 return
-            started = await self._warm.take_started(self._shape, self._model_hash)
+            started = await self._warm.take_started(self._model.shape, self._model.model_hash)
             if self._is_stopped():  # meanwhile
                 if started is not None and not self._warm.keep(started):
                     started.front.close()
@@ -147,13 +138,33 @@ class VllmEngine:
     def _go_on(self, front: FrontProcess, started: StartedFront) -> None:
         self._takes_others = started.takes_others
         self._before = self._load = msgspec.structs.replace(started.load, running=0, waiting=0)
-        if started.model_hash == self._model_hash:
+        if started.model_hash == self._model.model_hash:
             log.info("vLLM waited with the weights of this model")
+            self._opens(True)
             self._serves()
-        else:
-            front.say(words.Refill(weights=self._listen(front)))
+            return
+        front.say(words.Refill(weights=self._listen(front), early=self._early))
+        if self._early:
+            self._finishing = asyncio.create_task(self._finish(front))
+
+    async def _finish(self, front: FrontProcess) -> None:
+        await self._weights.taken.wait()
+        front.say(words.Finish())
+
+    async def until_open(self) -> bool:
+        """See ``ServingEngine``."""
+        return await asyncio.shield(self._opened)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._opened.done() and self._opened.result()
+
+    def _opens(self, early: bool) -> None:
+        if not self._opened.done():
+            self._opened.set_result(early)
 
     def _serves(self) -> None:
+        self._opens(False)
         if not self._started.done():
             self._started.set_result(None)
             self._watching = asyncio.create_task(self._watch_steps())
@@ -189,7 +200,7 @@ class VllmEngine:
         except TimeoutError:
             said = self._front.last_words if self._front is not None else "it has no process"
             why = f"vLLM did not start within {START_S:g} s: {said}"
-            self._warm.failed(self._shape, why)
+            self._warm.failed(self._model.shape, why)
             raise EngineBroken(why) from None
 
     def stop(self, error: BlitzError | None = None) -> None:
@@ -198,12 +209,15 @@ class VllmEngine:
         if self._stop_error is None:
             self._stop_error = error or Unavailable("the engine stopped")
         self._end_all(ErrorInfo.of(self._stop_error))
-        if self._watching is not None:
-            self._watching.cancel()
+        self._opens(False)
+        for task in (self._watching, self._finishing):
+            if task is not None:
+                task.cancel()
         front = self._front
         if front is not None and not self._is_kept:
             is_started = self._started.done() and not self._started.cancelled() and self._started.exception() is None
-            kept = StartedFront(front, self._shape, self._model_hash, self._takes_others, self._load)
+            shape, model_hash = self._model.shape, self._model.model_hash
+            kept = StartedFront(front, shape, model_hash, self._takes_others, self._load)
             self._is_kept = is_well and is_started and self._warm.keep(kept)
             if not self._is_kept:
                 front.close()
@@ -222,25 +236,20 @@ class VllmEngine:
             self._take_load(word)
         elif isinstance(word, words.Imported):
             if word.lacks:
-                self._on_end(f"vLLM {word.version} has no {', '.join(word.lacks)}")
+                self._on_end(word.refusal)
                 return
             front = self._front
             assert front is not None
-            start = words.Start(
-                path=self._path,
-                arguments=self._arguments,
-                tokenizer=self._tokenizer,
-                weights=self._listen(front),
-                kv_gib=self._shape.kv_gib,
-            )
-            front.say(start)
+            front.say(self._model.start(self._listen(front)))
+        elif isinstance(word, words.Opened):
+            self._opens(True)
         elif isinstance(word, words.Started | words.Filled):
             if isinstance(word, words.Started):
                 self._takes_others = word.refills
             log.info("vLLM takes requests after %.1f s: %s", word.seconds, word)
-            self._warm.served(self._shape)
+            self._warm.served(self._model.shape)
             self._serves()
-        else:
+        elif isinstance(word, words.Failed):
             self._on_end(word.reason)
 
     def _on_end(self, why: str) -> None:
@@ -249,14 +258,17 @@ class VllmEngine:
             return
         self._stop_error = EngineBroken(why)
         if not self._started.done() and self._front is not None:
-            self._warm.failed(self._shape, why)
-        if self._watching is not None:
-            self._watching.cancel()
+            self._warm.failed(self._model.shape, why)
+        self._opens(False)
+        for task in (self._watching, self._finishing):
+            if task is not None:
+                task.cancel()
         if self._front is not None:
             self._front.close()
         if not self._started.done():
             self._started.set_exception(self._stop_error)
-            return  # the load fails, and nobody's request is here
+            if not self._is_open:
+                return  # the load fails, and nobody's request is here
         self._end_all(ErrorInfo.of(self._stop_error))
         self._on_failure(self._stop_error)
 
@@ -269,7 +281,7 @@ class VllmEngine:
     def _submit(self, sequence: ActiveSequence) -> None:
         if sequence.key in self._requests:
             raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
-        if sequence.is_guided and not self._tokenizer.end_ids:
+        if sequence.is_guided and not self._model.tokenizer.end_ids:
             raise UnsupportedParameter("no answer of this model ends, and so none follows a grammar", param=GUIDE)
         limit = self.limits.limit_tokens
         if len(sequence.prompt) >= limit:
@@ -280,7 +292,7 @@ class VllmEngine:
         if len(self._requests) >= self.limits.max_num_sequences + self.limits.max_queued_requests:
             raise Overloaded(f"{len(self._requests)} requests are here")
         try:
-            word = _add(sequence, self.limits.limit_tokens, self._tokenizer.end_ids)
+            word = _add(sequence, self.limits.limit_tokens, self._model.tokenizer.end_ids)
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"response_format: no answer can follow this: {error}", param=GUIDE) from error
         sequence.arrived_s = time.monotonic()

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +23,8 @@ from services.worker.vllm.blitz_vllm import words
 from shared.errors import EngineBroken
 
 log = logging.getLogger(__name__)
+
+W = TypeVar("W", bound=msgspec.Struct)
 
 LAST_LINES = 20
 MAX_LINE_CHARACTERS = 400
@@ -44,6 +47,12 @@ _OURS = {
 }
 _NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_")
 """What these begin is not passed on: it has other packages, and our passwords are none of vLLM's business."""
+
+
+def environment_of(threads: int) -> dict[str, str]:
+    """Of a process of vLLM that computes with so many threads."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_THEIRS)}
+    return kept | _OURS | {"OMP_NUM_THREADS": str(threads)}
 
 
 class FrontProcess:
@@ -85,12 +94,10 @@ class FrontProcess:
             server.close()
             return
         self._server = server
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_THEIRS)}
-        environment |= _OURS | {"OMP_NUM_THREADS": str(threads)}
         try:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once; the operator names it
                 [self._python, "-m", "blitz_vllm", str(path), str(os.getpid())],
-                env=environment,
+                env=environment_of(threads),
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -189,21 +196,39 @@ class FrontProcess:
             log.error("vLLM's process does not read what it is told")
             self._kill()
 
-    async def is_well(self) -> bool:
-        """Whether it answers. What it says otherwise meanwhile is lost: nobody is served. ``attach`` again behind it."""
-        answered: asyncio.Future[bool] = self._loop.create_future()
+    async def answer(self, kind: type[W], timeout_s: float, word: msgspec.Struct | None = None) -> W:
+        """What it says of this kind next, of itself or to ``word``. All else that it says meanwhile is lost: nobody is
+        served. ``attach`` again behind it. Raises ``EngineBroken`` if it fails, ends, or says nothing for so long."""
+        answered: asyncio.Future[W] = self._loop.create_future()
 
-        def hear(word: words.ToWorker) -> None:
-            if isinstance(word, words.Well | words.Failed) and not answered.done():
-                answered.set_result(isinstance(word, words.Well))
+        def hear(said: words.ToWorker) -> None:
+            if answered.done():
+                return
+            if isinstance(said, kind):
+                answered.set_result(said)
+            elif isinstance(said, words.Failed):
+                answered.set_exception(EngineBroken(said.reason))
 
-        self.attach(hear, lambda _why: answered.done() or answered.set_result(False))
-        self.say(words.Ask())
+        def end(why: str) -> None:
+            if not answered.done():
+                answered.set_exception(EngineBroken(why))
+
+        self.attach(hear, end)
+        if word is not None:
+            self.say(word)
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return await answered and not self.is_over
+            async with asyncio.timeout(timeout_s):
+                return await answered
         except TimeoutError:
+            raise EngineBroken(f"vLLM's process says nothing for {timeout_s:g} s: {self.last_words}") from None
+
+    async def is_well(self) -> bool:
+        """Whether it takes requests, still. ``attach`` again behind it."""
+        try:
+            await self.answer(words.Well, ANSWER_S, words.Ask())
+        except EngineBroken:
             return False
+        return not self.is_over
 
     def close(self) -> None:
         """End it; does not wait."""

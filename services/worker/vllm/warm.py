@@ -1,8 +1,9 @@
-"""Processes of vLLM that wait: imported, for any model, or started, with the weights of the one that was served last.
+"""Processes of vLLM that wait: imported, for any model, or started, for one.
 
 vLLM takes long to import, and less to start. A worker that offers it keeps a process that has imported. One whose
 instance has gone stays, too, until the worker takes another model or memory gets scarce: the next instance of its model
-begins where it left off, and one of other weights in the same shape takes only these.
+begins where it left off, and one of other weights in the same shape takes only these. One for a model that is kept warm
+starts with weights that mean nothing, where other ones can come into it.
 """
 
 from __future__ import annotations
@@ -17,30 +18,26 @@ import psutil
 from services.worker.config import WarmStage
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
-from shared.aio import OwnedTasks
-from shared.cgroup import memory_left
-from shared.errors import EngineBroken
+from services.worker.vllm.served_model import ServedModel, Shape
+from shared.aio import OwnedTasks, in_thread
+from shared.cgroup import limits, memory_left
+from shared.engines import OTHERS
+from shared.errors import BlitzError, EngineBroken
 from shared.messages.registry import WarmEngine
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
+QUIET_S = 2.0
+"""After an instance came or went, until one is started for a model that is kept warm."""
+START_S = OTHERS["vllm"].start_s
+"""Longest that vLLM may take from the start of its process until it serves."""
 MAX_REMEMBERED = 256
 MAX_FAILURES = 5
 """Of starts in a row."""
 GIVEN_UP_S = 3600.0
 MIN_AVAILABLE = 0.1
 """Share of the memory of the host, and of the container: with less, a started process goes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a started vLLM cannot change any more: of equal ones, one can take the other's weights."""
-
-    kind: str
-    """``ModelRecord.kind``: of the layout, the files beside the weights, and what the engine was told."""
-    arguments: tuple[tuple[str, int | float | str | bool], ...]
-    kv_gib: int
 
 
 @dataclass(slots=True)
@@ -50,7 +47,7 @@ class StartedFront:
     front: FrontProcess
     shape: Shape
     model_hash: str
-    """Of the weights that it has."""
+    """Of the weights that it has; empty: of none."""
     takes_others: bool
     """Whether other weights come into it as they would into a new one."""
     load: words.EngineLoad
@@ -69,11 +66,24 @@ class WarmFronts:
         self._started: StartedFront | None = None
         self._failures: dict[Shape, tuple[int, float, str]] = {}
         """Of starts in a row: how many, when the last one was (monotonic), and what it said."""
+        self._no_others: set[Shape] = set()
+        """No weights come into what has started."""
+        self._making = asyncio.Lock()
+        self._starting: tuple[Shape, asyncio.Task[None]] | None = None
+        """Without weights."""
+        self._quiet_since_s = time.monotonic()
+        """No instance has come or gone since then."""
         self._tasks = OwnedTasks()
         self._watching: asyncio.Task[None] | None = None
 
     async def take_started(self, shape: Shape, model_hash: str) -> StartedFront | None:
-        """The one that waits, if this model's instance can go on with it; if not, it ends."""
+        """The one that waits, or is about to, if this model's instance can go on with it; if not, it ends."""
+        self._quiet_since_s = time.monotonic()
+        if self._starting is not None:
+            starts, task = self._starting
+            if starts != shape:
+                task.cancel()
+            await asyncio.wait({task})
         started, self._started = self._started, None
         if started is None or started.front.is_over:
             return None
@@ -85,6 +95,47 @@ class WarmFronts:
             log.warning("the vLLM that waited does not answer, and ends")
         started.front.close()
         return None
+
+    def start_for(self, model: ServedModel) -> None:
+        """Have one wait that was started for this model, where its weights can come later, and unless one does."""
+        shape = model.shape
+        if self._stage != "started" or self._starting is not None or shape in self._no_others:
+            return
+        if self._started is not None and self._started.shape == shape and not self._started.front.is_over:
+            return
+        if time.monotonic() < self._quiet_since_s + QUIET_S or not _has_room(model.num_bytes + (shape.kv_gib << 30)):
+            return
+        try:
+            self.check(shape)
+        except EngineBroken:
+            return
+        self.drop_started()
+        self._starting = shape, self._tasks.start(self._start_for(model))
+
+    async def _start_for(self, model: ServedModel) -> None:
+        front = None
+        try:
+            await in_thread(model.check)
+            front = await self.take()
+            imported = front.imported or await front.answer(words.Imported, START_S)
+            if imported.lacks:
+                raise EngineBroken(imported.refusal)
+            started = await front.answer(words.Started, START_S, model.start(""))
+            kept = StartedFront(front, model.shape, "", started.refills, words.EngineLoad())
+            if not started.refills:
+                log.info("no vLLM waits for %s: it takes weights at its start only", model.path)
+                self._no_others.add(model.shape)
+            elif self.keep(kept):
+                log.info("a vLLM that started in %.1f s waits for the weights of %s", started.seconds, model.path)
+                front = None
+        except (BlitzError, OSError) as error:
+            log.warning("no vLLM waits for %s: %s", model.path, error)
+            self.failed(model.shape, str(error))
+        finally:
+            self._starting = None
+            if front is not None:
+                front.close()
+        await self.prepare()
 
     async def take(self) -> FrontProcess:
         """One that has imported vLLM, or does. Raises ``EngineBroken`` where none can be started."""
@@ -125,6 +176,11 @@ class WarmFronts:
         """Processes that wait, or are about to."""
         return sum(front is not None for front in (self._imported, self._started))
 
+    @property
+    def is_starting(self) -> bool:
+        """One that will wait is."""
+        return self._starting is not None
+
     def check(self, shape: Shape) -> None:
         """Raises ``EngineBroken`` where starting one has failed too often to try it again now."""
         failures, last_s, why = self._failures.get(shape, (0, 0.0, ""))
@@ -144,9 +200,10 @@ class WarmFronts:
 
     def keep(self, started: StartedFront) -> bool:
         """Whether it may wait here for its next instance; if not, it is to be ended."""
-        if self._stage != "started" or started.front.is_over or _is_scarce():
+        self._quiet_since_s = time.monotonic()
+        if self._stage != "started" or started.front.is_over or not _has_room():
             return False
-        self.drop_started()
+        self._end_started()
         self._started = started
         started.front.attach(self._heard_waiting, self._forget_started)
         if self._watching is None or self._watching.done():
@@ -165,35 +222,44 @@ class WarmFronts:
 
     async def _watch_memory(self) -> None:
         while self._started is not None:
-            if _is_scarce():
+            if not _has_room():
                 log.info("memory is scarce: the vLLM that waited for its next instance ends")
                 self.drop_started()
             await asyncio.sleep(LOOK_S)
 
     def drop_started(self) -> None:
         """Its memory is needed."""
+        if self._starting is not None:
+            self._starting[1].cancel()
+        self._end_started()
+
+    def _end_started(self) -> None:
         started, self._started = self._started, None
         if started is not None:
             started.front.close()
 
     async def prepare(self) -> None:
         """Have one import, if none does: for the instance after this one."""
-        if self._stage == "none" or (self._imported is not None and not self._imported.is_over):
-            return
-        try:
-            self._imported = await self._new()
-        except EngineBroken as error:
-            log.warning("no vLLM waits: %s", error.message)
+        async with self._making:
+            if self._stage == "none" or (self._imported is not None and not self._imported.is_over):
+                return
+            try:
+                self._imported = await self._new()
+            except EngineBroken as error:
+                log.warning("no vLLM waits: %s", error.message)
 
     async def close(self) -> None:
         """End all that wait."""
         self.drop_started()
+        self._stage = "none"
         front, self._imported = self._imported, None
         if front is not None:
             front.close()
         await self._tasks.close()
 
 
-def _is_scarce() -> bool:
-    memory = psutil.virtual_memory()
-    return bool(min(memory.available / memory.total, memory_left()) < MIN_AVAILABLE)
+def _has_room(num_bytes: int = 0) -> bool:
+    """Whether memory is left for so much, and more."""
+    memory, limit = psutil.virtual_memory(), limits().memory_bytes
+    left = (memory.available - num_bytes) / memory.total
+    return min(left, memory_left() - (num_bytes / limit if limit else 0.0)) >= MIN_AVAILABLE

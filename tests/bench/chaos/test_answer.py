@@ -68,3 +68,15 @@ def test_questions_are_decided_by_the_seed_and_of_all_kinds() -> None:
     assert not any(q.has_schema for q in make_questions(7, 40, schemas=False))
     assert min(len(body["prompt"]) for body in bodies) < 40
     assert max(len(body["prompt"]) for body in bodies) > 400
+
+
+def test_an_engine_that_draws_anew_is_asked_what_does_not_depend_on_it() -> None:
+    questions = make_questions(7, 48, redraws=True)
+    assert all(question.is_open and question.has_schema for question in questions if question.drawn)
+    third = [question for question in questions if question.has_schema or question.is_penalized]
+    assert len(third) == 16
+    assert not any(question.has_schema and question.is_penalized for question in third)
+    penalized = [question for question in third if question.is_penalized]
+    assert {len({name for name, _ in q.options if name.endswith("_penalty")}) for q in penalized} == {1, 3}
+    assert min(question.max_tokens for question in penalized) >= 60
+    assert sum(question.is_open for question in questions) == 4

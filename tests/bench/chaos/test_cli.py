@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.chaos import cli
+from bench.chaos.plan import KINDS, VLLM_KINDS
 from bench.chaos.result import Result
 from bench.chaos.setting import Setting
 from bench.cli import app
@@ -48,6 +51,21 @@ def test_the_options_decide_the_run_and_the_result_is_written(tmp_path: Path, mo
     assert "--seed 7 --kill worker,nats" in written["command"]
 
 
+def test_vllm_has_members_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = run_with(monkeypatch, result("right"))
+    done = chaos(tmp_path, "--engine", "vllm", "--python", sys.executable)
+    assert done.exit_code == 0, done.output
+    assert asked == [
+        Setting(engine="vllm", python=sys.executable, kinds=(*KINDS, *VLLM_KINDS), workers=3, questions=24)
+    ]
+    config = asked[0].config(tmp_path, tmp_path)
+    assert config.models == ()
+    assert config.env["BLITZ_WORKER_ENGINES"] == "vllm"
+    assert config.env["BLITZ_VLLM_PYTHON"] == sys.executable
+    assert asked[0].models("demo") == ("demo",)
+    assert replace(asked[0], fleet=True).models("demo") == ("demo", "demo-sleepy")
+
+
 def test_a_failed_request_is_an_error_and_the_result_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,9 +85,20 @@ def test_a_stack_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--kill", "cat"], ["--signal", "HUP"], ["--roles", "--workers", "3"], ["--roles", "--fleet"]]
+    "wrong",
+    [
+        ["--kill", "cat"],
+        ["--signal", "HUP"],
+        ["--roles", "--workers", "3"],
+        ["--roles", "--fleet"],
+        ["--engine", "vllm"],
+        ["--engine", "vllm", "--python", sys.executable, "--roles"],
+        ["--engine", "vllm", "--python", sys.executable, "--late", "drawn"],
+        ["--engine", "vllm", "--python", sys.executable, "--skew", "30"],
+    ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str]) -> None:
+    monkeypatch.delenv("BLITZ_VLLM_PYTHON", raising=False)
     asked = run_with(monkeypatch, result("right"))
     assert chaos(tmp_path, *wrong).exit_code == 2
     assert asked == []

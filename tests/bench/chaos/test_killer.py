@@ -29,6 +29,9 @@ class FakeProcesses:
         if number == signal.SIGKILL:
             self.pids[name] = None
 
+    def comes_back(self, name: str) -> bool:
+        return not name.startswith("vllm")
+
     def come_back(self, name: str) -> None:
         self.pids[name] = 100 + len(self.sent)
 
@@ -93,6 +96,14 @@ async def test_nobody_stays_stopped_when_it_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert processes.sent[-1] == ("redis", signal.SIGCONT)
+
+
+async def test_what_nobody_starts_again_is_over_when_it_is_gone() -> None:
+    processes = FakeProcesses("vllm_core-0")
+    killer = Killer(processes)
+    await killer.run([kill("vllm_core-0")], start_s=now_s())
+    assert killer.faults[0].over_s is not None
+    assert killer.faults[0].worker == "worker-0"
 
 
 async def test_of_several_nats_servers_only_one_is_away_at_a_time() -> None:

@@ -10,7 +10,7 @@ from bench.chaos.question import Question
 from tests.bench.fake_server import FakeServer, fake_server
 
 QUESTION = Question(0, (5, 6), 3, (("temperature", 0.0),))
-EXPECTED = {0: Answer("t0 t1 t2 ", "length", 2, 3)}
+EXPECTED = {"fake": {0: Answer("t0 t1 t2 ", "length", 2, 3)}}
 
 
 def load_on(gateways: Gateways, *, silence_s: float = 20.0) -> Load:

@@ -62,8 +62,7 @@ class World:
     def inject(self, at_s: float, member: str, *, how: How = "KILL", over_s: float | None = None) -> None:
         fault = InjectedFault(member, member.partition("-")[0], how, at_s, over_s if over_s is not None else at_s)
         self.faults.append(fault)
-        if fault.kind == "worker":
-            self.observer.fault_injected(fault)
+        self.observer.fault_injected(fault)
 
     def pauses(self, *times_s: float) -> tuple[Pause, ...]:
         record = Record(
@@ -98,6 +97,24 @@ def test_a_pause_is_from_the_last_token_before_to_the_first_elsewhere(world: Wor
     assert pause.recompute_s == pytest.approx(0.11)
     assert pause.had_seats
     assert pause.beside == ()
+
+
+def test_a_worker_whose_vllm_is_killed_is_struck_itself(world: World) -> None:
+    world.inject(2.0, "vllm_core-0")
+    world.inject(2.1, "vllm_idle-1")
+    world.token(3.5, "worker-1")
+    (pause,) = world.pauses(1.0, 1.9, 3.51)
+    assert pause.had_seats
+    assert pause.beside == ("vllm_idle-1",)
+
+
+def test_a_worker_that_does_not_know_yet_that_its_vllm_was_killed_has_no_seat(world: World) -> None:
+    world.inject(2.0, "vllm_worker-1")
+    world.load(2.6, "worker-1")
+    world.inject(3.0, "worker-0")
+    world.token(4.0, "worker-1")
+    (pause,) = world.pauses(1.0, 2.9, 4.01)
+    assert not pause.had_seats
 
 
 def test_streams_elsewhere_and_those_without_a_token_do_not_pause(world: World) -> None:

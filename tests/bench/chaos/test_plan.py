@@ -4,7 +4,18 @@ from collections import Counter
 
 import pytest
 
-from bench.chaos.plan import KINDS, DrainWish, Plan, Scalable, ScaleWish, ServingWish, make_plan, parse_kinds
+from bench.chaos.plan import (
+    KINDS,
+    VLLM_KINDS,
+    DrainWish,
+    Plan,
+    Scalable,
+    ScaleWish,
+    ServingWish,
+    make_plan,
+    parse_kinds,
+    worker_of,
+)
 from shared.errors import BadRequest
 
 MEMBERS = ("nats", "redis", "pool", "planner", "monitor", "gateway", "worker-0", "worker-1", "worker-2")
@@ -74,6 +85,17 @@ def test_kinds_that_do_not_exist_are_refused() -> None:
         parse_kinds("worker,wroker")
     with pytest.raises(BadRequest, match="no gateway"):
         make_plan(0, seconds=9, every_s=1, kinds=("gateway",), members=("nats",), how="KILL", scalables=())
+
+
+def test_what_is_of_vllm_is_killed_where_the_stack_has_it() -> None:
+    kinds = parse_kinds("vllm_core,vllm_idle,worker")
+    members = (*MEMBERS, *(f"{kind}-{index}" for kind in VLLM_KINDS for index in range(3)))
+    kills = make_plan(0, seconds=60, every_s=3, kinds=kinds, members=members, how="KILL", scalables=()).kills
+    assert {kill.kind for kill in kills} == set(kinds)
+    assert {worker_of(kill.member) for kill in kills} == {"worker-0", "worker-1", "worker-2"}
+    assert worker_of("planner") == worker_of("nats-1") == ""
+    with pytest.raises(BadRequest, match="no vllm_core"):
+        make_plan(0, seconds=9, every_s=1, kinds=kinds, members=MEMBERS, how="KILL", scalables=())
 
 
 def test_of_several_nats_servers_one_stands_still_for_long_and_the_next_is_killed() -> None:

@@ -68,6 +68,8 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
             front.cancel(word)
         elif isinstance(word, words.Refill):
             await front.fill(word)  # requests come behind it
+        elif isinstance(word, words.Finish):
+            front.finish()
         elif isinstance(word, words.Ask):
             front.answer()
 

@@ -26,6 +26,14 @@ def forks_die_with_parents() -> None:
     )
 
 
+def compile_nothing() -> None:
+    """In this process and its forks. Without this, vLLM compiles single functions however it is started: with the first
+    request for log-probabilities one that ranks tokens, for ten seconds on a CPU, while all others wait."""
+    import torch
+
+    torch.compiler.set_stance("force_eager")
+
+
 def register() -> None:
     """Our ways for weights and grammars; and no process of ours outlives the one that started it."""
     parent = os.environ.get(OURS)

@@ -13,16 +13,19 @@ import socket
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from . import words
+from . import gates, words
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = "blitz"
+TAKEN = b"\x01"
+"""What the loader says at last."""
 SILENCE_S = 300.0
 """The worker's process gives up long before; one that hangs is not waited for longer."""
 
@@ -130,16 +133,19 @@ class WeightsSource:
             flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin + tensor.offset)
         return flat.view(tensor.shape)
 
+    def taken(self) -> None:
+        """Tell the worker that nothing of its memory will be read any more."""
+        self._socket.sendall(TAKEN)
+
     def close(self) -> None:
         """Views stay valid: the mapping goes with the last of them."""
         self._socket.close()
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, in the order of the units, as they come: views that are not to be written."""
+    def units(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The tensors of each, in the order of the units, as they come: views that are not to be written."""
         for number, tensors in enumerate(self._manifest(), start=1):
             self._wait(number + 1)
-            for tensor in tensors:
-                yield tensor.name, self._view(tensor, self._memory.units[number])
+            yield [(tensor.name, self._view(tensor, self._memory.units[number])) for tensor in tensors]
 
 
 def register() -> None:
@@ -160,13 +166,20 @@ def register() -> None:
 
 
 def _load(model: Any, model_config: Any, socket_path: str) -> None:
-    """All weights, as they come. Raises ``ConnectionError`` where they do not, ``ValueError`` where some are
-    missing."""
+    """All weights, as they come; without a socket, some that mean nothing. Raises ``ConnectionError`` where they do not
+    come, ``ValueError`` where some are missing."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
     # Of tied ones one is named, and both as long as a refill has taken the model apart.
     expected = model.__dict__.setdefault("_blitz_expected", frozenset(name for name, _ in model.named_parameters()))
+    if not socket_path:
+        DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, model_config)
+        return
     source = WeightsSource(socket_path)
     try:
-        loaded = model.load_weights(source.tensors())
+        loaded = model.load_weights(chain.from_iterable(source.units()))
+        source.taken()
     finally:
         source.close()
     missing = expected - set(loaded or ())
@@ -193,18 +206,20 @@ def register_refill() -> None:
     @dataclass
     class From(WeightTransferUpdateInfo):
         socket: str
+        early: bool = False
 
     class BlitzWeightTransfer(WeightTransferEngine):
         """A layer of the model is made anew once all its weights are there, and takes the place of what was there."""
 
         init_info_cls = Nothing
         update_info_cls = From
+        gated: gates.GatedLoad | None = None
 
         def init_transfer_engine(self, init_info: Nothing) -> None:
             """Nothing: the worker says where its weights are."""
 
         def start_weight_update(self) -> None:
-            initialize_layerwise_reload(self.model)
+            """Nothing: what is done follows from how the weights come."""
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
             # Without vLLM's synchronisation of an accelerator: on CPUs there is none.
@@ -215,9 +230,18 @@ def register_refill() -> None:
                 torch.accelerator.synchronize()
 
         def receive_weights(self, update_info: From) -> None:
+            if update_info.early:
+                self.gated = gates.GatedLoad(self.model, self.model_config, WeightsSource(update_info.socket))
+                self.gated.start()
+                return
+            initialize_layerwise_reload(self.model)
             _load(self.model, self.model_config, update_info.socket)
 
         def finish_weight_update(self) -> None:
+            gated, self.gated = self.gated, None
+            if gated is not None:
+                gated.finish()
+                return
             tied = [module for module in self.model.modules() if _has_none_of_its_own(get_layerwise_info(module))]
             finalize_layerwise_reload(self.model, self.model_config)
             for module in tied:

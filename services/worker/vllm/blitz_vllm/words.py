@@ -68,7 +68,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     arguments: dict[str, int | float | str | bool]
     """Of vLLM's ``AsyncEngineArgs``, from a short list of names that the worker has checked."""
     weights: str
-    """The socket at which the worker gives the weights to vLLM's loader (``weights.py``)."""
+    """The socket at which the worker gives the weights to vLLM's loader (``weights.py``). Empty: it starts with some
+    that mean nothing, and ``Refill`` brings others."""
     kv_gib: int
     """Memory for KV, on CPUs."""
     tokenizer: Tokenizer
@@ -79,6 +80,13 @@ class Refill(msgspec.Struct, frozen=True, kw_only=True, tag="refill"):
 
     weights: str
     """As in ``Start``."""
+    early: bool = False
+    """``Opened`` says that it takes requests, whose passes wait for what has not come. ``Finish`` says that all of the
+    weights have been taken."""
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
+    """After an early ``Refill``."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
@@ -114,6 +122,11 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True, tag="imported"):
     version: str
     lacks: tuple[str, ...] = ()
 
+    @property
+    def refusal(self) -> str:
+        """Why it cannot; empty if it can."""
+        return f"vLLM {self.version} has no {', '.join(self.lacks)}" if self.lacks else ""
+
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """It takes requests."""
@@ -124,6 +137,10 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     seconds: float
     refills: bool = False
     """``Refill`` brings what a start does."""
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+    """It takes requests, and weights."""
 
 
 class Filled(msgspec.Struct, frozen=True, kw_only=True, tag="filled"):
@@ -204,8 +221,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """The newest since this was said last, as far as their times can be told."""
 
 
-ToProcess = Start | Refill | Ask | Add | Leave
-ToWorker = Imported | Started | Filled | Well | Failed | PromptScores | Outputs | EngineLoad
+ToProcess = Start | Refill | Finish | Ask | Add | Leave
+ToWorker = Imported | Started | Opened | Filled | Well | Failed | PromptScores | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
 to_process = msgspec.msgpack.Decoder(ToProcess)

@@ -272,11 +272,14 @@ def test_a_killed_process_that_gathered_is_replaced_and_few_reports_are_lost() -
         os.set_blocking(process.stdout.fileno(), False)
     said: dict[str, list[int]] = defaultdict(list)
     gathered: list[tuple[str, int]] = []
+    unread = dict.fromkeys(names, b"")
 
     def listen() -> None:
         for name, process in processes.items():
             assert process.stdout is not None
-            for line in process.stdout.readlines():
+            *lines, rest = (unread[name] + (process.stdout.read() or b"")).split(b"\n")
+            unread[name] = rest  # a line that has not come whole
+            for line in lines:
                 together, reports = json.loads(line)
                 for worker_id, number in reports:
                     said[worker_id].append(number)

@@ -1,23 +1,18 @@
-"""An instance's vLLM, of a model's record and a worker's settings."""
+"""What vLLM is told of a model, by its record and a worker's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.schedule import SchedulerConfig
-from services.worker.device.memory import SharedMemory
-from services.worker.engine.loop import StepOutput
-from services.worker.memory.weight_copy import WeightCopy
 from services.worker.vllm.blitz_vllm import words
-from services.worker.vllm.engine import VllmEngine
-from services.worker.vllm.warm import Shape, WarmFronts
-from services.worker.vllm.weights_server import WeightsServer
 from shared.checkpoint import CONFIG_FILES, TOKENIZER_FILE, check_file, read_file
 from shared.engine_args import EngineArgs
-from shared.errors import BadCheckpoint, BlitzError, Conflict
+from shared.errors import BadCheckpoint
 from shared.messages.registry import ModelRecord
 from shared.model_spec import DTYPE_BYTES
 
@@ -25,20 +20,47 @@ BLOCK_TOKENS = 128
 """vLLM's on CPUs, where a model does not say another."""
 
 
-def make_vllm(
-    record: ModelRecord,
-    config: WorkerConfig,
-    copy: WeightCopy,
-    memory: SharedMemory,
-    warm: WarmFronts,
-    on_output: Callable[[StepOutput], None],
-    on_failure: Callable[[BlitzError], None],
-) -> VllmEngine:
-    """``memory``: what ``copy`` lies in. Raises ``BadCheckpoint`` where its KV has no room for a block, ``Conflict``
-    for a layout that vLLM's loader does not read."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a started vLLM cannot change any more: of equal ones, one can take the other's weights."""
+
+    kind: str
+    """``ModelRecord.kind``: of the layout, the files beside the weights, and what the engine was told."""
+    arguments: tuple[tuple[str, int | float | str | bool], ...]
+    kv_gib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model, for vLLM."""
+
+    path: str
+    """Its directory."""
+    arguments: Mapping[str, int | float | str | bool]
+    """Of vLLM's engine, checked; they are part of ``shape``."""
+    tokenizer: words.Tokenizer
+    limits: SchedulerConfig
+    shape: Shape
+    model_hash: str
+    num_bytes: int
+    """Of its weights."""
+    check: Callable[[], None]
+    """Raises ``BlitzError`` unless the directory is as it was registered. Blocks."""
+
+    def start(self, weights: str) -> words.Start:
+        """``weights``: the socket where they are; empty: it starts without."""
+        return words.Start(
+            path=self.path,
+            arguments=dict(self.arguments),
+            tokenizer=self.tokenizer,
+            weights=weights,
+            kv_gib=self.shape.kv_gib,
+        )
+
+
+def served_model(record: ModelRecord, config: WorkerConfig) -> ServedModel:
+    """Raises ``BadCheckpoint`` where its KV has no room for a block."""
     args, spec = record.engine_args or EngineArgs(), record.basics
-    if not copy.layout.is_generic:
-        raise Conflict(f"{record.name} was registered for another engine: remove it, and add it with --engine vllm")
     block_size = args.block_size or BLOCK_TOKENS
     kv_gib = max(1, round(args.kv_cache_gib or config.kv_bytes / (1 << 30)))
     # Where that is not known, vLLM refuses by itself what it has no room for.
@@ -62,25 +84,18 @@ def make_vllm(
     arguments = {"enforce_eager": True} | args.as_mapping()
     arguments |= {"max_model_len": limits.limit_tokens, "max_num_seqs": limits.max_num_sequences}
     arguments.pop("kv_cache_gib", None)
-    return VllmEngine(
-        limits,
-        record.path,
-        arguments,
-        words.Tokenizer(
+    return ServedModel(
+        path=record.path,
+        arguments=arguments,
+        tokenizer=words.Tokenizer(
             file=str(Path(record.path) / TOKENIZER_FILE),
             sha256=next((file.sha256 for file in record.files if file.name == TOKENIZER_FILE), ""),
             end_ids=spec.eos_token_ids,
         ),
-        WeightsServer(copy, memory.descriptor, memory.first_byte),
-        on_output,
-        on_failure,
-        warm=warm,
-        shape=Shape(
-            record.kind,
-            tuple(sorted(arguments.items())),
-            kv_gib,
-        ),
+        limits=limits,
+        shape=Shape(record.kind, tuple(sorted(arguments.items())), kv_gib),
         model_hash=record.model_hash,
+        num_bytes=record.weights_bytes,
         check=partial(_check_files, record),
     )
 

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.chaos.tuned import make_tuned
+from compose.demo_model import ensure_demo_model
+from shared.checkpoint import inspect_checkpoint
+
+
+def test_other_weights_in_the_same_shape_with_the_same_files(tmp_path: Path) -> None:
+    demo = ensure_demo_model(tmp_path)
+    tuned = make_tuned(demo, tmp_path)
+    one, other = inspect_checkpoint(demo, generic=True), inspect_checkpoint(tuned, generic=True)
+    assert one.layout.hash == other.layout.hash
+    assert one.model_hash != other.model_hash
+    for file in demo.iterdir():
+        assert (file.suffix == ".safetensors") == (file.read_bytes() != (tuned / file.name).read_bytes())
