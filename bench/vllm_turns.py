@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.command_line import JsonFile, check_folder, check_vllm, one_line, say, until_signal, usage, write
+from bench.command_line import JsonFile, VllmPython, check_folder, check_vllm, one_line, say, until_signal, usage, write
 from bench.openai_events import CompletionRequest
 from bench.replay.plan import prompt_of
 from bench.stats import Summary
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import Streamed, ask
-from bench.vllm_server import VllmPython, settle
+from bench.vllm_server import settle
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
