@@ -80,8 +80,8 @@ class Refill(msgspec.Struct, frozen=True, kw_only=True, tag="refill"):
     weights: str
     """As in ``Start``."""
     early: bool = False
-    """``Opened`` says that it takes requests, whose passes wait for what has not come; ``FinishRefill``, that all of the
-    weights have been taken."""
+    """``Opened`` says that it takes requests: their passes wait for what has not come. ``FinishRefill`` tells that
+    all of the weights have been taken."""
 
 
 class FinishRefill(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
