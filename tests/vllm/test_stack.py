@@ -153,7 +153,11 @@ async def test_a_model_that_is_kept_warm_computes_while_its_weights_come(stack: 
             tokens = {"model": name, "tokens": out[0].tolist()[len(prompt) :]}
             text = (await plain.post("/detokenize", json=tokens)).raise_for_status().json()["prompt"]
             answer = await client.completions.create(
-                model=name, prompt=prompt, max_tokens=16, temperature=0.0, extra_body={"ignore_eos": True}
+                model=name,
+                prompt=prompt,
+                max_tokens=16,
+                temperature=0.0,
+                extra_body={"ignore_eos": True, "skip_special_tokens": False},
             )
             assert answer.choices[0].text == text
     status = await stack.admin.status()
