@@ -192,7 +192,7 @@ def command(
     python: VllmPython = "",
     models: Annotated[int, typer.Option(help="Every other one of vLLM.")] = 5,
     turns: Annotated[int, typer.Option(min=1, max=100, help="How often each is asked.")] = 3,
-    at_a_time: Annotated[int, typer.Option(min=1, help="Requests under way.")] = 5,
+    at_a_time: Annotated[int, typer.Option(min=1, help="Requests under way.")] = 3,
     json_file: JsonFile = None,
 ) -> None:
     """Models of vLLM and of our engine asked in turn on three workers that serve with both, from no instance at all.
