@@ -10,14 +10,13 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -42,17 +41,19 @@ from bench.lab.network import Network
 from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from bench.stream_client import StreamFailed
+from bench.vllm_server import settle
 from bench.zero import bandwidth
 from bench.zero.wake import Sleeper, Wake
 from shared.checkpoint import Checkpoint, inspect_checkpoint
+from shared.messages.admin import SetModelBody
 
 Say = Callable[[str], None]
-STAGES = ("none", "imported", "started")
-"""How far a process of vLLM that waits is (``BLITZ_VLLM_WARM``)."""
+STAGES = ("none", "imported", "warm", "started")
+"""How far a process of vLLM that waits is: ``BLITZ_VLLM_WARM``, and ``warm``, where it has started for a model that is
+kept warm, on a worker that has not served it."""
+WARM = "warm"
 MAX_PROCESSES = 3
 LIMIT_S = 300.0
-SETTLED_S, SETTLED_SHARE = 60.0, 0.1
-"""What waits for the next instance has imported when the machine has nothing to do any more."""
 AIM_STARTED = 1.25
 """Of the ideal, from 400 MB on."""
 _ARGUMENTS = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_gib": 1}
@@ -131,7 +132,8 @@ async def measure(
         path = await asyncio.to_thread(make_checkpoint, folder / f"models-{mb}", round(mb * 1e6 / _MIB))
         checkpoint = inspect_checkpoint(path, with_hash=False, generic=True)
         for stage in stages:
-            rows.append(await _wakes(python, mb, checkpoint, stage, rate, folder / f"{stage}-{mb}", repetitions))
+            measured = _first_wakes if stage == WARM else _wakes
+            rows.append(await measured(python, mb, checkpoint, stage, rate, folder / f"{stage}-{mb}", repetitions))
             found = rows[-1].document()
             say(f"{mb} MB, {stage} waits: {found['first_token_s']} s, {found['over_ideal']} of the ideal")
         if alone:
@@ -144,6 +146,52 @@ async def measure(
 async def _wakes(
     python: str, mb: int, checkpoint: Checkpoint, stage: str, rate: Rate, folder: Path, repetitions: int
 ) -> Row:
+    wakes: list[Wake] = []
+    rates: list[float] = []
+    async with _sleeping(python, checkpoint, stage, rate, folder) as (network, stack, sleeper):
+        for number in range(repetitions + 1):
+            per_s, wake = await _wake(network, stack, sleeper, checkpoint.layout.num_bytes)
+            if number:  # connections and memory are there from the second on, and what waits has been there
+                rates.append(per_s)
+                wakes.append(wake)
+    return Row(stage, mb, checkpoint.layout.num_bytes, tuple(rates), tuple(wakes))
+
+
+async def _first_wakes(
+    python: str, mb: int, checkpoint: Checkpoint, stage: str, rate: Rate, folder: Path, repetitions: int
+) -> Row:
+    """Each of a worker that has not served before."""
+    found = []
+    for number in range(repetitions):
+        async with _sleeping(python, checkpoint, "started", rate, folder / str(number)) as (network, stack, sleeper):
+            await stack.admin.set_model(stack.model, SetModelBody(warm=True))
+            deadline_s = time.monotonic() + LIMIT_S
+            while not any(worker.warm_for for worker in await stack.admin.workers()):
+                if time.monotonic() > deadline_s:
+                    raise LabFailed(f"no vLLM waits for {stack.model} after {LIMIT_S:g} s")
+                await asyncio.sleep(0.5)
+            found.append(await _wake(network, stack, sleeper, checkpoint.layout.num_bytes))
+    return Row(
+        stage, mb, checkpoint.layout.num_bytes, tuple(per_s for per_s, _ in found), tuple(wake for _, wake in found)
+    )
+
+
+async def _wake(network: Network, stack: LabStack, sleeper: Sleeper, num_bytes: int) -> tuple[float, Wake]:
+    """Bytes per second of the link alone, and the wake."""
+    await sleeper.asleep()
+    await asyncio.to_thread(settle)
+    per_s = await asyncio.to_thread(bandwidth.link, network, num_bytes)
+    await stack.wait_quiet()  # what goes over the link now, a plan keeps away from
+    received = network.received_bytes()
+    wake = await sleeper.wake()
+    network.require_received(received, {1: num_bytes})
+    return per_s, wake
+
+
+@asynccontextmanager
+async def _sleeping(
+    python: str, checkpoint: Checkpoint, waits: str, rate: Rate, folder: Path
+) -> AsyncIterator[tuple[Network, LabStack, Sleeper]]:
     async with AsyncExitStack() as running:
         network = running.enter_context(Network(2, rate))
         # The first host holds the copy and has no room for an instance, the second one is the other way round.
@@ -156,7 +204,7 @@ async def _wakes(
                 instance_env={
                     "BLITZ_WORKER_ENGINES": "vllm",
                     "BLITZ_VLLM_PYTHON": python,
-                    "BLITZ_VLLM_WARM": stage,
+                    "BLITZ_VLLM_WARM": waits,
                 },
                 service_env={"monitor": {"BLITZ_MONITOR_DOWN_WINDOW_S": "0"}},
                 copies_on=(0,),
@@ -169,26 +217,7 @@ async def _wakes(
         sleeper = Sleeper(stack, stack.model)
         running.callback(sleeper.close)
         await stack.host_copies()
-        wakes: list[Wake] = []
-        rates: list[float] = []
-        for number in range(repetitions + 1):
-            await sleeper.asleep()
-            await asyncio.to_thread(_settle)
-            if number:
-                rates.append(await asyncio.to_thread(bandwidth.link, network, checkpoint.layout.num_bytes))
-            await stack.wait_quiet()  # what goes over the link now, a plan keeps away from
-            received = network.received_bytes()
-            wake = await sleeper.wake()
-            network.require_received(received, {1: checkpoint.layout.num_bytes})
-            if number:  # connections and memory are there from the second on, and what waits has been there
-                wakes.append(wake)
-        return Row(stage, mb, checkpoint.layout.num_bytes, tuple(rates), tuple(wakes))
-
-
-def _settle() -> None:
-    deadline_s = time.monotonic() + SETTLED_S
-    while psutil.cpu_percent(1.0) > 100 * SETTLED_SHARE and time.monotonic() < deadline_s:
-        pass
+        yield network, stack, sleeper
 
 
 def _alone(python: str, mb: int, checkpoint: Checkpoint, repetitions: int) -> Alone:
@@ -233,7 +262,8 @@ def command(
     json_file: JsonFile = None,
 ) -> None:
     """The first token of a model of vLLM that sleeps, against the time that moving its weights takes at the least, by
-    what waits on the worker: no process, one that has imported vLLM, or the one of the instance before. Needs root."""
+    what waits on the worker: no process, one that has imported vLLM, one that has started and gets the model's weights
+    for the first time, or the one of the instance before, which has them. Needs root."""
     with usage():
         check_vllm(python)
         chosen, sizes = chosen_of("stages", stages, STAGES), sizes_of(mb)
@@ -264,6 +294,8 @@ def command(
     for one in took:
         console.print(f"vLLM alone, {one['mb']} MB: {one['cold_s']} s, {one['warm_s']} s from the page cache")
     for row in documents:
-        if row["waits"] == "started" and row["mb"] >= 400:
+        if row["waits"] in (WARM, "started") and row["mb"] >= 400:
             met = "met" if row["over_ideal"] <= AIM_STARTED else "missed"
-            console.print(f"started, {row['mb']} MB: {row['over_ideal']} of the ideal, aim <= {AIM_STARTED}: {met}")
+            console.print(
+                f"{row['waits']}, {row['mb']} MB: {row['over_ideal']} of the ideal, aim <= {AIM_STARTED}: {met}"
+            )

@@ -39,22 +39,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def ensure_demo_model(folder: Path) -> Path:
+def ensure_demo_model(folder: Path, name: str = NAME, *, num_layers: int = _NUM_LAYERS, seed: int = _SEED) -> Path:
     """The demo checkpoint ``folder/demo``, made if it is not there. Deterministic; about 25 MB.
 
-    Needs ``numpy``, ``safetensors`` and ``tokenizers``. Made aside and moved into place, so that a
-    directory that exists is whole. Raises ``OSError``.
+    ``name``: of the directory, for one with more layers, or with other weights of the same shapes. Needs ``numpy``,
+    ``safetensors`` and ``tokenizers``. Made aside and moved into place, so that a directory that exists is whole.
+    Raises ``OSError``.
     """
-    target = folder / NAME
+    target = folder / name
     if (target / "config.json").is_file():
         return target
     folder.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".demo-", dir=folder))
     try:
         printable = _write_tokenizer(made)
-        config = demo_config()
+        config = demo_config() | {"num_hidden_layers": num_layers}
         _write_json(made / "config.json", config)
-        _write_weights(made, config, printable)
+        _write_weights(made, config, printable, seed)
         made.chmod(0o755)
         (made / "model.safetensors").chmod(0o644)
         shutil.rmtree(target, ignore_errors=True)
@@ -125,11 +126,11 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {part.checkpoint_name: part.shape for unit in units for slot in unit.slots for part in slot.parts}
 
 
-def _write_weights(folder: Path, config: Mapping[str, Any], printable: list[int]) -> None:
+def _write_weights(folder: Path, config: Mapping[str, Any], printable: list[int], seed: int) -> None:
     import numpy as np
     from safetensors.numpy import save
 
-    random = np.random.default_rng(_SEED)
+    random = np.random.default_rng(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         if len(shape) == 1:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from shared.errors import BadRequest
 
+NO_ENGINE = "none"
+"""A worker's own where it has none, and serves with those of others alone."""
 MAX_SHOWN = 80
 """Characters of a wrong name, in an error."""
 
@@ -23,6 +25,8 @@ class EngineTraits:
     moves_kv: bool
     """Requests go on at another instance with their KV: disaggregated serving, other roles, migration. Without it an
     instance that goes sends them back with the tokens that they have."""
+    serves_early: bool = False
+    """An instance may take requests before it has all weights: its first tokens come with the last of them."""
     start_s: float = 0.0
     """Longest that an instance may take to start, beside its weights."""
     refuses: frozenset[str] = frozenset()
@@ -38,6 +42,7 @@ OTHERS: Mapping[str, EngineTraits] = {
         name="vllm",
         lends_layers=False,
         moves_kv=False,
+        serves_early=True,
         # It imports, compiles, and measures its memory.
         start_s=600.0,
         refuses=frozenset({"priority", "prompt_logprobs", "echo"}),
@@ -52,6 +57,11 @@ def check_engine(name: str) -> None:
         raise BadRequest(
             f"there is no engine {name[:MAX_SHOWN]!r} beside the system's own, but {', '.join(OTHERS)}", param="engine"
         )
+
+
+def offer_of(name: str) -> str:
+    """A model's engine as what a worker may lack, in words, with the setting by which it gets it."""
+    return f"the engine {name} (BLITZ_WORKER_ENGINES)" if name else "the system's own engine (BLITZ_WORKER_ENGINE)"
 
 
 def traits_of(name: str) -> EngineTraits:

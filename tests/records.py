@@ -88,6 +88,7 @@ def instance(
         state=state,
         role=role,
         epoch=epoch,
+        weights_digest="whole" if state == "serving" else "",
         max_running_requests=8,
         max_queued_tokens=1000,
         context_tokens=256,

@@ -80,7 +80,12 @@ class SimWorker:
         await self._bus.subscribe(subjects.worker_ack(me), AckTerminal, self._on_ack)
         await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway)
         self._tasks.start(
-            self._registration.run(self._on_stop_instance, self._orders.planner_term, lambda _instance, _slo_s: None)
+            self._registration.run(
+                self._on_stop_instance,
+                self._orders.planner_term,
+                lambda _instance, _slo_s: None,
+                lambda _model: None,  # it offers no other engine
+            )
         )
 
     async def close(self) -> None:

@@ -56,18 +56,29 @@ def instances_table(
 
 
 def workers_table(workers: Sequence[WorkerStatus]) -> Table:
-    """Workers, with their GPUs if any has one, and how far those are that were drained by hand."""
+    """Workers, with their GPUs and the engines that wait on them if there are any, and how far those are that were
+    drained by hand."""
     num_more = 2 if any(worker.drain_why for worker in workers) else int(any(worker.drain for worker in workers))
     gpus = ("gpu",) if any(worker.gpu_name for worker in workers) else ()
+    waits = ("waits",) if any(worker.warm_for is not None for worker in workers) else ()
     more = ("drain", "why")[:num_more]
-    table = titled_table("Workers", "id", "host", "device", *gpus, "engine", "state", *more)
+    table = titled_table("Workers", "id", "host", "device", *gpus, "engine", "state", *waits, *more)
     for worker in workers:
         state = "stopping" if worker.stopping else worker.state
         gpu = (worker.gpu_name or "-",) if gpus else ()
         engines = " ".join((worker.engine, *worker.engines))
-        row = (worker.id, worker.host, worker.device, *gpu, engines, state_text(state))
+        waiting = (_waiting(worker),) if waits else ()
+        row = (worker.id, worker.host, worker.device, *gpu, engines, state_text(state), *waiting)
         table.add_row(*row, *(worker.drain, worker.drain_why)[:num_more])
     return table
+
+
+def _waiting(worker: WorkerStatus) -> str:
+    """What has started there and waits for its next instance, and for which models, if it is for any."""
+    if worker.warm_for is None:
+        return "-"
+    engine = " or ".join(worker.engines)
+    return f"{engine} for {', '.join(worker.warm_for)}" if worker.warm_for else engine
 
 
 def _exceptions(found: Status) -> Iterator[Table]:

@@ -17,7 +17,7 @@ from shared.messages.common import Role
 
 _IDS = ("id", "worker", "workers", "host")
 """Columns that are cut where there is no room: an id over three lines can be neither read nor copied."""
-_TEXTS = ("name", "model", "path", "what", "why")
+_TEXTS = ("name", "model", "path", "waits", "what", "why")
 """Columns that take more lines instead: every character counts. All others are short and keep their width."""
 _UNLIMITED = 10_000
 _CONTROL = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if code != ord("\t"))

@@ -236,7 +236,7 @@ class Gateway:
         view = await self.registry()
         self._took(self.routes.apply_view(view, num_heard=num_heard))
         self.dispatcher.workers_changed(
-            WorkerSize(record.worker.arena_bytes, record.worker.kv_bytes, record.worker.engines)
+            WorkerSize(record.worker.arena_bytes, record.worker.kv_bytes, record.worker.offered)
             for record in view.workers
         )
 

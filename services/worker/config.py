@@ -16,7 +16,7 @@ from services.worker.engine.late.failures import LateFailures
 from services.worker.engine.late.settings import LateSettings
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.cgroup import num_cores
-from shared.engines import OTHERS
+from shared.engines import NO_ENGINE, OTHERS
 from shared.service import ServiceConfig, health_settings, process_settings, profiles_path
 from shared.settings import Settings, SettingsError
 
@@ -103,7 +103,14 @@ class WorkerConfig(ServiceConfig):
             default="cpu",
         )
         on_gpu = device == "cuda"
-        engines = _engines(env, on_gpu)
+        engine = env.choice(
+            "BLITZ_WORKER_ENGINE",
+            "`mock` invents tokens and takes the times of `BLITZ_MOCK_*`, for tests and benchmarks. `none`: only those "
+            "of `BLITZ_WORKER_ENGINES`; PyTorch is not needed.",
+            tuple(ENGINES),
+            default=DEFAULT_ENGINE,
+        )
+        engines = _engines(env, engine, on_gpu)
         max_batch_tokens = env.integer(
             "BLITZ_WORKER_MAX_BATCH_TOKENS",
             "Tokens per engine step.",
@@ -123,12 +130,7 @@ class WorkerConfig(ServiceConfig):
                 shown="host name",
             ),
             device=device,
-            engine=env.choice(
-                "BLITZ_WORKER_ENGINE",
-                "`mock` invents tokens and takes the times of `BLITZ_MOCK_*`, for tests and benchmarks.",
-                tuple(ENGINES),
-                default=DEFAULT_ENGINE,
-            ),
+            engine=engine,
             engines=engines,
             vllm_python=_vllm_python(env, engines),
             vllm_warm=env.choice(
@@ -344,7 +346,7 @@ class WorkerConfig(ServiceConfig):
         )
 
 
-def _engines(env: Settings, on_gpu: bool) -> tuple[str, ...]:
+def _engines(env: Settings, own: str, on_gpu: bool) -> tuple[str, ...]:
     key = "BLITZ_WORKER_ENGINES"
     engines = env.listing(
         key,
@@ -357,6 +359,8 @@ def _engines(env: Settings, on_gpu: bool) -> tuple[str, ...]:
             raise SettingsError(f"{key}={name!r:.200}: there is no such engine, but {', '.join(OTHERS)}", param=key)
     if engines and on_gpu:
         raise SettingsError(f"{key}: in this version engines of others are for BLITZ_WORKER_DEVICE=cpu only", param=key)
+    if own == NO_ENGINE and not engines:
+        raise SettingsError(f"BLITZ_WORKER_ENGINE={NO_ENGINE}: name another engine in {key}", param=key)
     return tuple(dict.fromkeys(engines))
 
 

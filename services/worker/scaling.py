@@ -24,7 +24,8 @@ from services.worker.weights.flow_completion import BuffersStuck
 from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.mover import WeightMover
 from shared.aio import OwnedTasks
-from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded
+from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded, SentBack
+from shared.messages.common import ErrorInfo
 from shared.messages.destinations import Destination, SendBack
 from shared.messages.plans import DrainPlan, DrainTarget, ScalePlan
 from shared.messages.registry import ModelRecord
@@ -147,6 +148,7 @@ class Scaling:
         }
         with tracer().start_as_current_span("worker.load", attributes=attributes) as span:
             tell = self._progress.tell
+            opening = self._tasks.start(self._serve_early(instance))
             try:
                 await tell(plan.plan_id, instance.instance_id, "accepted")
                 left_s = max(0.0, instance.ordered_s + plan.give_up_s - time.monotonic())
@@ -172,14 +174,26 @@ class Scaling:
                 failure = error
             else:
                 failure = None
+            finally:
+                opening.cancel()
             if failure is not None:
                 await self._fail(instance, span, failure)
         if failure is None and plan.keeps_on_host(self._worker_id):
             await self._host_copies.keep(instance)
 
+    async def _serve_early(self, instance: Instance) -> None:
+        if await instance.serve_early():
+            self._slot.changed()
+            log.info("%s takes requests, and has %d layers", instance.instance_id, instance.copy.layers_ready)
+
     async def _fail(self, instance: Instance, span: Span, error: Exception) -> None:
         span.record_exception(error)
-        instance.fail()
+        if instance.state in ("serving", "draining"):  # before it had all weights
+            with contextlib.suppress(BlitzError):  # the engine is broken, and has said so to each
+                back = SentBack(f"{instance.instance_id} has not loaded")
+                await asyncio.wrap_future(instance.engine.hand_back(ErrorInfo.of(back)))
+        if instance.state != "failed":  # its engine may have been first
+            instance.fail()
         self._slot.changed()
         reason = str(error) or type(error).__name__
         await self._progress.tell(instance.plan_id, instance.instance_id, "failed", detail=reason)
@@ -250,6 +264,8 @@ class Scaling:
         attributes = {"blitz.plan_id": self._drain_plan_id, "blitz.worker_id": self._worker_id}
         with tracer().start_as_current_span("worker.drain", attributes=attributes):
             try:
+                if self._loading is not None:  # it took requests before it had all weights
+                    await asyncio.wait({self._loading})
                 while await instance.idle():
                     # No worker may begin to read a copy that is about to go.
                     self._mover.withdraw(instance)

@@ -257,6 +257,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     gpu_uuid: str = ""
     gpu_capability: str = ""
     gpu_memory_bytes: int = 0
+    warm_for: tuple[str, ...] | None = None
+    """An engine of others has started here and waits: the registered models that an instance could serve with it at
+    once. None: nothing waits."""
 
 
 class WorkerList(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,6 +85,8 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
     """Where a target whose upstreams are all lost continues, in this order; after them its disk."""
     keep_on_host: bool = False
     """Targets also keep a copy in their host's memory (the ``host-cache`` baseline)."""
+    early: bool = False
+    """Targets take requests before they have all weights, where their engines can: no instance serves the model."""
     keepers: tuple[str, ...] = ()
     """If not empty, only these of them do: worker ids."""
     triggered_at_s: float

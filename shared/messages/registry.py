@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.engine_args import EngineArgs
+from shared.engines import NO_ENGINE
 from shared.errors import BlitzError
 from shared.messages.codec import Message
 from shared.messages.common import (
@@ -143,9 +144,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     engines: Annotated[tuple[KindName, ...], Meta(max_length=16)] = ()
     """Of others, beside ``engine``, that it can serve a model with (``shared.engines``)."""
 
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The engines that it can serve a model with, as models name them."""
+        return self.engines if self.engine == NO_ENGINE else ("", *self.engines)
+
     def offers(self, engine: str) -> bool:
-        """Whether it has a model's engine; our own all workers have."""
-        return not engine or engine in self.engines
+        """Whether it can serve a model that names this engine."""
+        return engine in self.engines if engine else self.engine != NO_ENGINE
 
     def engine_of(self, model: ModelRecord) -> str:
         """What computes the model's instances here."""
@@ -182,8 +188,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether it holds a whole copy of its model."""
-        return self.state == "serving" or (self.state == "draining" and self.weights_digest != "")
+        """Whether it holds a whole copy of its model: some serve before that."""
+        return self.state in ("serving", "draining") and self.weights_digest != ""
 
 
 class HostCopy(msgspec.Struct, frozen=True, kw_only=True):

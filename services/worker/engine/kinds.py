@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from services.worker.engine.attention.kinds import ATTENTION, BY_DEVICE
 from services.worker.engine.mock.settings import MockFaults, MockTiming
-from shared.errors import BadRequest
+from shared.engines import NO_ENGINE, offer_of
+from shared.errors import BadRequest, Conflict
 from shared.model_spec import DTYPE_BYTES
 from shared.models.families import FAMILIES
 
@@ -152,6 +153,10 @@ def _make_mock(parts: EngineParts) -> Engine:
     )
 
 
+def _make_none(_parts: EngineParts) -> Engine:
+    raise Conflict(f"this worker does not offer {offer_of('')}")
+
+
 ENGINES = {
     "torch": EngineKind(
         make=_make_torch,
@@ -175,4 +180,5 @@ ENGINES = {
         scores_prompts=True,
         uses_kv_memory=False,
     ),
+    NO_ENGINE: EngineKind(make=_make_none, devices={"cpu": _host}, uses_kv_memory=False),
 }

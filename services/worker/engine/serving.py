@@ -34,6 +34,9 @@ class ServingEngine(Protocol):
     def start(self) -> None:
         """Take requests, unless it does already."""
 
+    async def until_open(self) -> bool:
+        """True once it takes requests, though weights still come, and False once it is known that it will not."""
+
     async def until_ready(self) -> None:
         """It can take requests, all weights being there. Raises ``EngineBroken`` where it never can."""
 

@@ -118,6 +118,10 @@ class EngineThread:
         if self._thread.ident is None:
             self._thread.start()
 
+    async def until_open(self) -> bool:
+        """It will not: its instances compute for others as they load."""
+        return False
+
     async def until_ready(self) -> None:
         """At once: what is handed over waits for the thread."""
 

@@ -127,7 +127,7 @@ class InstanceFactory:
             raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
         copy = WeightCopy(layout, self._arena, record.unit_digests)
         if record.engine:
-            engine = self._engine_of_others(record, copy)
+            engine = self._engine_of_others(record, copy, plan.early)
             return Instance(plan, member, copy, engine, default_slo_tbt_s=config.slo_tbt_s)
         if self._warm is not None:
             self._warm.drop_started()
@@ -168,7 +168,7 @@ class InstanceFactory:
         thread = EngineThread(loop, self._on_output, self._on_failure)
         return Instance(plan, member, copy, thread, default_slo_tbt_s=config.slo_tbt_s)
 
-    def _engine_of_others(self, record: ModelRecord, copy: WeightCopy) -> ServingEngine:
+    def _engine_of_others(self, record: ModelRecord, copy: WeightCopy, early: bool) -> ServingEngine:
         """Raises ``Conflict`` for one that this worker does not offer, or a layout that its loader does not read,
         ``BadCheckpoint`` where its KV has no room for a block."""
         memory, warm = self._weights, self._warm
@@ -182,6 +182,7 @@ class InstanceFactory:
             self._on_output,
             self._on_failure,
             warm,
+            early=early,
         )
 
     async def _guide(self, record: ModelRecord, loop: EngineLoop) -> Callable[[ActiveSequence], Guidance]:

@@ -116,12 +116,20 @@ class Instance:
             self._slo_tbt_s = wanted_s
             self.engine.keep_tbt(wanted_s)
 
+    async def serve_early(self) -> bool:
+        """Take requests while units still come, if the engine can; whether it does."""
+        if not await self.engine.until_open() or self.state != "loading":
+            return False
+        self._lifecycle.move_to("serving")
+        return True
+
     async def serve(self) -> None:
         """All units are ready: start the engine and take requests."""
         self._digest = self.copy.digest()
         self._start()
         await self.engine.until_ready()
-        self._lifecycle.move_to("serving")
+        if self.state in ("loading", "live"):
+            self._lifecycle.move_to("serving")
         self.load_s = time.monotonic() - self._begun_s
 
     def go_live(self) -> None:

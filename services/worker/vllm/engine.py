@@ -62,14 +62,21 @@ class VllmEngine:
         on_output: Callable[[StepOutput], None],
         on_failure: Callable[[BlitzError], None],
         warm: WarmFronts,
+        *,
+        early: bool = False,
     ) -> None:
-        """``on_failure``: it serves nothing any more. ``warm``: whose processes it uses."""
+        """``on_failure``: it serves nothing any more. ``warm``: whose processes it uses. ``early``: it is to take
+        requests before it has all weights, if it can."""
         self.limits = model.limits
         self._model = model
         self._weights = weights
         self._on_output = on_output
         self._on_failure = on_failure
         self._warm = warm
+        self._early = early
+        self._opened: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether it does."""
+        self._finishing: asyncio.Task[None] | None = None
         self._front: FrontProcess | None = None
         self._takes_others = False
         self._is_kept = False
@@ -134,11 +141,31 @@ class VllmEngine:
         self._before = self._load = msgspec.structs.replace(started.load, running=0, waiting=0)
         if started.model_hash == self._model.model_hash:
             log.info("vLLM waited with the weights of this model")
+            self._opens(True)
             self._serves()
-        else:
-            front.say(words.Refill(weights=self._listen(front)))
+            return
+        front.say(words.Refill(weights=self._listen(front), early=self._early))
+        if self._early:
+            self._finishing = asyncio.create_task(self._finish(front))
+
+    async def _finish(self, front: FrontProcess) -> None:
+        await self._weights.taken.wait()
+        front.say(words.FinishRefill())
+
+    async def until_open(self) -> bool:
+        """See ``ServingEngine``."""
+        return await asyncio.shield(self._opened)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._opened.done() and self._opened.result()
+
+    def _opens(self, early: bool) -> None:
+        if not self._opened.done():
+            self._opened.set_result(early)
 
     def _serves(self) -> None:
+        self._opens(False)
         if not self._started.done():
             self._started.set_result(None)
             self._watching = asyncio.create_task(self._watch_steps())
@@ -183,8 +210,10 @@ class VllmEngine:
         if self._stop_error is None:
             self._stop_error = error or Unavailable("the engine stopped")
         self._end_all(ErrorInfo.of(self._stop_error))
-        if self._watching is not None:
-            self._watching.cancel()
+        self._opens(False)
+        for task in (self._watching, self._finishing):
+            if task is not None:
+                task.cancel()
         front = self._front
         if front is not None and not self._is_kept:
             is_started = self._started.done() and not self._started.cancelled() and self._started.exception() is None
@@ -211,6 +240,8 @@ class VllmEngine:
             front = self._front
             assert front is not None
             front.say(self._model.start(self._listen(front)))
+        elif isinstance(word, words.Opened):
+            self._opens(True)
         elif isinstance(word, words.Started | words.Filled):
             if isinstance(word, words.Started):
                 self._takes_others = word.refills
@@ -227,13 +258,16 @@ class VllmEngine:
         self._stop_error = EngineBroken(why)
         if not self._started.done() and self._front is not None:
             self._warm.failed(self._model.shape, why)
-        if self._watching is not None:
-            self._watching.cancel()
+        self._opens(False)
+        for task in (self._watching, self._finishing):
+            if task is not None:
+                task.cancel()
         if self._front is not None:
             self._front.close()
         if not self._started.done():
             self._started.set_exception(self._stop_error)
-            return  # the load fails, and nobody's request is here
+            if not self._is_open:
+                return  # the load fails, and nobody's request is here
         self._end_all(ErrorInfo.of(self._stop_error))
         self._on_failure(self._stop_error)
 

@@ -49,6 +49,12 @@ _NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_")
 """What these begin is not passed on: it has other packages, and our passwords are none of vLLM's business."""
 
 
+def environment_of(threads: int) -> dict[str, str]:
+    """Of a process of vLLM that computes with so many threads."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_THEIRS)}
+    return kept | _OURS | {"OMP_NUM_THREADS": str(threads)}
+
+
 class FrontProcess:
     """Event loop only, but for ``join``."""
 
@@ -88,12 +94,10 @@ class FrontProcess:
             server.close()
             return
         self._server = server
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_THEIRS)}
-        environment |= _OURS | {"OMP_NUM_THREADS": str(threads)}
         try:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once; the operator names it
                 [self._python, "-m", "blitz_vllm", str(path), str(os.getpid())],
-                env=environment,
+                env=environment_of(threads),
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -221,7 +225,7 @@ class FrontProcess:
     async def is_well(self) -> bool:
         """Whether it takes requests, still. ``attach`` again behind it."""
         try:
-            await self.answer(words.Well, ANSWER_S, words.Ask())
+            await self.answer(words.Well, ANSWER_S, words.AskWell())
         except EngineBroken:
             return False
         return not self.is_over

@@ -675,3 +675,20 @@ def test_the_engine_of_models_and_those_that_workers_offer_are_listed(
     header, *rows = [line.split() for line in capsys.readouterr().out.splitlines() if "engine" in line or "-" in line]
     assert "engine" in header
     assert [row[header.index("engine")] for row in rows if row[0] in "ab"] == ["vllm", "-"]
+
+
+def test_status_shows_what_waits_where_something_does(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    workers = [
+        {"id": f"worker-{i}", "host": "box", "device": "cpu", "engine": "none", "engines": ["vllm"], "state": "spare",
+         "warm_for": warm_for}
+        for i, warm_for in enumerate((["demo", "twin"], [], None))
+    ]  # fmt: skip
+    gateway.answers["GET /admin/status"] = (200, {**STATUS, "workers": workers})
+    assert run(["status"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("worker-")}
+    assert lines["worker-0"].endswith("none vllm  spare  vllm for demo, twin")
+    assert lines["worker-1"].split()[-2:] == ["spare", "vllm"]
+    assert lines["worker-2"].split()[-2:] == ["spare", "-"]
+    gateway.answers["GET /admin/status"] = (200, STATUS)
+    assert run(["status"]) == 0
+    assert "waits" not in capsys.readouterr().out

@@ -119,6 +119,7 @@ def test_engines_of_others_are_offered_where_they_are_named() -> None:
             "BLITZ_WORKER_ENGINES",
             "'sglang': there is no such engine, but vllm",
         ),
+        ({"BLITZ_WORKER_ENGINE": "none"}, "BLITZ_WORKER_ENGINES", "BLITZ_WORKER_ENGINE=none: name another engine in"),
     ],
 )
 def test_engines_that_cannot_be_offered_are_refused(environ: dict[str, str], key: str, said: str) -> None:

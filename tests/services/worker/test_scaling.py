@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from services.worker import service
+from services.worker.engine.thread import EngineThread
 from services.worker.instance.factory import InstanceFactory
 from services.worker.weights.mover import WeightMover
 from shared import subjects
@@ -355,3 +356,81 @@ async def test_an_instance_that_cannot_be_built_is_reported(monkeypatch: pytest.
         plan = alone.plan(epoch=10)
         await alone.publish(plan)
         await eventually(lambda: alone.events(plan.plan_id) == ["failed"])
+
+
+class Early:
+    """Engines that take requests before they have all weights; what comes is held back until ``go``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = asyncio.Event()
+        self.error: Exception | None = None
+        real = WeightMover.fill
+
+        async def until_open(_engine: EngineThread) -> bool:
+            _engine.start()
+            return True
+
+        async def fill(mover: WeightMover, *args: object) -> None:
+            await self.go.wait()
+            if self.error is not None:
+                raise self.error
+            await real(mover, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(EngineThread, "until_open", until_open)
+        monkeypatch.setattr(WeightMover, "fill", fill)
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> Early:
+    return Early(monkeypatch)
+
+
+async def serves_early(alone: LoneWorker) -> str:
+    plan = alone.plan(epoch=10, early=True)
+    await alone.publish(plan)
+    await eventually(lambda: alone.pool.heartbeats[-1].state == "serving")
+    instance = alone.pool.heartbeats[-1].instance
+    assert instance is not None
+    assert not instance.is_complete
+    return plan.members[0].instance_id
+
+
+async def test_an_instance_that_serves_early_is_no_copy_until_it_is_whole(alone: LoneWorker, early: Early) -> None:
+    instance_id = await serves_early(alone)
+    assert "serving" not in alone.events("plan-1")
+    await alone.submit(instance_id, "r")
+    await alone.gateway.end_of("r")
+    early.go.set()
+    await alone.reported("plan-1", "serving")
+
+    def is_whole() -> bool:
+        instance = alone.pool.heartbeats[-1].instance
+        return instance is not None and instance.is_complete
+
+    await eventually(is_whole)
+    await alone.submit(instance_id, "s")
+    await alone.gateway.end_of("s")
+
+
+async def test_requests_of_one_whose_weights_do_not_come_go_on_elsewhere(alone: LoneWorker, early: Early) -> None:
+    instance_id = await serves_early(alone)
+    await alone.submit(instance_id, "r", max_tokens=200)
+    early.error = Conflict("no weights")
+    early.go.set()
+    await alone.reported("plan-1", "failed")
+    end = await alone.gateway.end_of("r")
+    assert end.error is not None
+    assert end.error.code == "sent_back"
+    await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
+    assert alone.worker.fatal == []
+
+
+async def test_one_that_is_to_go_before_it_is_whole_goes_when_it_is(alone: LoneWorker, early: Early) -> None:
+    instance_id = await serves_early(alone)
+    await alone.drain(instance_id)
+    await eventually(lambda: alone.pool.heartbeats[-1].state == "draining")
+    await asyncio.sleep(0.1)
+    assert "spare" not in alone.events("drain-1")
+    early.go.set()
+    await alone.reported("drain-1", "spare")
+    assert "failed" not in alone.events("plan-1")

@@ -19,6 +19,7 @@ from services.planner.core.multicast.traffic import (
     serving_flows,
     transfer_flows,
 )
+from shared.engines import offer_of
 from shared.messages.common import Role
 from shared.messages.registry import ModelRecord, WorkerInfo, WorkerRecord
 
@@ -200,7 +201,7 @@ class Clusters:
                     leaves = r.state == "draining" or r.leaves
                     ships_kv = r.instance.role == "prefill" and bool(decodes_at - {r.worker.host})
                     copies.append(WorkerCopy(r.worker, "gpu", instance_id, leaves, sending, ships_kv=ships_kv))
-                elif r.state in ("loading", "live") and remaining is not None:
+                elif r.state in ("loading", "live", "serving") and remaining is not None:
                     loading.append(WorkerCopy(r.worker, "gpu", instance_id, False, sending, remaining))
             if name in holders:
                 copies.append(WorkerCopy(r.worker, "host", sending=sending))
@@ -265,11 +266,11 @@ class Clusters:
 
     def _without(self, engine: str, offering: SpareOfEngine) -> tuple[str, ...]:
         """Workers that do not offer the engine, in words."""
-        if engine and not any(record.worker.offers(engine) for record in self.records):
-            return (f"no worker offers the engine {engine} (BLITZ_WORKER_ENGINES)",)
+        if (engine or self.records) and not any(record.worker.offers(engine) for record in self.records):
+            return (f"no worker offers {offer_of(engine)}",)
         num = self.num_spare - len(offering)
         whose = "1 spare worker does not" if num == 1 else f"{num} spare workers do not"
-        return (f"{whose} offer the engine {engine} (BLITZ_WORKER_ENGINES)",) if num else ()
+        return (f"{whose} offer {offer_of(engine)}",) if num else ()
 
 
 def _too_small(num: int, num_bytes: int) -> tuple[str, ...]:

@@ -382,8 +382,9 @@ class Operation:
             self.fail_target(target.worker_id, "it did not take its new role in time")
 
     def _came_up(self, worker: WorkerRecord, instance_id: str) -> bool:
-        """Whether the registry shows that the target serves, or has served."""
-        shown = worker.state == "serving" or (worker.state == "draining" and not self.revives)
+        """Whether the registry shows that the target serves, with all weights, or has served."""
+        is_whole = worker.instance is not None and worker.instance.is_complete
+        shown = (worker.state == "serving" and is_whole) or (worker.state == "draining" and not self.revives)
         return shown and _holds(worker, instance_id)
 
     def record(self, *, details: bool = True) -> ScaleRecord:

@@ -9,6 +9,7 @@ import msgspec
 
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster
+from shared.engines import traits_of
 from shared.errors import DeadlineExceeded
 from shared.messages.common import Role
 from shared.messages.plans import (
@@ -68,6 +69,7 @@ def scale_plan(
         chains=planned.chains,
         fallbacks=planned.fallbacks,
         keep_on_host=bool(planned.keepers),
+        early=traits_of(model.engine).serves_early and all(copy.kind != "gpu" for copy in cluster.copies),
         keepers=planned.keepers,
         valid_s=valid_s,
         give_up_s=give_up_s,

@@ -65,12 +65,12 @@ class Room:
     """Its instance goes, but has requests to finish, and has had a while for them."""
     promised: tuple[str, Role] | None = None
     """The model and role that it goes for, if that still waits."""
-    engines: Collection[str] = ()
-    """Of others, that the worker offers."""
+    engines: Collection[str] = ("",)
+    """That the worker offers, as models name them."""
 
     def suits(self, want: Want) -> bool:
         """Whether it is of use to the model."""
-        offers = not want.engine or want.engine in self.engines
+        offers = want.engine in self.engines
         return offers and self.arena_bytes >= want.weights_bytes and self.worker_id not in want.avoided
 
 

@@ -233,7 +233,7 @@ class Fleet:
         could_go = {
             engine: [
                 *((num_bytes, about[0]) for about, num_bytes in largest.items() if about in beyond),
-                *((room.arena_bytes, "") for room in freeing if not engine or engine in room.engines),
+                *((room.arena_bytes, "") for room in freeing if engine in room.engines),
             ]
             for engine, largest in arenas.items()
         }
@@ -305,7 +305,7 @@ class Fleet:
 
 
 def _room(worker: WorkerInfo, late: bool = False, promised: About | None = None) -> Room:
-    return Room(worker.worker_id, worker.arena_bytes, late, promised, worker.engines)
+    return Room(worker.worker_id, worker.arena_bytes, late, promised, worker.offered)
 
 
 def _roles(name: str, at: Situation) -> Counter[Role]:

@@ -69,7 +69,9 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
             front.cancel(word)
         elif isinstance(word, words.Refill):
             await front.fill(word)  # requests come behind it
-        elif isinstance(word, words.Ask):
+        elif isinstance(word, words.FinishRefill):
+            front.finish()
+        elif isinstance(word, words.AskWell):
             front.answer()
 
 

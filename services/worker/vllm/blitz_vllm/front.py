@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -33,6 +33,9 @@ NAMES = (
     ("vllm.v1.sample.logits_processor", "LogitsProcessor"),
     ("vllm.model_executor.model_loader", "register_model_loader"),
     ("vllm.model_executor.model_loader.dummy_loader", "DummyModelLoader"),
+    ("vllm.model_executor.layers.attention", "is_deferred_attention_layer"),
+    ("vllm.model_executor.layers.logits_processor", "LogitsProcessor"),
+    ("vllm.model_executor.model_loader.reload", "finalize_layerwise_processing"),
     ("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
@@ -91,6 +94,8 @@ class Front:
         """When the step that runs began; None: none does."""
         self._max_step_tokens = 0
         self._is_dead = False
+        self._fill_began_s = 0.0
+        self._finishing: asyncio.Task[None] | None = None
 
     def start(self, start: words.Start) -> words.Started:
         """Blocks for as long as vLLM takes."""
@@ -133,24 +138,41 @@ class Front:
 
     async def fill(self, fill: words.Refill) -> None:
         """Other weights, and nothing of what was computed with the earlier ones."""
-        began_s = time.monotonic()
         if self._leaving:
             await asyncio.wait(self._leaving)
-        try:
-            await self._refill(fill.weights)
-            if not await self._engine.reset_prefix_cache():
-                raise RuntimeError("the KV of the earlier weights is still in use")
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing must be computed with what is there now
-            self._die(f"other weights: {type(error).__name__}: {error}"[:4000])
-            return
-        self._say(words.Filled(seconds=time.monotonic() - began_s))
-
-    async def _refill(self, socket_path: str) -> None:
+        self._fill_began_s = time.monotonic()
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"socket": socket_path}))
+        info = {"socket": fill.weights, "early": fill.early}
+        with self._dies_with("other weights"):
+            if not await self._engine.reset_prefix_cache():
+                raise RuntimeError("the KV of the earlier weights is still in use")
+            await self._engine.start_weight_update()
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+            if fill.early:
+                self._say(words.Opened())
+            else:
+                await self._finish()
+
+    def finish(self) -> None:
+        """All weights have been taken: no gate is needed any more."""
+
+        async def finish() -> None:
+            with self._dies_with("other weights"):
+                await self._finish()
+
+        self._finishing = asyncio.create_task(finish())
+
+    async def _finish(self) -> None:
         await self._engine.finish_weight_update()
+        self._say(words.Filled(seconds=time.monotonic() - self._fill_began_s))
+
+    @contextlib.contextmanager
+    def _dies_with(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing must be computed with what is there now
+            self._die(f"{what}: {type(error).__name__}: {error}"[:4000])
 
     def _stat_logger(self, _config: object, _index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase

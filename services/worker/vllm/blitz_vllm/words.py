@@ -67,8 +67,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     arguments: dict[str, int | float | str | bool]
     """Of vLLM's ``AsyncEngineArgs``, from a short list of names that the worker has checked."""
     weights: str
-    """The socket at which the worker gives the weights to vLLM's loader (``weights.py``). Empty: it starts with some
-    that mean nothing, and ``Refill`` brings others."""
+    """The socket at which the worker gives the weights to vLLM's loader (``weights_source.py``). Empty: it starts with
+    some that mean nothing, and ``Refill`` brings others."""
     kv_gib: int
     """Memory for KV, on CPUs."""
     tokenizer: Tokenizer
@@ -79,9 +79,16 @@ class Refill(msgspec.Struct, frozen=True, kw_only=True, tag="refill"):
 
     weights: str
     """As in ``Start``."""
+    early: bool = False
+    """``Opened`` says that it takes requests: their passes wait for what has not come. ``FinishRefill`` tells that
+    all of the weights have been taken."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+class FinishRefill(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
+    """After an early ``Refill``."""
+
+
+class AskWell(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     """Whether it is well: ``Well`` says so."""
 
 
@@ -129,6 +136,10 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     seconds: float
     refills: bool = False
     """``Refill`` brings what a start does."""
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+    """It takes requests, and weights."""
 
 
 class Filled(msgspec.Struct, frozen=True, kw_only=True, tag="filled"):
@@ -195,8 +206,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """The newest since this was said last, as far as their times can be told."""
 
 
-ToProcess = Start | Refill | Ask | Add | Leave
-ToWorker = Imported | Started | Filled | Well | Failed | Outputs | EngineLoad
+ToProcess = Start | Refill | FinishRefill | AskWell | Add | Leave
+ToWorker = Imported | Started | Opened | Filled | Well | Failed | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
 to_process = msgspec.msgpack.Decoder(ToProcess)

@@ -85,21 +85,31 @@ def test_the_context_is_bounded_by_the_workers_that_the_model_fits(weights_bytes
 
 
 def test_a_model_whose_engine_nobody_offers_is_refused_with_the_setting() -> None:
-    theirs, offers = record(engine="vllm"), WorkerSize(1000, 8 * KV, ("vllm",))
+    theirs, offers = record(engine="vllm"), WorkerSize(1000, 8 * KV, ("", "vllm"))
     error = settled(LARGE).refusal(theirs, GRACE_S)
     assert isinstance(error, Unservable)
     assert "none offers the engine vllm (BLITZ_WORKER_ENGINES)" in error.message
     assert settled(LARGE).refusal(theirs, GRACE_S - 0.1) is None
     assert settled(LARGE, offers).refusal(theirs, GRACE_S) is None
-    small = WorkerSize(999, 8 * KV, ("vllm",))
+    small = WorkerSize(999, 8 * KV, ("", "vllm"))
     found = settled(LARGE, small).refusal(theirs, GRACE_S)
     assert found is not None
     assert "of the workers that offer the engine vllm is 999" in found.message
     assert settled(LARGE, small).refusal(RECORD, GRACE_S) is None
 
 
+def test_a_model_of_our_engine_is_refused_where_all_workers_have_only_those_of_others() -> None:
+    theirs = WorkerSize(1000, 8 * KV, ("vllm",))
+    error = settled(theirs).refusal(RECORD, GRACE_S)
+    assert error is not None
+    assert "none offers the system's own engine (BLITZ_WORKER_ENGINE)" in error.message
+    assert settled(theirs).refusal(record(engine="vllm"), GRACE_S) is None
+    assert settled(theirs).context_tokens(RECORD, GRACE_S) == SPEC.max_position
+    assert settled(theirs, LARGE).refusal(RECORD, GRACE_S) is None
+
+
 def test_the_context_of_an_engine_of_others_is_its_own_argument() -> None:
-    capacity = settled(WorkerSize(1000, 8 * KV, ("vllm",)))
+    capacity = settled(WorkerSize(1000, 8 * KV, ("", "vllm")))
     assert capacity.context_tokens(RECORD, GRACE_S) == 8
     assert capacity.context_tokens(record(engine="vllm"), GRACE_S) == SPEC.max_position
     args = EngineArgs(max_model_len=5)

@@ -12,19 +12,20 @@ import pytest
 from compose.cli.options import EngineName
 from services.planner.core.multicast.topology import HOST_LINK_GBPS, SCALE_UP_GBPS, topology_of
 from services.worker.engine.kinds import DEFAULT_ENGINE, ENGINES, check_device, engine_kind
-from shared.errors import BadRequest
+from shared.engines import NO_ENGINE
+from shared.errors import BadRequest, Conflict
 from shared.messages.registry import WorkerInfo
 from tests.checkpoints import tiny_checkpoint
 from tests.records import profile, worker
 
 
 def test_the_command_line_has_them_all() -> None:
-    assert set(get_args(EngineName)) == set(ENGINES)
+    assert set(get_args(EngineName)) == set(ENGINES) - {NO_ENGINE}
     assert DEFAULT_ENGINE in ENGINES
 
 
 def test_an_unknown_one_and_a_device_that_it_lacks_are_refused() -> None:
-    with pytest.raises(BadRequest, match="no engine 'vllm', but torch, mock"):
+    with pytest.raises(BadRequest, match="no engine 'vllm', but torch, mock, none"):
         engine_kind("vllm")
     with pytest.raises(BadRequest, match="--device tpu: in this version the torch engine runs on cpu and cuda only"):
         check_device("torch", "tpu", "--device tpu")
@@ -55,7 +56,7 @@ print(sorted(module for module in set(sys.modules) - before if module.startswith
 """
 
 
-@pytest.mark.parametrize("name", list(ENGINES))
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != NO_ENGINE])
 def test_what_an_engine_is_made_of_is_imported_at_a_process_start_not_in_its_first_load(name: str) -> None:
     command = [sys.executable, "-c", MAKE, name, str(tiny_checkpoint("llama"))]
     made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -85,3 +86,8 @@ def test_a_name_that_is_none_is_no_registration(name: str) -> None:
     info = msgspec.structs.replace(worker("w"), engine=name)
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(msgspec.json.encode(info), type=WorkerInfo)
+
+
+def test_where_there_is_no_engine_none_is_made() -> None:
+    with pytest.raises(Conflict, match=r"does not offer the system's own engine \(BLITZ_WORKER_ENGINE\)"):
+        engine_kind(NO_ENGINE).make(None)  # type: ignore[arg-type]

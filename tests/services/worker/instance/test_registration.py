@@ -102,7 +102,9 @@ async def test_it_ends_when_it_is_stopped_just_as_something_changes(alone: LoneW
     registration = alone.worker.service.parts.registration
     known = len(alone.pool.heartbeats)
     parts = alone.worker.service.parts
-    work = registration.run(parts.scaling.on_stop_instance, parts.orders.planner_term, parts.scaling.on_slo_tbt, parts.scaling.on_prepare)
+    work = registration.run(
+        parts.scaling.on_stop_instance, parts.orders.planner_term, parts.scaling.on_slo_tbt, parts.scaling.on_prepare
+    )
     reporting = asyncio.create_task(work)
     await eventually(lambda: len(alone.pool.heartbeats) > known)
     await asyncio.sleep(0.01)  # it waits again

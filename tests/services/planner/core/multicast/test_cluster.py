@@ -146,6 +146,18 @@ def test_a_model_with_another_engine_finds_only_those_that_offer_it() -> None:
     assert list(found.spare) == list(clusters.of(theirs).spare) == list(clusters.of(MODEL).spare) == []
 
 
+def test_a_model_of_our_engine_finds_no_worker_that_has_only_those_of_others() -> None:
+    theirs = [record("w0", engine="none", engines=("vllm",)), record("w1", engine="none", engines=("vllm",))]
+    (why,) = Clusters(theirs).of(MODEL).unfit
+    assert why == "no worker offers the system's own engine (BLITZ_WORKER_ENGINE)"
+    clusters = Clusters([*theirs, record("w2")])
+    assert [w.worker_id for w in clusters.of(MODEL).spare] == ["w2"]
+    assert clusters.of(MODEL).unfit == ("2 spare workers do not offer the system's own engine (BLITZ_WORKER_ENGINE)",)
+    both = clusters.of(model("v", engine="vllm", weights_bytes=MODEL_BYTES))
+    assert [w.worker_id for w in both.spare] == ["w0", "w1"]
+    assert Clusters([]).of(MODEL).unfit == ()
+
+
 def test_those_that_are_avoided_are_counted_among_those_that_offer_the_engine() -> None:
     theirs = model("v", engine="vllm", weights_bytes=MODEL_BYTES)
     clusters = Clusters([record("w0"), record("w1"), record("w2", engines=("vllm",))])
