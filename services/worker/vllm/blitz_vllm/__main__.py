@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import traceback
 
 from . import plugin, words
 from .front import MAX_UNREAD_BYTES, Front, imported
@@ -83,6 +84,8 @@ def main() -> None:
     status = 1
     try:
         status = asyncio.run(_serve(sys.argv[1]))
+    except Exception:  # noqa: BLE001 - whatever it is, the worker shows the end of what is written here
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
