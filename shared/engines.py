@@ -1,5 +1,5 @@
-"""What the control plane knows of engines, by the name that a model's record has: what their instances can do, and what
-requests cannot ask of them. An instance takes requests and gives tokens, whatever computes them."""
+"""What the control plane knows of engines, by the name that a model's record has: what their instances can do. An
+instance takes requests and gives tokens, whatever computes them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,6 @@ class EngineTraits:
     """An instance may take requests before it has all weights: its first tokens come with the last of them."""
     start_s: float = 0.0
     """Longest that an instance may take to start, beside its weights."""
-    refuses: frozenset[str] = frozenset()
-    """Parameters that requests may not have, by the names that clients know. ``echo`` is refused where the text that is
-    repeated would have log-probabilities."""
 
 
 LAYERED = EngineTraits(name="layered", lends_layers=True, moves_kv=True)
@@ -45,7 +42,6 @@ OTHERS: Mapping[str, EngineTraits] = {
         serves_early=True,
         # It imports, compiles, and measures its memory.
         start_s=600.0,
-        refuses=frozenset({"priority", "prompt_logprobs", "echo"}),
     ),
 }
 """Engines of others, by the names that models and workers give."""

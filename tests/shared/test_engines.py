@@ -13,12 +13,12 @@ from tests.records import model, worker
 
 def test_a_model_that_names_none_has_an_engine_of_ours() -> None:
     assert traits_of("") is LAYERED
-    assert (LAYERED.lends_layers, LAYERED.moves_kv, LAYERED.refuses) == (True, True, frozenset())
+    assert (LAYERED.lends_layers, LAYERED.moves_kv) == (True, True)
 
 
 def test_one_that_only_a_newer_process_knows_does_nothing_but_serve() -> None:
     traits = traits_of("newer")
-    assert (traits.name, traits.lends_layers, traits.moves_kv, traits.refuses) == ("newer", False, False, frozenset())
+    assert (traits.name, traits.lends_layers, traits.moves_kv) == ("newer", False, False)
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:

@@ -27,7 +27,7 @@ from services.worker.vllm.warm import WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BlitzError
-from shared.messages.generation import SamplingParams, StreamPart
+from shared.messages.generation import PromptLogprobs, SamplingParams, StreamPart
 from tests.checkpoints import build_model, write_tokenizer
 
 PYTHON = os.environ.get("BLITZ_VLLM_PYTHON", "")
@@ -79,6 +79,7 @@ class Serving:
         self.memory.bytes[:] = 0xFF
         self.copy = WeightCopy(layout, self.arena, self.checkpoint.unit_digests)
         self.parts: dict[str, list[StreamPart]] = {}
+        self.scores: dict[str, list[PromptLogprobs]] = {}
         self.failures: list[BlitzError] = []
         self.model = ServedModel(
             path=str(path),
@@ -98,6 +99,10 @@ class Serving:
         self.engine = VllmEngine(self.model, weights, self._put, self.failures.append, warm, early=early)
 
     def _put(self, output: StepOutput) -> None:
+        for part in output.prompts:
+            assert part.prompt is not None
+            assert part.request_id not in self.parts, "a prompt's come before the first token"
+            self.scores.setdefault(part.request_id, []).append(part.prompt)
         for part in output.outputs:
             self.parts.setdefault(part.request_id, []).append(part)
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.gateway.http.prompt_logprobs import tokens_of
 from services.worker.core.scheduling.gateways import Gone
-from shared.errors import BadRequest, ContextLengthExceeded, EngineBroken, SentBack, UnsupportedParameter
+from shared.errors import BadRequest, ContextLengthExceeded, EngineBroken, SentBack
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import Grammar
+from shared.messages.generation import Grammar, PromptLogprobs
 from tests.checkpoints import EOS_ID
 from tests.vllm.conftest import CONTEXT_TOKENS, Serving, processes_of
 
@@ -65,9 +66,67 @@ async def test_no_request_waits_for_a_compiler(serving: Serving, compiled: Path)
     assert not await asyncio.to_thread(lambda: [file for file in compiled.rglob("*") if file.is_file()])
 
 
-async def test_those_of_prompts_are_refused_by_name(serving: Serving) -> None:
-    with pytest.raises(UnsupportedParameter, match="prompt_logprobs"):
-        await serving.submit("scored", PROMPTS[3], prompt_logprobs=1)
+def check_scores(model: torch.nn.Module, prompt: Sequence[int], said: Sequence[PromptLogprobs], num_top: int) -> None:
+    """Each position once, and all of them."""
+    table = torch.log_softmax(model(torch.tensor([list(prompt)])).logits[0].float(), dim=-1)
+    position = 1
+    for piece in said:
+        assert (piece.start, piece.num_top, piece.is_whole) == (position, num_top, True)
+        for token in tokens_of(piece):
+            row, own = table[token.position - 1], float(table[token.position - 1, prompt[token.position]])
+            assert token.logprob == pytest.approx(own, abs=1e-3)
+            # Of tokens that are as likely to within that, any may be before it.
+            assert int((row > own + 1e-3).sum()) < token.rank <= int((row >= own - 1e-3).sum())
+            assert [value for _, value in token.top] == pytest.approx(row.topk(num_top).values.tolist(), abs=1e-3)
+            assert [float(row[token_id]) for token_id, _ in token.top] == pytest.approx(
+                [value for _, value in token.top], abs=1e-3
+            )
+        position = piece.end
+    assert position == len(prompt)
+
+
+LONG = [[1 + (7 * i + 3 * j) % 255 for j in range(480 + i)] for i in range(8)]
+"""Together more than a step's tokens: some are computed in several."""
+
+
+async def test_those_of_prompts_are_those_of_the_model(serving: Serving, model: torch.nn.Module) -> None:
+    for number, prompt in enumerate(LONG):
+        await serving.submit(f"scored{number}", prompt, prompt_logprobs=number, max_tokens=1)
+    for number, prompt in enumerate(LONG):
+        assert (await serving.ends(f"scored{number}")).finish_reason == "length"
+        check_scores(model, prompt, serving.scores[f"scored{number}"], number)
+    await serving.run("unscored", LONG[0])
+    assert "unscored" not in serving.scores
+
+
+async def test_a_prompt_that_is_scored_is_computed_whatever_is_there_of_it(
+    serving: Serving, model: torch.nn.Module
+) -> None:
+    tokens = await serving.run("before", LONG[3])
+    assert await serving.run("amid", LONG[3], prompt_logprobs=20, logprobs=2) == tokens
+    assert await serving.run("behind", LONG[3]) == tokens
+    assert [serving.parts[name][0].cached_tokens > 0 for name in ("amid", "behind")] == [False, True]
+    check_scores(model, LONG[3], serving.scores["amid"], 20)
+    logprobs = [one for part in serving.parts["amid"] for one in part.logprobs or ()]
+    assert [len(one.top) for one in logprobs] == [2] * len(tokens)
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[3], PROMPTS[3][:2], PROMPTS[3][:1]], ids=["long", "two", "one"])
+async def test_an_answer_that_goes_on_has_those_of_its_prompt_alone(
+    serving: Serving, model: torch.nn.Module, prompt: list[int]
+) -> None:
+    name = f"scored-cut{len(prompt)}"
+    whole = await serving.run(name, prompt, prompt_logprobs=1)
+    assert whole[:5] + await serving.run(f"{name}-on", prompt, output=whole[:5], prompt_logprobs=1) == whole
+    for each in (name, f"{name}-on"):
+        check_scores(model, prompt, serving.scores.get(each, ()), 1)
+
+
+async def test_an_answer_with_a_grammar_has_them_too(serving: Serving, model: torch.nn.Module) -> None:
+    grammar = Grammar(kind="choice", text='["yes", "no"]')
+    chosen = await serving.run("scored-choice", PROMPTS[5], grammar=grammar, prompt_logprobs=2)
+    assert bytes(chosen[:-1]) in (b"yes", b"no")
+    check_scores(model, PROMPTS[5], serving.scores["scored-choice"], 2)
 
 
 async def test_an_end_token_ends_it_and_is_put_out(serving: Serving) -> None:

@@ -34,14 +34,12 @@ from services.gateway.http.prompts import Prompt, PromptLimits, PromptMaker
 from services.gateway.memory import MemoryClaim
 from services.gateway.model_parsers import tool_parser_of
 from services.gateway.request_bodies.body import read_body, required
-from services.gateway.request_bodies.engine_check import refuse_untaken
 from services.gateway.request_bodies.grammar_check import check_grammar
 from services.gateway.request_bodies.guided import bounded_grammar, read_schema
 from services.gateway.request_bodies.options import Options, SharedBody
 from services.gateway.request_bodies.tools import ChatTools
 from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer
-from shared.engines import traits_of
 from shared.errors import BadRequest, ContextLengthExceeded, UnsupportedParameter
 from shared.messages.generation import MAX_PROMPT_LOGPROBS_BYTES, SamplingParams, prompt_logprobs_bytes
 
@@ -116,7 +114,6 @@ class Preparation:
         limits = PromptLimits.of(record, gateway.bus.max_payload_bytes)
         request = await self._run(lambda: endpoint.read(self._raw, body, limits))
         options, grammar = request.options, request.options.sampling.grammar
-        refuse_untaken(options, traits_of(record.engine))
         if grammar is not None:
             await gateway.offload.run(check_grammar, grammar, options.guide_param)
         tokenizer = await gateway.tokenizers.get(record)

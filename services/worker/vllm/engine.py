@@ -14,7 +14,6 @@ import msgspec
 
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.leaving import Moving
-from services.worker.core.scheduling.request_table import NO_PROMPT_LOGPROBS
 from services.worker.core.scheduling.schedule import SchedulerLoad
 from services.worker.core.scheduling.sequence import ActiveSequence
 from services.worker.core.scheduling.speed import SpeedEstimator
@@ -39,7 +38,7 @@ from shared.errors import (
 from shared.grammars import limits_of, llguidance_text
 from shared.messages.common import ErrorInfo
 from shared.messages.destinations import SendBack
-from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
+from shared.messages.generation import FinishReason, PromptLogprobs, StreamPart, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -231,6 +230,8 @@ class VllmEngine:
     def _on_word(self, word: words.ToWorker) -> None:
         if isinstance(word, words.Outputs):
             self._take(word.outputs)
+        elif isinstance(word, words.PromptScores):
+            self._take_scores(word)
         elif isinstance(word, words.EngineLoad):
             self._take_load(word)
         elif isinstance(word, words.Imported):
@@ -282,8 +283,6 @@ class VllmEngine:
             raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
         if sequence.is_guided and not self._model.tokenizer.end_ids:
             raise UnsupportedParameter("no answer of this model ends, and so none follows a grammar", param=GUIDE)
-        if sequence.num_to_score:
-            raise NO_PROMPT_LOGPROBS
         limit = self.limits.limit_tokens
         if len(sequence.prompt) >= limit:
             raise ContextLengthExceeded(f"{len(sequence.prompt)} tokens of a prompt, of at most {limit - 1}")
@@ -366,6 +365,20 @@ class VllmEngine:
         parts = [part for output in outputs if (part := self._part(output)) is not None]
         if parts:
             self._on_output(StepOutput(tuple(parts)))
+
+    def _take_scores(self, scores: words.PromptScores) -> None:
+        sequence = self._requests.get(_key(scores.id))
+        if sequence is None:
+            return  # it was cancelled
+        logprobs = PromptLogprobs(
+            start=scores.start,
+            num_top=scores.num_top,
+            logprobs=scores.logprobs,
+            ranks=scores.ranks,
+            top_ids=scores.top_ids,
+            top_logprobs=scores.top_logprobs,
+        )
+        self._on_output(StepOutput((), prompts=(sequence.scored(logprobs),)))
 
     def _part(self, output: words.Output) -> StreamPart | None:
         sequence = self._requests.get(_key(output.id))
@@ -493,5 +506,6 @@ def _add(sequence: ActiveSequence, limit_tokens: int, end_ids: tuple[int, ...]) 
             repetition_penalty=params.repetition_penalty,
             logit_bias=params.logit_bias,
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs if sequence.is_scoring else None,
         ),
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from . import grammars, plugin, weights, words
+from . import grammars, plugin, scores, weights, words
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +260,9 @@ class Front:
             first = True
             async for result in self._engine.generate(prompt, _params(request), request.id):
                 (choice,) = result.outputs
+                if result.prompt_logprobs:  # with the first tokens; empty behind them
+                    for piece in scores.pieces(request, result.prompt_logprobs):
+                        self._say(piece)
                 cached = (result.num_cached_tokens or 0) if first else 0
                 self._put(_output(request, choice, cached))
                 first = False
@@ -335,6 +338,8 @@ def _params(request: words.Add) -> Any:
         "repetition_penalty": how.repetition_penalty,
         "logit_bias": dict(how.logit_bias) or None,
         "logprobs": how.logprobs,
+        "prompt_logprobs": how.prompt_logprobs,
+        "flat_logprobs": how.prompt_logprobs is not None,
         "detokenize": False,
         "output_kind": RequestOutputKind.DELTA,
         "extra_args": {words.NUM_OUTPUT: request.num_output} if request.num_output else None,

@@ -54,6 +54,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 # --- the worker's words --------------------------------------------------------------------------
@@ -176,6 +177,20 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
 
 
+class PromptScores(msgspec.Struct, frozen=True, kw_only=True, tag="scores"):
+    """Log-probabilities of the next tokens of a request's prompt, before its first output. Arrays of little-endian
+    numbers of 4 bytes, row after row."""
+
+    id: str
+    start: int
+    """Position of the first of them, at least 1."""
+    num_top: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     """What a step brought."""
 
@@ -207,7 +222,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 ToProcess = Start | Refill | FinishRefill | AskWell | Add | Leave
-ToWorker = Imported | Started | Opened | Filled | Well | Failed | Outputs | EngineLoad
+ToWorker = Imported | Started | Opened | Filled | Well | Failed | PromptScores | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
 to_process = msgspec.msgpack.Decoder(ToProcess)

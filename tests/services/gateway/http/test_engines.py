@@ -1,4 +1,4 @@
-"""Models with an engine of others: what is added, shown, and refused of their requests."""
+"""Models with an engine of others: what is added and shown, and that it is asked for all that ours are."""
 
 from __future__ import annotations
 
@@ -23,13 +23,6 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "a", "max_output_tokens": 1},
     TURNS: {"messages": MESSAGES, "max_tokens": 1},
 }
-REFUSED: list[tuple[str, str, dict[str, Any]]] = [
-    (CHAT, "priority", {"priority": -1}),
-    (TEXT, "priority", {"priority": 1}),
-    (CHAT, "prompt_logprobs", {"prompt_logprobs": 1}),
-    (TEXT, "prompt_logprobs", {"prompt_logprobs": 0}),
-    (TEXT, "echo", {"echo": True, "logprobs": 0}),
-]
 
 
 @pytest.fixture
@@ -38,23 +31,12 @@ async def served(make_stack: StackFactory, checkpoint: Path) -> Stack:
     return await make_stack(record=replace(model_record(checkpoint), engine="vllm"))
 
 
-@pytest.mark.parametrize(("path", "param", "extra"), REFUSED)
-async def test_what_the_engine_does_not_take_is_refused_by_name(
-    served: Stack, path: str, param: str, extra: dict[str, Any]
-) -> None:
-    response = await served.http.post(path, json={"model": "tiny", **BODIES[path], **extra})
-    error = response.json()["error"]
-    # Anthropic's errors have no param, and name it in the message.
-    assert response.status_code == 400
-    assert error["message"].startswith(f"{param}:")
-    assert error.get("param", param) == param
-    assert not served.workers[0].submits
-
-
-async def test_what_it_takes_reaches_the_worker(served: Stack) -> None:
+async def test_what_ours_are_asked_for_reaches_its_worker(served: Stack) -> None:
     for path, extra in (
-        (CHAT, {"response_format": {"type": "text"}, "priority": 0, "tool_choice": "none", "tools": []}),
+        (CHAT, {"response_format": {"type": "text"}, "priority": -1, "tool_choice": "none", "tools": []}),
         (TEXT, {"echo": True, "guided_json": None, "logit_bias": {"1": 1}}),
+        (TEXT, {"echo": True, "logprobs": 0, "max_tokens": 0}),
+        (CHAT, {"prompt_logprobs": 1}),
         (RESPONSES, {"text": {"format": {"type": "json_object"}}}),
         (CHAT, {"response_format": JSON}),
         (CHAT, {"guided_regex": "a+"}),
@@ -62,13 +44,8 @@ async def test_what_it_takes_reaches_the_worker(served: Stack) -> None:
     ):
         response = await served.http.post(path, json={"model": "tiny", **BODIES[path], **extra})
         assert response.status_code == 200, response.text
-    assert len(served.workers[0].submits) == 6
-
-
-@pytest.mark.parametrize(("path", "extra"), [(CHAT, {"priority": 1}), (CHAT, {"guided_choice": ["a"]})])
-async def test_the_same_is_taken_of_a_model_of_ours(stack: Stack, path: str, extra: dict[str, Any]) -> None:
-    response = await stack.http.post(path, json={"model": "tiny", **BODIES[path], **extra})
-    assert response.status_code == 200, response.text
+    scored = [submit.sampling.prompt_logprobs for submit in served.workers[0].submits]
+    assert scored == [None, None, 0, 1, None, None, None, None]
 
 
 async def test_a_models_engine_and_its_arguments_reach_the_pool(stack: Stack) -> None:
