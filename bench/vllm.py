@@ -41,7 +41,7 @@ from bench.lab.network import Network
 from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from bench.stream_client import StreamFailed
-from bench.vllm_server import VllmPython, settle
+from bench.vllm_server import settle
 from bench.zero import bandwidth
 from bench.zero.wake import Sleeper, Wake
 from shared.checkpoint import Checkpoint, inspect_checkpoint

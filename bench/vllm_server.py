@@ -11,10 +11,9 @@ from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Self
+from typing import Self
 
 import psutil
-import typer
 
 from bench.lab.errors import LabFailed
 from bench.stream_client import Endpoint, StreamClient, StreamFailed
@@ -29,10 +28,6 @@ SETTLED_S, SETTLED_SHARE = 60.0, 0.1
 """What waits for the next instance has imported when the machine has nothing to do any more."""
 _POLL_S = 0.1
 _LAST_BYTES = 1000
-
-VllmPython = Annotated[
-    str, typer.Option(envvar="BLITZ_VLLM_PYTHON", help="Interpreter of vLLM's environment.", show_default=False)
-]
 
 
 def settle(limit_s: float = SETTLED_S) -> None:

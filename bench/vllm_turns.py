@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.command_line import JsonFile, check_folder, check_vllm, one_line, say, until_signal, usage, write
+from bench.command_line import JsonFile, VllmPython, check_folder, check_vllm, one_line, say, until_signal, usage, write
 from bench.openai_events import CompletionRequest
 from bench.replay.plan import prompt_of
 from bench.stats import Summary
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import Streamed, ask
-from bench.vllm_server import VllmPython, settle
+from bench.vllm_server import settle
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
@@ -192,7 +192,7 @@ def command(
     python: VllmPython = "",
     models: Annotated[int, typer.Option(help="Every other one of vLLM.")] = 5,
     turns: Annotated[int, typer.Option(min=1, max=100, help="How often each is asked.")] = 3,
-    at_a_time: Annotated[int, typer.Option(min=1, help="Requests under way.")] = 5,
+    at_a_time: Annotated[int, typer.Option(min=1, help="Requests under way.")] = 3,
     json_file: JsonFile = None,
 ) -> None:
     """Models of vLLM and of our engine asked in turn on three workers that serve with both, from no instance at all.

@@ -22,7 +22,7 @@ from shared.errors import BadRequest
 
 _DEFAULT_WORKERS = 4
 _VLLM_WORKERS = 3
-_QUESTIONS, _VLLM_QUESTIONS = 40, 24
+_QUESTIONS, _VLLM_QUESTIONS = 40, 20
 """Fewer, as the idle stack is asked each of them twice, and starts long."""
 
 

@@ -60,7 +60,9 @@ def test_what_compares_the_two_is_taken_round_by_round() -> None:
 
 
 def test_texts_that_differ_and_requests_that_fail_are_counted() -> None:
-    assert ApiResult((round_of(0.1, 0.1),), (round_of(0.1, 0.1, "b"),)).document()["other_texts"] == 5
+    others = ApiResult((round_of(0.1, 0.1),), (round_of(0.1, 0.1, "b"),)).document()
+    assert others["other_texts"] == 5
+    assert others["other_texts_of"][0] == {"number": 0, "ours": "b", "vllm": "a"}
     broken = ApiRound(
         (answer(0, 0.1), answer(1, error="503: full"), answer(2, 0.1)), (answer(3, 0.1), answer(4, 0.1, text="b"))
     )

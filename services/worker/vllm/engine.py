@@ -149,7 +149,7 @@ class VllmEngine:
 
     async def _finish(self, front: FrontProcess) -> None:
         await self._weights.taken.wait()
-        front.say(words.Finish())
+        front.say(words.FinishRefill())
 
     async def until_open(self) -> bool:
         """See ``ServingEngine``."""

@@ -225,7 +225,7 @@ class FrontProcess:
     async def is_well(self) -> bool:
         """Whether it takes requests, still. ``attach`` again behind it."""
         try:
-            await self.answer(words.Well, ANSWER_S, words.Ask())
+            await self.answer(words.Well, ANSWER_S, words.AskWell())
         except EngineBroken:
             return False
         return not self.is_over

@@ -124,6 +124,8 @@ class WarmFronts:
             kept = StartedFront(front, model.shape, "", started.refills, words.EngineLoad())
             if not started.refills:
                 log.info("no vLLM waits for %s: it takes weights at its start only", model.path)
+                if len(self._no_others) >= MAX_REMEMBERED:
+                    self._no_others.clear()
                 self._no_others.add(model.shape)
             elif self.keep(kept):
                 log.info("a vLLM that started in %.1f s waits for the weights of %s", started.seconds, model.path)
@@ -151,9 +153,11 @@ class WarmFronts:
             raise EngineBroken(f"no folder for a process of vLLM: {error.strerror}") from error
         try:
             await front.start(threads=self._threads)
-        except OSError as error:
+        except BaseException as error:
             front.close()
-            raise EngineBroken(f"no process of vLLM: {error.strerror}") from error
+            if isinstance(error, OSError):
+                raise EngineBroken(f"no process of vLLM: {error.strerror}") from error
+            raise
         return front
 
     def give_back(self, front: FrontProcess) -> None:

@@ -1,4 +1,4 @@
-"""Gives the worker's weights to vLLM's loader, unit by unit as they become ready (``blitz_vllm.weights``)."""
+"""Gives the worker's weights to vLLM's loader, unit by unit as they become ready (``blitz_vllm.weights_source``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 
 from services.worker.memory.weight_copy import WeightCopy
-from services.worker.vllm.blitz_vllm import weights, words
+from services.worker.vllm.blitz_vllm import weights_source, words
 from shared.aio import OwnedTasks
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class WeightsServer:
     async def _give_all(self, connection: socket.socket) -> None:
         loop, units = asyncio.get_running_loop(), self._copy.layout.units
         places = tuple(self._first_byte + unit.offset for unit in units)
-        memory = weights.Memory(num_bytes=self._first_byte + self._copy.layout.num_bytes, units=places)
+        memory = weights_source.Memory(num_bytes=self._first_byte + self._copy.layout.num_bytes, units=places)
         await self._send_descriptor(connection, words.frame(memory))
         given, said_s = 0, loop.time()
         while given < len(units):
@@ -66,9 +66,9 @@ class WeightsServer:
             if ready == given and loop.time() < said_s + ALIVE_S:
                 await asyncio.sleep(LOOK_S)
                 continue
-            await loop.sock_sendall(connection, words.frame(weights.Ready(num_units=ready)))
+            await loop.sock_sendall(connection, words.frame(weights_source.Ready(num_units=ready)))
             given, said_s = ready, loop.time()
-        await loop.sock_recv(connection, len(weights.TAKEN))
+        await loop.sock_recv(connection, len(weights_source.TAKEN))
 
     async def _send_descriptor(self, connection: socket.socket, frame: bytes) -> None:
         read_only = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY)

@@ -56,7 +56,7 @@ def test_vllm_has_members_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = chaos(tmp_path, "--engine", "vllm", "--python", sys.executable)
     assert done.exit_code == 0, done.output
     assert asked == [
-        Setting(engine="vllm", python=sys.executable, kinds=(*KINDS, *VLLM_KINDS), workers=3, questions=24)
+        Setting(engine="vllm", python=sys.executable, kinds=(*KINDS, *VLLM_KINDS), workers=3, questions=20)
     ]
     config = asked[0].config(tmp_path, tmp_path)
     assert config.models == ()

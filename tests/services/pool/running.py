@@ -66,7 +66,7 @@ class CopyPool:
     async def remove_model(self, name: str) -> None:
         await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=60)
 
-    async def set_model(self, name: str, **settings: float | str | None) -> ModelRecord:
+    async def set_model(self, name: str, **settings: float | str | bool | None) -> ModelRecord:
         message = SetModel(name=name, **settings)  # type: ignore[arg-type]
         return await self.client.request(subjects.pool("set_model"), message, ModelRecord, timeout_s=60)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -10,8 +11,10 @@ import pytest
 from shared import subjects
 from shared.engine_args import EngineArgs
 from shared.errors import BadRequest, Conflict
-from shared.messages.registry import AddModel, ModelRecord
+from shared.messages.common import Ack
+from shared.messages.registry import AddModel, CordonWorker, HeartbeatAck, ModelRecord, WarmEngine, WorkerHeartbeat
 from tests.checkpoints import tiny_checkpoint
+from tests.records import worker
 from tests.services.pool.running import CopyPool, running_copy_pool
 
 ARGS = EngineArgs(max_model_len=64, kv_cache_gib=0.5)
@@ -56,3 +59,30 @@ async def test_it_is_not_served_disaggregated(pool: CopyPool) -> None:
         await pool.set_model("m", serving="disaggregated")
     assert refused.value.param == "served_as"
     assert (await pool.snapshot()).models == (added,)
+
+
+async def test_spare_workers_are_told_which_model_to_have_an_engine_started_for(pool: CopyPool) -> None:
+    with pytest.raises(BadRequest, match="warm is only for"):
+        await add(pool, warm=True)
+    added = await add(pool, engine="vllm", engine_args=ARGS)
+    numbers = itertools.count(1)
+
+    async def told(**fields: object) -> ModelRecord | None:
+        info = worker("w", engines=("vllm",), arena_bytes=1 << 30)
+        report = WorkerHeartbeat(
+            **{"worker": info, "state": "spare", "instance": None, "sequence": next(numbers), **fields}  # type: ignore[arg-type]
+        )
+        subject = subjects.pool("heartbeat")
+        return (await pool.client.request(subject, report, HeartbeatAck, timeout_s=60)).prepare
+
+    assert await told() is None
+    changed = await pool.set_model("m", warm=True)
+    assert await told() == changed
+    waits = WarmEngine(kind=added.kind, model_hash="", takes_others=True)
+    assert await told(warm=waits) is None
+    await pool.client.request(subjects.pool("cordon_worker"), CordonWorker(worker_id="w"), Ack, timeout_s=60)
+    assert await told() is None
+    await pool.client.request(subjects.pool("cordon_worker"), CordonWorker(worker_id="w", lift=True), Ack, timeout_s=60)
+    assert await told() == changed
+    await pool.remove_model("m")
+    assert await told() is None

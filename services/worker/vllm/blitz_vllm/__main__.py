@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import traceback
 
 from . import plugin, words
 from .front import MAX_UNREAD_BYTES, Front, imported
@@ -68,9 +69,9 @@ async def _take(reader: asyncio.StreamReader, front: Front) -> None:
             front.cancel(word)
         elif isinstance(word, words.Refill):
             await front.fill(word)  # requests come behind it
-        elif isinstance(word, words.Finish):
+        elif isinstance(word, words.FinishRefill):
             front.finish()
-        elif isinstance(word, words.Ask):
+        elif isinstance(word, words.AskWell):
             front.answer()
 
 
@@ -83,6 +84,8 @@ def main() -> None:
     status = 1
     try:
         status = asyncio.run(_serve(sys.argv[1]))
+    except Exception:  # noqa: BLE001 - whatever it is, the worker shows the end of what is written here
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from .weights import WeightsSource
+    from .weights_source import WeightsSource
 
 
 class _Modules:

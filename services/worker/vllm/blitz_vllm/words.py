@@ -68,8 +68,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     arguments: dict[str, int | float | str | bool]
     """Of vLLM's ``AsyncEngineArgs``, from a short list of names that the worker has checked."""
     weights: str
-    """The socket at which the worker gives the weights to vLLM's loader (``weights.py``). Empty: it starts with some
-    that mean nothing, and ``Refill`` brings others."""
+    """The socket at which the worker gives the weights to vLLM's loader (``weights_source.py``). Empty: it starts with
+    some that mean nothing, and ``Refill`` brings others."""
     kv_gib: int
     """Memory for KV, on CPUs."""
     tokenizer: Tokenizer
@@ -81,15 +81,15 @@ class Refill(msgspec.Struct, frozen=True, kw_only=True, tag="refill"):
     weights: str
     """As in ``Start``."""
     early: bool = False
-    """``Opened`` says that it takes requests, whose passes wait for what has not come. ``Finish`` says that all of the
-    weights have been taken."""
+    """``Opened`` says that it takes requests: their passes wait for what has not come. ``FinishRefill`` tells that
+    all of the weights have been taken."""
 
 
-class Finish(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
+class FinishRefill(msgspec.Struct, frozen=True, kw_only=True, tag="finish"):
     """After an early ``Refill``."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+class AskWell(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     """Whether it is well: ``Well`` says so."""
 
 
@@ -221,7 +221,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """The newest since this was said last, as far as their times can be told."""
 
 
-ToProcess = Start | Refill | Finish | Ask | Add | Leave
+ToProcess = Start | Refill | FinishRefill | AskWell | Add | Leave
 ToWorker = Imported | Started | Opened | Filled | Well | Failed | PromptScores | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()

@@ -24,18 +24,20 @@ from shared.messages.codec import decode, encode
 from shared.messages.common import Role
 from shared.messages.destinations import Destination
 from shared.messages.plans import Chain, DrainPlan, DrainTarget, Hop, ScalePlan, Stripe
-from shared.messages.registry import LeaseGrant
+from shared.messages.registry import LeaseGrant, ModelRecord
 from tests.processes import INCARNATION
 from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, record
 
 
-def event(found: Cluster, n: int, strategy: Strategy = "chain", role: Role = "colocated") -> ScalePlan:
+def event(
+    found: Cluster, n: int, strategy: Strategy = "chain", role: Role = "colocated", model: ModelRecord = MODEL
+) -> ScalePlan:
     planned = plan_by(strategy, found, n, MODEL_BYTES)
     epochs = tuple((name, 100 + i) for i, name in enumerate(planned.targets))
     grant = LeaseGrant(plan_id="plan-p", epochs=epochs)
     return scale_plan(
         "plan-p",
-        MODEL,
+        model,
         planned,
         found,
         grant,
@@ -62,6 +64,15 @@ EVERYTHING = cluster(
     links=(("w1", "w2"),),
     remaining_s={"w2": 1.0},
 )
+
+
+def test_instances_serve_before_they_are_whole_where_nobody_else_serves_and_their_engine_can() -> None:
+    others = msgspec.structs.replace(MODEL, engine="vllm")
+    asleep = cluster(record("w3", host_copy="ready"), record("w4"))
+    assert event(asleep, 1, model=others).early
+    assert not event(asleep, 1).early
+    awake = cluster(record("w0", "serving"), record("w4"))
+    assert not event(awake, 1, model=others).early
 
 
 def test_targets_have_the_epochs_of_their_leases_and_sources_have_none() -> None:
