@@ -93,6 +93,7 @@ class Serving:
             shape=Shape(layout.hash, (), 1),
             model_hash=self.checkpoint.model_hash,
             num_bytes=layout.num_bytes,
+            vocab_size=layout.of.vocab_size,
             check=lambda: None,
         )
         weights = WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte)

@@ -48,6 +48,8 @@ GUIDE = "response_format"
 LOOK_S = 1.0
 HUNG_S, HUNG_STEPS = 300.0, 10.0
 """Requests wait, and nothing is computed: so long, and so many times the longest step that was seen."""
+SCORED_BYTES, MAX_SCORED_BYTES = 17, 2 << 30
+"""What vLLM takes for each token and entry of the vocabulary (measured on a CPU), and what it may take at once."""
 FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "error": "error"}
 
 
@@ -291,6 +293,8 @@ class VllmEngine:
             return
         if len(self._requests) >= self.limits.max_num_sequences + self.limits.max_queued_requests:
             raise Overloaded(f"{len(self._requests)} requests are here")
+        if sequence.is_scoring:
+            self._check_scoring(len(sequence.prompt))
         try:
             word = _add(sequence, self.limits.limit_tokens, self._model.tokenizer.end_ids)
         except (ValueError, RecursionError) as error:
@@ -298,6 +302,19 @@ class VllmEngine:
         sequence.arrived_s = time.monotonic()
         self._requests[sequence.key] = sequence
         self._say(word)
+
+    def _check_scoring(self, num_tokens: int) -> None:
+        """vLLM makes the logits of all tokens of a step that are scored at once."""
+        step, others = self.limits.max_batch_tokens, (s for s in self._requests.values() if s.is_scoring)
+        most = max(1, MAX_SCORED_BYTES // (SCORED_BYTES * self._model.vocab_size))
+        if min(num_tokens, step) > most:
+            raise UnsupportedParameter(
+                f"prompt_logprobs: vLLM would score {min(num_tokens, step)} tokens of this model at once, and there is "
+                f"memory for {most}: set max_num_batched_tokens in its arguments to so many",
+                param="prompt_logprobs",
+            )
+        if min(num_tokens + sum(len(s.prompt) for s in others if not s.num_emitted), step) > most:
+            raise Overloaded("as many prompts are being scored as there is memory for")
 
     def _say(self, word: words.Add | words.Leave) -> None:
         if self._front is not None:

@@ -44,6 +44,7 @@ class ServedModel:
     model_hash: str
     num_bytes: int
     """Of its weights."""
+    vocab_size: int
     check: Callable[[], None]
     """Raises ``BlitzError`` unless the directory is as it was registered. Blocks."""
 
@@ -83,6 +84,7 @@ def served_model(record: ModelRecord, config: WorkerConfig) -> ServedModel:
     # Compiled, it would serve minutes later.
     arguments = {"enforce_eager": True} | args.as_mapping()
     arguments |= {"max_model_len": limits.limit_tokens, "max_num_seqs": limits.max_num_sequences}
+    arguments["max_num_batched_tokens"] = max(limits.max_batch_tokens, limits.max_num_sequences)
     arguments.pop("kv_cache_gib", None)
     return ServedModel(
         path=record.path,
@@ -96,6 +98,7 @@ def served_model(record: ModelRecord, config: WorkerConfig) -> ServedModel:
         shape=Shape(record.kind, tuple(sorted(arguments.items())), kv_gib),
         model_hash=record.model_hash,
         num_bytes=record.weights_bytes,
+        vocab_size=spec.vocab_size,
         check=partial(_check_files, record),
     )
 
