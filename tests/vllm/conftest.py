@@ -130,6 +130,7 @@ class Serving:
         *,
         output: Sequence[int] = (),
         stops: tuple[int, ...] = (),
+        alone_tokens: int = 0,
         **how: object,
     ) -> None:
         params = SamplingParams(**{"max_tokens": 16, "seed": 1, "temperature": 0.0, **how})  # type: ignore[arg-type]
@@ -141,6 +142,7 @@ class Serving:
             output=list(output),
             params=params,
             eos_token_ids=stops,
+            alone_tokens=alone_tokens,
         )
         await asyncio.wrap_future(self.engine.submit(sequence))
 

@@ -60,6 +60,24 @@ async def test_logprobs_are_those_of_the_model(serving: Serving, model: torch.nn
         assert [value for _, value in said.top] == pytest.approx(torch.topk(row, 3).values.tolist(), abs=1e-3)
 
 
+async def test_one_that_workers_died_with_is_computed_alone_and_others_go_on_behind_it(serving: Serving) -> None:
+    whole = [await serving.run(f"undisturbed{n}", prompt, max_tokens=100) for n, prompt in enumerate(PROMPTS[:4])]
+    for number, prompt in enumerate(PROMPTS[:3]):
+        await serving.submit(f"beside{number}", prompt, max_tokens=100)
+    while not all(f"beside{number}" in serving.parts for number in range(3)):
+        await asyncio.sleep(0.005)
+    await serving.submit("suspect", PROMPTS[3], max_tokens=100, alone_tokens=17)
+    for number in range(3):
+        assert (await serving.ends(f"beside{number}")).finish_reason == "length"
+        assert serving.tokens(f"beside{number}") == whole[number]
+    await serving.ends("suspect")
+    assert serving.tokens("suspect") == whole[3]
+    parts = serving.parts["suspect"]
+    said = [index for index, part in enumerate(parts) if part.computing is not None]
+    assert [parts[index].computing for index in said] == [True, False]
+    assert (said[0], sum(len(part.token_ids) for part in parts[: said[1]])) == (0, 17)
+
+
 async def test_no_request_waits_for_a_compiler(serving: Serving, compiled: Path) -> None:
     await serving.run("ranked", PROMPTS[3], logprobs=3, max_tokens=2)
     await serving.run("drawn", PROMPTS[3], temperature=1.0, top_k=5, top_p=0.9, max_tokens=2)

@@ -21,6 +21,7 @@ from services.worker.engine.loop import LoopStats, StepOutput
 from services.worker.vllm.blitz_vllm import words
 from services.worker.vllm.front_process import FrontProcess
 from services.worker.vllm.served_model import ServedModel
+from services.worker.vllm.turns import Key, Turns
 from services.worker.vllm.warm import START_S, StartedFront, WarmFronts
 from services.worker.vllm.weights_server import WeightsServer
 from shared.aio import in_thread
@@ -42,7 +43,6 @@ from shared.messages.generation import FinishReason, PromptLogprobs, StreamPart,
 
 log = logging.getLogger(__name__)
 
-Key = tuple[str, int]
 T = TypeVar("T")
 GUIDE = "response_format"
 LOOK_S = 1.0
@@ -85,6 +85,7 @@ class VllmEngine:
         self._before = words.EngineLoad()
         """What the process's counters were when this instance got it."""
         self._requests: dict[Key, ActiveSequence] = {}
+        self._turns = Turns(self._say, self._word_of, self._announce)
         self._load = words.EngineLoad()
         self._speed = SpeedEstimator()
         self._ended_requests = self._ended_tokens = self._cached_tokens = 0
@@ -295,13 +296,18 @@ class VllmEngine:
             raise Overloaded(f"{len(self._requests)} requests are here")
         if sequence.is_scoring:
             self._check_scoring(len(sequence.prompt))
+        sequence.arrived_s = time.monotonic()
         try:
-            word = _add(sequence, self.limits.limit_tokens, self._model.tokenizer.end_ids)
+            self._turns.add(sequence)
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"response_format: no answer can follow this: {error}", param=GUIDE) from error
-        sequence.arrived_s = time.monotonic()
         self._requests[sequence.key] = sequence
-        self._say(word)
+
+    def _word_of(self, sequence: ActiveSequence, name: str) -> words.Add:
+        return _add(sequence, name, self.limits.limit_tokens, self._model.tokenizer.end_ids)
+
+    def _announce(self, sequence: ActiveSequence, begins: bool) -> None:
+        self._on_output(StepOutput((sequence.computing(begins),)))
 
     def _check_scoring(self, num_tokens: int) -> None:
         """vLLM makes the logits of all tokens of a step that are scored at once."""
@@ -331,13 +337,14 @@ class VllmEngine:
 
     def _drop(self, keys: Iterable[Key]) -> int:
         """Forget these; how many were here."""
-        count = 0
+        dropped: list[ActiveSequence] = []
         for key in keys:
             if (sequence := self._requests.pop(key, None)) is not None:
                 sequence.finished = True
-                self._say(words.Leave(id=_id(key)))
-                count += 1
-        return count
+                dropped.append(sequence)
+        for sequence in dropped:
+            self._turns.drop(sequence)
+        return len(dropped)
 
     def count_requests(self) -> Future[int]:
         """See ``ServingEngine``."""
@@ -379,14 +386,17 @@ class VllmEngine:
     # --- what vLLM says ------------------------------------------------------------------------
 
     def _take(self, outputs: Iterable[words.Output]) -> None:
-        parts = [part for output in outputs if (part := self._part(output)) is not None]
+        there = [(sequence, output) for output in outputs if (sequence := self._turns.of(output.id)) is not None]
+        parts = [part for sequence, output in there if (part := self._part(sequence, output)) is not None]
         if parts:
             self._on_output(StepOutput(tuple(parts)))
+        for sequence, _ in there:
+            self._turns.advanced(sequence)
 
     def _take_scores(self, scores: words.PromptScores) -> None:
-        sequence = self._requests.get(_key(scores.id))
+        sequence = self._turns.of(scores.id)
         if sequence is None:
-            return  # it was cancelled
+            return  # it has left
         logprobs = PromptLogprobs(
             start=scores.start,
             num_top=scores.num_top,
@@ -397,10 +407,7 @@ class VllmEngine:
         )
         self._on_output(StepOutput((), prompts=(sequence.scored(logprobs),)))
 
-    def _part(self, output: words.Output) -> StreamPart | None:
-        sequence = self._requests.get(_key(output.id))
-        if sequence is None:
-            return None  # it was cancelled
+    def _part(self, sequence: ActiveSequence, output: words.Output) -> StreamPart | None:
         offset, first = len(sequence.output), sequence.num_emitted == 0
         sequence.append_all(list(output.token_ids))
         if first and output.token_ids:
@@ -468,15 +475,6 @@ class VllmEngine:
         )
 
 
-def _id(key: Key) -> str:
-    return f"{key[1]}:{key[0]}"
-
-
-def _key(name: str) -> Key:
-    attempt, _, request_id = name.partition(":")
-    return request_id, int(attempt)
-
-
 def _error(sequence: ActiveSequence, said: str) -> BlitzError:
     if sequence.is_guided:
         # A grammar that does not compile, or met a limit; vLLM says no more than that.
@@ -499,13 +497,13 @@ def _guide(sequence: ActiveSequence) -> words.GuideWord | None:
     )
 
 
-def _add(sequence: ActiveSequence, limit_tokens: int, end_ids: tuple[int, ...]) -> words.Add:
+def _add(sequence: ActiveSequence, name: str, limit_tokens: int, end_ids: tuple[int, ...]) -> words.Add:
     """A request in vLLM's words: what was put out is part of its prompt, and its limits are of what is to come. Raises
     ``ValueError`` for a grammar that is none."""
     params, num_output = sequence.params, len(sequence.output)
     stop_ids = {*sequence.stop_ids, *(end_ids if sequence.is_guided else ())}
     return words.Add(
-        id=_id(sequence.key),
+        id=name,
         token_ids=tuple(sequence.tokens),
         num_output=num_output,
         cache_salt=sequence.cache_scope,
