@@ -231,7 +231,7 @@ class Scaling:
         instance = self._slot.current()
         if instance is None or instance.instance_id != instance_id:
             return
-        if instance.state in ("loading", "live") and self._loading is not None:
+        if self._loading is not None and not instance.has_loaded and instance.state != "failed":
             self._tasks.start(self._cancel_load("the model was removed while it loaded"))
         else:
             self._start_drain("model-removed")
@@ -264,7 +264,7 @@ class Scaling:
         attributes = {"blitz.plan_id": self._drain_plan_id, "blitz.worker_id": self._worker_id}
         with tracer().start_as_current_span("worker.drain", attributes=attributes):
             try:
-                if self._loading is not None:  # it took requests before it had all weights
+                if self._loading is not None and not instance.has_loaded:  # it serves early
                     await asyncio.wait({self._loading})
                 while await instance.idle():
                     # No worker may begin to read a copy that is about to go.

@@ -88,6 +88,11 @@ class Instance:
         return self.engine
 
     @property
+    def has_loaded(self) -> bool:
+        """All its units are there, and its engine waits for none. Some serve before that."""
+        return self.load_s > 0
+
+    @property
     def state(self) -> InstanceState:
         return self._lifecycle.state
 

@@ -119,7 +119,8 @@ class VllmEngine:
             await in_thread(self._model.check)
             if self._is_stopped():
                 return
-            started = await self._warm.take_started(self._model.shape, self._model.model_hash)
+            shape, model_hash = self._model.shape, self._model.model_hash
+            started = await self._warm.take_started(shape, model_hash, lambda: not self._is_stopped())
             if self._is_stopped():  # meanwhile
                 if started is not None and not self._warm.keep(started):
                     started.front.close()
@@ -244,6 +245,8 @@ class VllmEngine:
             front = self._front
             assert front is not None
             front.say(self._model.start(self._listen(front)))
+        elif isinstance(word, words.Alone):
+            self._turns.begins(word.id)
         elif isinstance(word, words.Opened):
             self._opens(True)
         elif isinstance(word, words.Started | words.Filled):
@@ -508,6 +511,7 @@ def _add(sequence: ActiveSequence, name: str, limit_tokens: int, end_ids: tuple[
         num_output=num_output,
         cache_salt=sequence.cache_scope,
         guide=_guide(sequence),
+        alone=sequence.alone,
         sampling=words.Sampling(
             max_tokens=max(1, min(params.max_tokens - num_output, limit_tokens - sequence.num_tokens)),
             min_tokens=max(0, params.min_tokens - num_output),

@@ -42,6 +42,8 @@ _OURS = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # A pass may wait at a gate for as long as weights come: what hangs, the worker notices by itself.
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",
     # vLLM would bind the threads of all engines of a host to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -199,6 +201,8 @@ class FrontProcess:
     async def answer(self, kind: type[W], timeout_s: float, word: msgspec.Struct | None = None) -> W:
         """What it says of this kind next, of itself or to ``word``. All else that it says meanwhile is lost: nobody is
         served. ``attach`` again behind it. Raises ``EngineBroken`` if it fails, ends, or says nothing for so long."""
+        if self.is_over:
+            raise EngineBroken(f"vLLM's process has ended: {self.last_words}")
         answered: asyncio.Future[W] = self._loop.create_future()
 
         def hear(said: words.ToWorker) -> None:

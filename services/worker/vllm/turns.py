@@ -39,6 +39,8 @@ class Turns:
         """Until one is not alone any more; in the order in which they came."""
         self._suspects: deque[ActiveSequence] = deque()
         self._alone: ActiveSequence | None = None
+        self._has_begun = False
+        """It was announced."""
 
     def of(self, request_id: str) -> ActiveSequence | None:
         """Whom vLLM means by it; None: it has left."""
@@ -57,12 +59,13 @@ class Turns:
     def _go_on(self) -> None:
         if self._alone is not None:
             return
+        while self._suspects and self._suspects[0].finished:  # they end together with the one before
+            self._suspects.popleft()
         if self._suspects:
             for other in list(self._there.values()):
                 self._take_back(other)
                 self._waiting[other.key] = other
-            self._alone = self._suspects.popleft()
-            self._announce(self._alone, True)
+            self._alone, self._has_begun = self._suspects.popleft(), False
             self._give(self._alone)
             return
         waiting, self._waiting = self._waiting, {}
@@ -81,12 +84,18 @@ class Turns:
         del self._there[name]
         self._say(words.Leave(id=name))
 
+    def begins(self, name: str) -> None:
+        """No step of others runs any more."""
+        if self._alone is not None and self._there.get(name) is self._alone:
+            self._has_begun = True
+            self._announce(self._alone, True)
+
     def advanced(self, sequence: ActiveSequence) -> None:
         """It has put something out, or has ended."""
         if sequence.finished and (name := self._ids.pop(sequence.key, None)) is not None:
             del self._there[name]
         if self._alone is sequence and (sequence.finished or not sequence.alone):
-            if not sequence.finished:
+            if self._has_begun and not sequence.finished:
                 self._announce(sequence, False)
             self._alone = None
             self._go_on()

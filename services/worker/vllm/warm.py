@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 2.0
 QUIET_S = 2.0
 """After an instance came or went, until one is started for a model that is kept warm."""
+PAUSE_S = 300.0
+"""The same, where one failed, or had no room."""
 START_S = OTHERS["vllm"].start_s
 """Longest that vLLM may take from the start of its process until it serves."""
 MAX_REMEMBERED = 256
@@ -73,17 +76,24 @@ class WarmFronts:
         """Without weights."""
         self._quiet_since_s = time.monotonic()
         """No instance has come or gone since then."""
+        self._pause_s = QUIET_S
+        """From then on, until one is started for a model that is kept warm."""
         self._tasks = OwnedTasks()
         self._watching: asyncio.Task[None] | None = None
 
-    async def take_started(self, shape: Shape, model_hash: str) -> StartedFront | None:
-        """The one that waits, or is about to, if this model's instance can go on with it; if not, it ends."""
-        self._quiet_since_s = time.monotonic()
+    async def take_started(
+        self, shape: Shape, model_hash: str, is_wanted: Callable[[], bool] = lambda: True
+    ) -> StartedFront | None:
+        """The one that waits, or is about to, if this model's instance can go on with it; if not, it ends.
+        ``is_wanted``: False for an instance that went before it was there."""
+        self._quiet_since_s, self._pause_s = time.monotonic(), QUIET_S
         if self._starting is not None:
             starts, task = self._starting
             if starts != shape:
                 task.cancel()
             await asyncio.wait({task})
+            if not is_wanted():
+                return None
         started, self._started = self._started, None
         if started is None or started.front.is_over:
             return None
@@ -103,14 +113,22 @@ class WarmFronts:
             return
         if self._started is not None and self._started.shape == shape and not self._started.front.is_over:
             return
-        if time.monotonic() < self._quiet_since_s + QUIET_S or not _has_room(model.num_bytes + (shape.kv_gib << 30)):
+        if time.monotonic() < self._quiet_since_s + self._pause_s or not _has_room(
+            model.num_bytes + (shape.kv_gib << 30)
+        ):
             return
         try:
             self.check(shape)
         except EngineBroken:
             return
         self.drop_started()
-        self._starting = shape, self._tasks.start(self._start_for(model))
+        task = self._tasks.start(self._start_for(model))
+        self._starting = shape, task
+        task.add_done_callback(self._forget_starting)
+
+    def _forget_starting(self, task: asyncio.Task[None]) -> None:
+        if self._starting is not None and self._starting[1] is task:
+            self._starting = None
 
     async def _start_for(self, model: ServedModel) -> None:
         front = None
@@ -130,11 +148,14 @@ class WarmFronts:
             elif self.keep(kept):
                 log.info("a vLLM that started in %.1f s waits for the weights of %s", started.seconds, model.path)
                 front = None
+            else:
+                self._end_for_memory()
         except (BlitzError, OSError) as error:
             log.warning("no vLLM waits for %s: %s", model.path, error)
-            self.failed(model.shape, str(error))
+            self._quiet_since_s, self._pause_s = time.monotonic(), PAUSE_S
+            if front is not None:
+                self.failed(model.shape, str(error))
         finally:
-            self._starting = None
             if front is not None:
                 front.close()
         await self.prepare()
@@ -204,7 +225,7 @@ class WarmFronts:
 
     def keep(self, started: StartedFront) -> bool:
         """Whether it may wait here for its next instance; if not, it is to be ended."""
-        self._quiet_since_s = time.monotonic()
+        self._quiet_since_s, self._pause_s = time.monotonic(), QUIET_S
         if self._stage != "started" or started.front.is_over or not _has_room():
             return False
         self._end_started()
@@ -227,9 +248,13 @@ class WarmFronts:
     async def _watch_memory(self) -> None:
         while self._started is not None:
             if not _has_room():
-                log.info("memory is scarce: the vLLM that waited for its next instance ends")
-                self.drop_started()
+                self._end_for_memory()
             await asyncio.sleep(LOOK_S)
+
+    def _end_for_memory(self) -> None:
+        log.info("memory is scarce: the vLLM that waited for its next instance ends")
+        self._quiet_since_s, self._pause_s = time.monotonic(), PAUSE_S
+        self._end_started()
 
     def drop_started(self) -> None:
         """Its memory is needed."""
@@ -248,7 +273,7 @@ class WarmFronts:
             if self._stage == "none" or (self._imported is not None and not self._imported.is_over):
                 return
             try:
-                self._imported = await self._new()
+                self.give_back(await self._new())
             except EngineBroken as error:
                 log.warning("no vLLM waits: %s", error.message)
 

@@ -257,6 +257,8 @@ class Front:
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
             if request.cache_salt:
                 prompt["cache_salt"] = request.cache_salt
+            if request.alone:
+                await self._begin_alone(request.id)
             first = True
             async for result in self._engine.generate(prompt, _params(request), request.id):
                 (choice,) = result.outputs
@@ -275,6 +277,13 @@ class Front:
         finally:
             if self._running.get(request.id) is asyncio.current_task():
                 del self._running[request.id]
+
+    async def _begin_alone(self, request_id: str) -> None:
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+        # vLLM's processes answer behind the steps that they have begun.
+        await self._engine.collective_rpc("check_health")
+        self._say(words.Alone(id=request_id))
 
     def _put(self, output: words.Output) -> None:
         if not self._outputs:
@@ -314,7 +323,9 @@ def _refills(config: Any) -> bool:
 
     model = config.model_config
     is_known = vllm.__version__.startswith(REFILLED_BY) and current_platform.is_cpu()
-    return bool(is_known and model.quantization is None and model.architecture in REFILLED)
+    # What is compiled goes past gates, and what other weights do in it no test shows.
+    is_plain = model.quantization is None and model.enforce_eager
+    return bool(is_known and is_plain and model.architecture in REFILLED)
 
 
 def _params(request: words.Add) -> Any:

@@ -105,6 +105,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str = ""
     guide: GuideWord | None = None
     """The grammar that prompt's output and what is to come follow."""
+    alone: bool = False
+    """No other is there. ``Alone`` says when no step of others runs any more, and this one begins."""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
@@ -157,6 +159,12 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """It serves nothing, or nothing any more; it ends."""
 
     reason: str
+
+
+class Alone(msgspec.Struct, frozen=True, kw_only=True, tag="alone"):
+    """What vLLM computes from now on is of this request."""
+
+    id: str
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -222,7 +230,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 ToProcess = Start | Refill | FinishRefill | AskWell | Add | Leave
-ToWorker = Imported | Started | Opened | Filled | Well | Failed | PromptScores | Outputs | EngineLoad
+ToWorker = Imported | Started | Opened | Filled | Well | Alone | Failed | PromptScores | Outputs | EngineLoad
 
 _encoder = msgspec.msgpack.Encoder()
 to_process = msgspec.msgpack.Decoder(ToProcess)

@@ -19,17 +19,22 @@ class Vllm:
     def hear(self, word: words.Add | words.Leave) -> None:
         if isinstance(word, words.Add):
             assert word.id not in self.there
+            assert not word.alone or not self.there
             self.there[word.id] = word.token_ids
         else:
             del self.there[word.id]
 
     @staticmethod
     def word_of(sequence: ActiveSequence, name: str) -> words.Add:
-        sampling = words.Sampling(max_tokens=1, seed=1)
-        return words.Add(id=name, token_ids=tuple(sequence.tokens), num_output=len(sequence.output), sampling=sampling)
+        return words.Add(
+            id=name,
+            token_ids=tuple(sequence.tokens),
+            num_output=len(sequence.output),
+            sampling=words.Sampling(max_tokens=1, seed=1),
+            alone=sequence.alone,
+        )
 
     def announce(self, sequence: ActiveSequence, begins: bool) -> None:
-        assert not self.there, "nobody else is in a step of its own"
         self.said.append(f"{sequence.request_id} {'begins' if begins else 'ended'}")
 
     @property
@@ -43,13 +48,13 @@ class Vllm:
         name = self.id_of(sequence)
         sequence.append_all([9])
         sequence.finished = ends
-        if ends or not sequence.alone:
-            del self.there[name]  # as the next announcement expects it
-            self.turns.advanced(sequence)
-            if not ends:
-                self.there[name] = tuple(sequence.tokens)
-        else:
-            self.turns.advanced(sequence)
+        if ends:
+            del self.there[name]
+        self.turns.advanced(sequence)
+
+    def begin(self) -> None:
+        (name,) = self.there
+        self.turns.begins(name)
 
 
 def request(name: str, alone_tokens: int = 0) -> ActiveSequence:
@@ -75,7 +80,9 @@ def test_a_suspect_has_vllm_for_itself_until_it_has_put_out_its_tokens() -> None
     vllm.put_out(first)
     vllm.turns.add(suspect)
     vllm.turns.add(later)
-    assert (vllm.names, vllm.said) == (["suspect"], ["suspect begins"])
+    assert (vllm.names, vllm.said) == (["suspect"], [])
+    vllm.begin()
+    assert vllm.said == ["suspect begins"]
     assert vllm.turns.of(old) is None, "what was on its way counts no more"
     vllm.put_out(suspect)
     vllm.put_out(suspect)
@@ -92,14 +99,30 @@ def test_suspects_take_turns_and_those_that_end_or_go_leave_theirs() -> None:
     vllm.turns.add(other)
     for suspect in suspects:
         vllm.turns.add(suspect)
+    vllm.begin()
     vllm.put_out(suspects[0], ends=True)
     assert vllm.names == ["s1"]
+    vllm.begin()
     suspects[2].finished = suspects[1].finished = other.finished = True
     vllm.turns.drop(suspects[2])
     vllm.turns.drop(suspects[1])
     assert vllm.names == ["s3"]
+    vllm.begin()
     vllm.turns.drop(other)
     vllm.put_out(suspects[3])
     vllm.put_out(suspects[3])
     assert vllm.names == ["s3"]
     assert vllm.said == ["s0 begins", "s1 begins", "s3 begins", "s3 ended"]
+
+
+def test_those_that_end_with_the_one_before_were_never_computed_alone() -> None:
+    vllm = Vllm()
+    suspects = [request(f"s{n}", alone_tokens=2) for n in range(3)]
+    for suspect in suspects:
+        vllm.turns.add(suspect)
+    vllm.begin()
+    for suspect in suspects:
+        suspect.finished = True
+    for suspect in suspects:
+        vllm.turns.drop(suspect)
+    assert (vllm.names, vllm.said) == ([], ["s0 begins"])
