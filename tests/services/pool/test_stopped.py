@@ -65,7 +65,9 @@ class Stage:
         for index in range(NUM_WORKERS):
             report = heartbeat(f"w{index}", model("m"), "serving")
             self._tasks.append(
-                asyncio.create_task(_registration(self.bus, report).run(_ignore, lambda _: None, lambda *_: None))
+                asyncio.create_task(
+                    _registration(self.bus, report).run(_ignore, lambda _: None, lambda *_: None, lambda _: None)
+                )
             )
 
         async def all_known() -> bool:
