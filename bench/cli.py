@@ -59,19 +59,19 @@ def chunk(context: typer.Context) -> None:
 @app.command("vllm", context_settings=_PASS_ON, add_help_option=False)
 def vllm(context: typer.Context) -> None:
     """The first token of a model that vLLM serves and that has no instance, beside vLLM alone. Needs root."""
-    _hand_over(context, "bench.vllm", takes="twelve minutes")
+    _hand_over(context, "bench.vllm.first_token", takes="twelve minutes")
 
 
 @app.command("vllm-api", context_settings=_PASS_ON, add_help_option=False)
 def vllm_api(context: typer.Context) -> None:
     """What lies between a client and vLLM: a stack whose worker serves with vLLM, beside vLLM's own server."""
-    _hand_over(context, "bench.vllm_api", takes="four minutes")
+    _hand_over(context, "bench.vllm.api", takes="four minutes")
 
 
 @app.command("vllm-turns", context_settings=_PASS_ON, add_help_option=False)
 def vllm_turns(context: typer.Context) -> None:
     """Models of vLLM and of our engine on the same three workers, asked in turn, from no instance at all."""
-    _hand_over(context, "bench.vllm_turns", takes="four minutes")
+    _hand_over(context, "bench.vllm.turns", takes="four minutes")
 
 
 @app.command("cold", context_settings=_PASS_ON, add_help_option=False)

@@ -307,7 +307,7 @@ class CopyPlacer:
         known = self._cluster.copies.report(worker_id)
         if request.leaving and known is not None:
             self._cluster.outstanding.leaves(worker_id, known.worker.incarnation, now_s)
-        needed = self._needed(request)
+        needed = request.stays or self._needed(request)
         if await self._retired(request, copy_id, needed=needed):
             log.info("placement: the %s copy of %s on worker %s may go", request.kind, request.model, worker_id)
             return
@@ -337,7 +337,9 @@ class CopyPlacer:
 
     def _may_stay_on_disk(self, request: RetireCopy) -> bool:
         """Whether a model's last copy in any memory may go: it can be read from disk, and nobody uses it (a host copy
-        that was told to go) or no host has room for it (that of an instance that goes)."""
+        that was told to go) or no host has room for it (that of an instance that goes, not of one that serves on)."""
+        if request.stays:
+            return False
         cluster, model_hash = self._cluster, request.model_hash
         to_disk = self._rules.may_stay_on_disk((request.worker_id, model_hash))
         if cluster.is_readable(model_hash) is not True:

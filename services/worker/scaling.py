@@ -33,6 +33,8 @@ from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
 
+RELEASE_RETRY_S = 10.0
+"""After an instance began to serve, and between two tries: who scales up may scale on, from its copy."""
 DROP_RETRY_S = 0.5
 """How often a drained instance that holds the model's last copy asks whether it may go."""
 
@@ -178,8 +180,11 @@ class Scaling:
                 opening.cancel()
             if failure is not None:
                 await self._fail(instance, span, failure)
-        if failure is None and plan.keeps_on_host(self._worker_id):
+        if failure is not None:
+            return
+        if plan.keeps_on_host(self._worker_id):
             await self._host_copies.keep(instance)
+        self._tasks.start(self._release_copy(instance))
 
     async def _serve_early(self, instance: Instance) -> None:
         if await instance.serve_early():
@@ -273,15 +278,49 @@ class Scaling:
                         await self._vacate(instance, "it has drained")
                         await self._progress.tell(self._drain_plan_id, instance.instance_id, "spare")
                         return
-                    self._mover.offer(instance)
+                    if instance.copy_is != "gone":
+                        self._mover.offer(instance)
                     await asyncio.sleep(DROP_RETRY_S)
             finally:
                 self._draining = None
 
+    async def _release_copy(self, instance: Instance) -> None:
+        """Weights that its engine has for itself are there for others alone. They go once the model has another copy in
+        some memory."""
+        while self._slot.current() is instance and instance.copy_is != "gone":
+            await asyncio.sleep(RELEASE_RETRY_S)
+            if instance.state == "serving" and not instance.num_pins and instance.engine.has_own_weights:
+                await self._try_release(instance)
+
+    async def _try_release(self, instance: Instance) -> None:
+        # From here on no report says that the copy is to stay, and the pool's word lasts.
+        instance.copy_is = "leaves"
+        self._slot.changed()
+        try:
+            await self._registration.retire(instance.info(), stays=True)
+        except BlitzError as error:
+            log.debug("%s keeps its copy for now: %s", instance.instance_id, error)
+            may_go = False
+        else:
+            # Another instance's weights must not come into what is given back.
+            async with self._accepting:
+                may_go = self._slot.current() is instance and instance.state == "serving" and not instance.num_pins
+                if may_go:
+                    self._mover.withdraw(instance)
+                    instance.copy_is = "gone"
+                    self._slot.changed()
+                    await self._factory.release_weights()
+                    log.info("%s serves on without a copy of %s", instance.instance_id, instance.record.name)
+        if not may_go:
+            instance.copy_is = "there"  # a report that says so takes the pool's word back
+            self._slot.changed()
+
     async def _may_drop(self, instance: Instance) -> bool:
         """Whether the pool agrees that this copy may go: it is never the model's last."""
+        if instance.copy_is == "gone":
+            return True
         try:
-            await self._registration.retire(instance.info(), False)
+            await self._registration.retire(instance.info())
         except BlitzError as error:
             if self._kept != instance.instance_id:
                 log.info("%s keeps its copy for now: %s", instance.instance_id, error)
@@ -290,7 +329,7 @@ class Scaling:
         if instance.state == "draining":
             return True
         with contextlib.suppress(BlitzError):  # it was revived; the next heartbeat says so, too
-            await self._registration.retire(instance.info(), True)
+            await self._registration.retire(instance.info(), undo=True)
         return False
 
     async def _vacate(self, instance: Instance, reason: str) -> None:

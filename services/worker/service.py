@@ -215,10 +215,11 @@ class WorkerService:
 
     async def _let_go(self, instance: Instance) -> None:
         """Others read the copy until the pool does not need it any more, and then to the end of what they began."""
-        await wait_until_retired(
-            lambda: self.parts.registration.retire(instance.info(), False, leaving=True),
-            f"the copy of {instance.record.name} in {instance.instance_id}",
-        )
+        if instance.copy_is != "gone":
+            await wait_until_retired(
+                lambda: self.parts.registration.retire(instance.info(), leaving=True),
+                f"the copy of {instance.record.name} in {instance.instance_id}",
+            )
         self.parts.mover.withdraw(instance)
         await instance.idle()
 

@@ -213,6 +213,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How far a loading one is."""
     weights_digest: str = ""
     """Of the checksums of what it holds: instances of one model must agree."""
+    copy: str = "there"
+    """Of its weights, for other workers to read: ``there``, ``leaves``, or ``gone`` where its engine has its own."""
     epoch: int = 0
     plan_id: str = ""
     """The operation that made it."""

@@ -62,5 +62,8 @@ class RetireCopy(Message, frozen=True, kw_only=True, tag="retire_copy.v1"):
     """The copy stays after all (a drain was taken back): it counts again."""
     leaving: bool = False
     """The worker stops: whatever it holds is gone soon, and it takes nothing new."""
+    stays: bool = False
+    """The instance serves on without this copy, which is a source for others alone: it goes only where another copy is
+    in some memory."""
     sequence: int = 0
     """Of the worker's newest report when it asked: a later one that shows the instance serving counts it again."""

@@ -167,6 +167,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         return Process(self.worker_id, self.incarnation)
 
 
+CopyIs = Literal["there", "leaves", "gone"]
+
+
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker does now. ``spare`` workers have no instance."""
 
@@ -185,11 +188,19 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: Count = 0
     """Longest prompt plus output this instance can hold (model and KV pool)."""
     plan_id: str = ""
+    copy: CopyIs = "there"
+    """Of the weights, for others to read. An engine that has its own does without it: the worker asks whether it may go
+    (``leaves``), and it goes."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether it holds a whole copy of its model: some serve before that."""
+        """Whether it has all weights of its model: some serve before that."""
         return self.state in ("serving", "draining") and self.weights_digest != ""
+
+    @property
+    def is_source(self) -> bool:
+        """Whether others can read a whole copy of its model there, and may go on to."""
+        return self.is_complete and self.copy == "there"
 
 
 class HostCopy(msgspec.Struct, frozen=True, kw_only=True):

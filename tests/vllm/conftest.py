@@ -29,6 +29,7 @@ from shared.checkpoint import inspect_checkpoint
 from shared.errors import BlitzError
 from shared.messages.generation import PromptLogprobs, SamplingParams, StreamPart
 from tests.checkpoints import build_model, write_tokenizer
+from tests.wait_until import eventually
 
 PYTHON = os.environ.get("BLITZ_VLLM_PYTHON", "")
 CONTEXT_TOKENS = 512
@@ -122,6 +123,12 @@ class Serving:
         async with asyncio.timeout(PATIENCE_S):
             await self.fill(pause_s=pause_s)
             await self.engine.until_ready()
+            await self.loses_its_copy()
+
+    async def loses_its_copy(self) -> None:
+        """vLLM has weights of its own: what it got them from is nothing any more."""
+        await eventually(lambda: self.engine.has_own_weights)
+        self.memory.bytes[:] = 0xFF
 
     async def submit(
         self,

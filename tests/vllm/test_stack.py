@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from compose.config import StackConfig
 from compose.stack import Stack
+from shared.messages.admin import Status
 from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import until
 from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
@@ -160,6 +162,37 @@ async def test_a_stream_goes_on_where_its_vllm_was_killed(stack: Stack) -> None:
             assert killed
             assert text == whole
             await serving(stack, 2)
+
+
+async def test_instances_give_their_copies_up_and_others_come_from_the_one_that_stays(stack: Stack) -> None:
+    async with client_of(stack) as client:
+        whole = await text_of(client)
+        await stack.admin.scale(NAME, 3, hold_s=3600.0)
+        await serving(stack, 3)
+        await until(stack, _copies_are_gone, PATIENCE_S)
+        assert _shared_bytes() < 1 << 20, "nothing of three copies of 8 MB"
+        [pool] = [model for model in (await stack.admin.pool()).models if model.name == NAME]
+        assert (pool.instances, pool.host_copy, pool.invariant) == ((), "ready", "ok")
+        assert await asyncio.gather(*(text_of(client) for _ in range(6))) == [whole] * 6
+        await stack.admin.scale(NAME, 1, hold_s=3600.0)
+        await serving(stack, 1)
+        await stack.admin.scale(NAME, 2, hold_s=3600.0)
+        await serving(stack, 2)
+        assert await asyncio.gather(*(text_of(client) for _ in range(6))) == [whole] * 6
+
+
+def _copies_are_gone(status: Status) -> bool:
+    return all(instance.copy == "gone" for instance in status.instances if instance.model == NAME)
+
+
+def _shared_bytes() -> int:
+    """Of weights, in the memory that workers share with their vLLM; of those of ``MODEL`` there are few."""
+    return sum(
+        part.pss
+        for process in psutil.Process().children(recursive=True)
+        for part in process.memory_maps(grouped=False)
+        if part.path.startswith("/memfd:blitz-weights")
+    )
 
 
 async def test_a_model_that_is_kept_warm_computes_while_its_weights_come(stack: Stack, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class _Copies:
     def __init__(self, view: RegistryView) -> None:
         self._in_memory = {c.model_hash for w in view.workers for c in w.host_copies if c.state == "ready"}
         held = [worker.instance for worker in view.workers if worker.instance is not None]
-        self._in_memory |= {instance.model_hash for instance in held if instance.is_complete}
+        self._in_memory |= {instance.model_hash for instance in held if instance.is_source}
         self._on_disk = {entry.model_hash for entry in view.unplaced if entry.on_disk}
 
     def of(self, model_hash: str) -> Literal["memory", "disk", "none"]:
@@ -204,7 +204,9 @@ def _pool_model(
             complete=instance.is_complete,
         )
         for worker in workers
-        if (instance := worker.instance) is not None and instance.model_hash == record.model_hash
+        if (instance := worker.instance) is not None
+        and instance.model_hash == record.model_hash
+        and instance.copy != "gone"
     )
     held = [(w, c) for w in workers for c in w.host_copies if c.model_hash == record.model_hash]
     states = {copy.state for _, copy in held if not copy.cached}

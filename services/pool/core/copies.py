@@ -17,8 +17,8 @@ def complete_copies(report: WorkerHeartbeat) -> tuple[tuple[str, str, str, bool]
     copy that was freed or was to go, and is held again, has the same id and another serial. A GPU copy that ``serves``
     is to stay."""
     worker_id, found = report.worker.worker_id, []
-    if (held := report.instance) is not None and held.is_complete:
-        serves = held.state == "serving"
+    if (held := report.instance) is not None and held.is_complete and held.copy != "gone":
+        serves = held.state == "serving" and held.copy == "there"
         found.append((held.model_hash, gpu_copy_id(worker_id, held.instance_id), "", serves))
     ready = (c for c in report.host_copies if c.state == "ready")
     found += [(c.model_hash, host_copy_id(worker_id), str(c.serial), False) for c in ready]

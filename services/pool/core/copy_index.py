@@ -140,9 +140,9 @@ class CopyIndex:
             copies.put_instance(report.worker)
         copies.serving.pop(worker_id, None)
         copies.draining.pop(worker_id, None)
-        if not there or not instance.is_complete:
-            pass  # some serve before they have all weights
-        elif instance.state == "serving" and worker_id not in self._leaving:
+        if not there or not instance.is_complete or instance.copy == "gone":
+            pass  # some serve before they have all weights, and some when nobody can read them any more
+        elif instance.state == "serving" and instance.is_source and worker_id not in self._leaving:
             copies.serving[worker_id] = report.worker
         else:
             copies.draining[worker_id] = report.worker

@@ -37,6 +37,10 @@ class ServingEngine(Protocol):
     async def until_open(self) -> bool:
         """True once it takes requests, though weights still come, and False once it is known that it will not."""
 
+    @property
+    def has_own_weights(self) -> bool:
+        """It reads the instance's copy no more: that is for others alone. For good, once it is so."""
+
     async def until_ready(self) -> None:
         """It can take requests, all weights being there. Raises ``EngineBroken`` where it never can."""
 

@@ -122,6 +122,11 @@ class EngineThread:
         """It will not: its instances compute for others as they load."""
         return False
 
+    @property
+    def has_own_weights(self) -> bool:
+        """No: layers are computed where they were received."""
+        return False
+
     async def until_ready(self) -> None:
         """At once: what is handed over waits for the thread."""
 

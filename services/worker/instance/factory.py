@@ -207,6 +207,10 @@ class InstanceFactory:
         if self._warm is not None:
             await self._warm.prepare()
 
+    async def release_weights(self) -> None:
+        """Nobody reads the arena any more: its pages go back to the system, and the next model's commit them anew."""
+        await in_thread(self._arena.release)
+
     def have_wait(self, record: ModelRecord) -> None:
         """Start an engine for this model, in the background, for the instance after this moment. Nothing where the
         worker does not offer it, or one is being started."""

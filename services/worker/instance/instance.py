@@ -20,7 +20,7 @@ from shared.layout import ArenaLayout
 from shared.messages.common import InstanceState, Role
 from shared.messages.generation import Submit
 from shared.messages.plans import ChainMember, ScalePlan
-from shared.messages.registry import InstanceInfo
+from shared.messages.registry import CopyIs, InstanceInfo
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class Instance:
         self.copy = copy
         self.engine = engine
         self.scheduler = engine.limits
+        self.copy_is: CopyIs = "there"
+        """For others to read; see ``InstanceInfo.copy``."""
         self.received_bytes = 0
         self._default_slo_tbt_s = default_slo_tbt_s
         self._slo_tbt_s = 0.0
@@ -112,6 +114,7 @@ class Instance:
             max_queued_tokens=self.queue_factor * self.scheduler.max_queued_tokens,
             context_tokens=self.scheduler.limit_tokens,
             plan_id=self.plan_id,
+            copy=self.copy_is,
         )
 
     def keep_tbt(self, slo_tbt_s: float) -> None:

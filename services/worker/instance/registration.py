@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -162,31 +161,42 @@ class Registration:
         self._leaving = True
         await self._report(self._standing())
 
-    async def retire(self, instance: InstanceInfo, undo: bool, *, leaving: bool = False) -> None:
+    async def retire(
+        self, instance: InstanceInfo, *, undo: bool = False, leaving: bool = False, stays: bool = False
+    ) -> None:
         """Ask whether the instance's copy may go, or say (``undo``) that it stays after all.
 
-        ``leaving``: the process ends, the pool looks for a worker that takes the copy over.
-        Raises ``Conflict`` when it is the model's last, or what ``Bus.request`` raises.
+        ``leaving``: the process ends, the pool looks for a worker that takes the copy over. ``stays``: the instance
+        serves on without it. Raises ``Conflict`` when it is the model's last, or what ``Bus.request`` raises.
         """
-        await self._retire("gpu", instance.model, instance.model_hash, instance.instance_id, undo, leaving)
+        await self._retire(
+            RetireCopy(
+                worker_id=self._worker.worker_id,
+                kind="gpu",
+                model=instance.model,
+                model_hash=instance.model_hash,
+                instance_id=instance.instance_id,
+                undo=undo,
+                leaving=leaving,
+                stays=stays,
+                sequence=self._sequence,
+            )
+        )
 
     async def retire_host(self, copy: HostCopy, *, leaving: bool = False) -> None:
         """Ask whether a host copy may go. Raises as ``retire``."""
-        await self._retire("host", copy.model, copy.model_hash, "", False, leaving)
-
-    async def _retire(
-        self, kind: Literal["gpu", "host"], model: str, model_hash: str, instance_id: str, undo: bool, leaving: bool
-    ) -> None:
-        request = RetireCopy(
-            worker_id=self._worker.worker_id,
-            kind=kind,
-            model=model,
-            model_hash=model_hash,
-            instance_id=instance_id,
-            undo=undo,
-            leaving=leaving,
-            sequence=self._sequence,
+        await self._retire(
+            RetireCopy(
+                worker_id=self._worker.worker_id,
+                kind="host",
+                model=copy.model,
+                model_hash=copy.model_hash,
+                leaving=leaving,
+                sequence=self._sequence,
+            )
         )
+
+    async def _retire(self, request: RetireCopy) -> None:
         await self._bus.request(subjects.pool("retire_copy"), request, Ack, timeout_s=RETIRE_TIMEOUT_S)
 
     async def _report(self, now: WorkerStanding) -> HeartbeatAck | None:

@@ -80,6 +80,8 @@ class VllmEngine:
         self._finishing: asyncio.Task[None] | None = None
         self._front: FrontProcess | None = None
         self._takes_others = False
+        self._had_them = False
+        """Its process waited with the weights of this model."""
         self._is_kept = False
         """Its process waits for the next instance."""
         self._before = words.EngineLoad()
@@ -144,6 +146,7 @@ class VllmEngine:
         self._before = self._load = msgspec.structs.replace(started.load, running=0, waiting=0)
         if started.model_hash == self._model.model_hash:
             log.info("vLLM waited with the weights of this model")
+            self._had_them = True
             self._opens(True)
             self._serves()
             return
@@ -158,6 +161,11 @@ class VllmEngine:
     async def until_open(self) -> bool:
         """See ``ServingEngine``."""
         return await asyncio.shield(self._opened)
+
+    @property
+    def has_own_weights(self) -> bool:
+        """See ``ServingEngine``."""
+        return self._had_them or self._weights.is_free
 
     @property
     def _is_open(self) -> bool:

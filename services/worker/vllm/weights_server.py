@@ -28,9 +28,15 @@ class WeightsServer:
         self._descriptor = descriptor
         self._first_byte = first_byte
         self.taken = asyncio.Event()
-        """vLLM reads this memory no more: it has all of them, or has failed."""
+        """vLLM has all of them, or has failed."""
+        self._num_readers = self._num_free = 0
         self._socket: socket.socket | None = None
         self._tasks = OwnedTasks()
+
+    @property
+    def is_free(self) -> bool:
+        """vLLM has copied all, and its processes see this memory no more."""
+        return 0 < self._num_readers == self._num_free
 
     def listen(self, path: str) -> None:
         """Raises ``OSError``."""
@@ -42,6 +48,7 @@ class WeightsServer:
     async def _accept(self, listening: socket.socket) -> None:
         while True:
             connection, _ = await asyncio.get_running_loop().sock_accept(listening)
+            self._num_readers += 1
             self._tasks.start(self._give(connection))
 
     async def _give(self, connection: socket.socket) -> None:
@@ -68,7 +75,8 @@ class WeightsServer:
                 continue
             await loop.sock_sendall(connection, words.frame(weights_source.Ready(num_units=ready)))
             given, said_s = ready, loop.time()
-        await loop.sock_recv(connection, len(weights_source.TAKEN))
+        if await loop.sock_recv(connection, 1) == weights_source.COPIED:
+            self._num_free += 1
 
     async def _send_descriptor(self, connection: socket.socket, frame: bytes) -> None:
         read_only = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY)

@@ -22,6 +22,7 @@ from shared.errors import BadCheckpoint, BlitzError, Conflict
 from shared.messages.common import Ack, InstanceState
 from shared.messages.copies import CanRead, DropCopy, HoldCopy, RetireCopy
 from shared.messages.registry import (
+    CopyIs,
     GetSnapshot,
     HeartbeatAck,
     HostCopy,
@@ -74,12 +75,20 @@ class CopyPool:
         return await self.client.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=60)
 
     async def retire(
-        self, worker_id: str, record: ModelRecord, *, gpu: bool = False, undo: bool = False, leaving: bool = False
+        self,
+        worker_id: str,
+        record: ModelRecord,
+        *,
+        gpu: bool = False,
+        undo: bool = False,
+        leaving: bool = False,
+        stays: bool = False,
     ) -> BlitzError | None:
         """Ask whether a copy may go; the refusal, if there is one."""
         worker = self.workers.get(worker_id)
         if gpu and worker is not None:
-            worker.state = "serving" if undo else "draining"
+            worker.state = "serving" if undo or stays else "draining"
+            worker.copy_is = "leaves" if stays else "there"
             await worker.beat()
         request = RetireCopy(
             worker_id=worker_id,
@@ -89,6 +98,7 @@ class CopyPool:
             instance_id=f"i-{worker_id}" if gpu else "",
             undo=undo,
             leaving=leaving,
+            stays=stays,
             sequence=worker.sequence if worker is not None else 0,
         )
         try:
@@ -120,6 +130,7 @@ class CopyWorker:
         self.worker_id = worker_id
         self.serves = serves
         self.state: InstanceState = "serving"
+        self.copy_is: CopyIs = "there"
         self.capacity = capacity
         self.obedient = obedient
         self.load_s = load_s
@@ -165,10 +176,9 @@ class CopyWorker:
             capacity=self.capacity,
             sequence=self.sequence,
         )
-        if report.instance is not None and self.state == "draining":
-            report = msgspec.structs.replace(
-                report, instance=msgspec.structs.replace(report.instance, weights_digest="whole")
-            )
+        if report.instance is not None and self.state in ("serving", "draining"):
+            instance = msgspec.structs.replace(report.instance, weights_digest="whole", copy=self.copy_is)
+            report = msgspec.structs.replace(report, instance=instance)
         ack = await self.bus.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=60)
         for model_hash in ack.wants_models:
             self.restored += 1

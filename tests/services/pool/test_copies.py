@@ -229,6 +229,23 @@ async def test_an_instance_that_serves_after_all_counts_again_though_nobody_said
     assert await pool.retire("w1", M, gpu=True) is None
 
 
+async def test_one_that_serves_on_gives_its_copy_up_where_there_is_another_and_never_the_last(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    one = await pool.worker("w0", serves=M, obedient=False, capacity=0)
+    two = await pool.worker("w1", serves=M, obedient=False, capacity=0)
+    assert await pool.retire("w0", M, gpu=True, stays=True) is None
+    await one.beat()  # a report of the moment before it is gone
+    assert isinstance(await pool.retire("w1", M, gpu=True, stays=True), Conflict), "no memory has another, nor room"
+    one.copy_is = "gone"
+    await one.beat()
+    assert isinstance(await pool.retire("w1", M, gpu=True, stays=True), Conflict)
+    two.copy_is = "there"
+    await two.beat()
+    one.copy_is = "there"  # it could not, after all
+    await one.beat()
+    assert await pool.retire("w1", M, gpu=True, stays=True) is None
+
+
 async def test_a_host_copy_that_is_held_again_counts_again(pool: CopyPool) -> None:
     await pool.add_model(M)
     one, two = await pool.worker("w0", obedient=False), await pool.worker("w1", obedient=False)

@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker import service
+from services.worker import scaling, service
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.factory import InstanceFactory
+from services.worker.memory.pieces import Piece
 from services.worker.weights.mover import WeightMover
 from shared import subjects
 from shared.errors import Conflict, NotFound
@@ -441,4 +442,52 @@ async def test_one_whose_model_is_removed_before_it_is_whole_stops_loading(alone
     alone.pool.ack = HeartbeatAck(lease_s=0.6, stop_instance=instance_id, planner_term=1)
     await alone.reported("plan-1", "failed")
     await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
+    assert alone.worker.fatal == []
+
+
+@pytest.fixture
+def own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that have weights of their own; they do not read them here."""
+    monkeypatch.setattr(EngineThread, "has_own_weights", True)
+    monkeypatch.setattr(scaling, "RELEASE_RETRY_S", 0.01)
+
+
+def _copy_is(alone: LoneWorker) -> str:
+    instance = alone.pool.heartbeats[-1].instance
+    assert instance is not None
+    return instance.copy
+
+
+@pytest.mark.usefixtures("own_weights")
+async def test_a_copy_that_its_engine_does_not_need_goes_once_the_pool_agrees(alone: LoneWorker) -> None:
+    alone.pool.retire_error = Conflict("the last copy")
+    instance_id = await alone.serve()
+    serving = alone.worker.serving
+    await eventually(lambda: len(alone.pool.retired) >= 3)
+    assert alone.pool.retired[-1].stays
+    assert bytes(serving.copy.buffer(Piece(0, 0, 0, 64, is_checksums=False))) != bytes(64)
+    with serving.pinned():
+        await eventually(lambda: _copy_is(alone) == "there")
+        alone.pool.retire_error = None
+        asked = len(alone.pool.retired)
+        await asyncio.sleep(0.1)
+        assert len(alone.pool.retired) <= asked + 1, "somebody reads the copy"
+    await eventually(lambda: _copy_is(alone) == "gone")
+    await eventually(lambda: bytes(serving.copy.buffer(Piece(0, 0, 0, 64, is_checksums=False))) == bytes(64))
+    copies, model = alone.worker.service.parts.mover.copies, serving.record
+    assert copies.find("gpu", model.model_hash, model.layout_hash) is None
+    asked = len(alone.pool.retired)
+    await alone.drain(instance_id)
+    await alone.reported("drain-1", "spare")
+    assert len(alone.pool.retired) == asked, "there was nothing to ask for"
+
+
+@pytest.mark.usefixtures("own_weights")
+async def test_the_next_model_comes_whole_where_a_copy_was_just_given_up(alone: LoneWorker) -> None:
+    for number in range(5):
+        instance_id = await alone.serve(epoch=10 + number)
+        await eventually(lambda: alone.pool.retired != [])
+        await alone.drain(instance_id, f"drain-{number}")
+        await alone.reported(f"drain-{number}", "spare")
+        alone.pool.retired.clear()
     assert alone.worker.fatal == []

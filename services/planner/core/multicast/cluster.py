@@ -197,11 +197,11 @@ class Clusters:
             if r.instance is not None and _is_copy_of(r, model):
                 instance_id = r.instance.instance_id
                 remaining = (remaining_s or {}).get((name, instance_id))
-                if r.instance.is_complete:
+                if r.instance.is_source:
                     leaves = r.state == "draining" or r.leaves
                     ships_kv = r.instance.role == "prefill" and bool(decodes_at - {r.worker.host})
                     copies.append(WorkerCopy(r.worker, "gpu", instance_id, leaves, sending, ships_kv=ships_kv))
-                elif r.state in ("loading", "live", "serving") and remaining is not None:
+                elif r.state in ("loading", "live", "serving") and not r.instance.is_complete and remaining is not None:
                     loading.append(WorkerCopy(r.worker, "gpu", instance_id, False, sending, remaining))
             if name in holders:
                 copies.append(WorkerCopy(r.worker, "host", sending=sending))

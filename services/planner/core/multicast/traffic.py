@@ -218,6 +218,6 @@ def _comes(copy: HostCopy) -> bool:
 
 def _holds(record: WorkerRecord, model_hash: str) -> bool:
     held = record.instance
-    if held is not None and held.model_hash == model_hash and held.is_complete:
+    if held is not None and held.model_hash == model_hash and held.is_source:
         return True
     return any(c.model_hash == model_hash and c.state == "ready" for c in record.host_copies)

@@ -8,9 +8,11 @@ for. At last the loader says that it has taken all.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import socket
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 
 SILENCE_S = 300.0
 """The worker's process gives up long before; one that hangs is not waited for longer."""
-TAKEN = b"\x01"
-"""What the loader says at last."""
+COPIED, TAKEN = b"\x01", b"\x02"
+"""What the loader says at last: it has copied all and sees this memory no more, or it has all and may still use views
+of it."""
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -131,8 +134,13 @@ class WeightsSource:
         return flat.view(tensor.shape)
 
     def taken(self) -> None:
-        """Tell the worker that nothing of its memory will be read any more."""
-        self._socket.sendall(TAKEN)
+        """Tell the worker that all weights have been taken, and whether the model still has views of its memory. No
+        more of them can be had."""
+        mapped = weakref.ref(self._map)
+        del self._map
+        if mapped() is not None:
+            gc.collect()
+        self._socket.sendall(COPIED if mapped() is None else TAKEN)
 
     def close(self) -> None:
         """Views stay valid: the mapping goes with the last of them."""

@@ -58,7 +58,7 @@ async def test_status_shows_models_instances_and_workers_of_all_pages(make_stack
     assert len(status["instances"]) == 5
     assert status["instances"][0] == {
         "id": "w0-i", "model": "tiny", "state": "serving", "role": "colocated", "workers": ["w0"],
-        "layers_ready": 1, "weights_digest": "d", "epoch": 1, "plan_id": "",
+        "layers_ready": 1, "weights_digest": "d", "copy": "there", "epoch": 1, "plan_id": "",
         "context_tokens": 256, "max_running_requests": 64, "load": None,
     }  # fmt: skip
     [model] = status["models"]

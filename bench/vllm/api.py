@@ -26,7 +26,7 @@ from bench.openai_events import CompletionRequest
 from bench.replay.plan import prompt_of
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import Streamed, ask
-from bench.vllm_server import START_S, VllmServer, settle
+from bench.vllm.server import START_S, VllmServer, settle
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack

@@ -41,7 +41,8 @@ from bench.lab.network import Network
 from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from bench.stream_client import StreamFailed
-from bench.vllm_server import settle
+from bench.vllm.server import settle
+from bench.vllm.targets import Group, kept_warm, scale_to
 from bench.zero import bandwidth
 from bench.zero.wake import Sleeper, Wake
 from shared.checkpoint import Checkpoint, inspect_checkpoint
@@ -89,6 +90,9 @@ class Row:
             "ideal_s": round(self.ideal_s, 3),
             "over_ideal": round(median(times_s) / self.ideal_s, 3),
             "weights_s": round(median(w.parts_ms["loaded"] for w in self.wakes) / 1000, 3),
+            "after_weights_s": round(
+                median(w.parts_ms["served"] + w.parts_ms["answered"] for w in self.wakes) / 1000, 3
+            ),
             "start_s": round(median(w.parts_ms["served"] for w in self.wakes) / 1000, 3),
             "answer_s": round(median(w.warm_ttft_s for w in self.wakes), 4),
         }
@@ -122,12 +126,14 @@ async def measure(
     *,
     repetitions: int,
     alone: bool,
+    targets: int,
     say: Say,
-) -> tuple[list[Row], list[Alone]]:
-    """Raises ``LabUnavailable``, ``LabFailed``, ``StackError``, ``BlitzError`` and ``StreamFailed``; nothing is left
-    behind."""
+) -> tuple[list[Row], list[Alone], list[dict[str, Any]]]:
+    """Wakes, vLLM by itself, and how one worker and ``targets`` of them scale (nothing, if that is 0). Raises
+    ``LabUnavailable``, ``LabFailed``, ``StackError``, ``BlitzError`` and ``StreamFailed``; nothing is left behind."""
     rows: list[Row] = []
     processes: list[Alone] = []
+    groups: list[dict[str, Any]] = []
     for mb in sizes_mb:
         path = await asyncio.to_thread(make_checkpoint, folder / f"models-{mb}", round(mb * 1e6 / _MIB))
         checkpoint = inspect_checkpoint(path, with_hash=False, generic=True)
@@ -140,7 +146,13 @@ async def measure(
             processes.append(await asyncio.to_thread(_alone, python, mb, checkpoint, min(repetitions, MAX_PROCESSES)))
             took = processes[-1].document()
             say(f"{mb} MB, vLLM alone: {took['cold_s']} s, {took['warm_s']} s when cached")
-    return rows, processes
+        one_s = 0.0
+        for number in (1, targets) if targets else ():
+            group = await _scaled(python, mb, checkpoint, number, rate, folder / f"{number}-of-{mb}", repetitions)
+            one_s = one_s or median(group.serving_s)
+            groups.append(group.document(one_s))
+            say(f"{mb} MB, {number} at once: {groups[-1]['serving_s']} s, {groups[-1]['copies_after']} copies stay")
+    return rows, processes, groups
 
 
 async def _wakes(
@@ -165,15 +177,26 @@ async def _first_wakes(
     for number in range(repetitions):
         async with _sleeping(python, checkpoint, "started", rate, folder / str(number)) as (network, stack, sleeper):
             await stack.admin.set_model(stack.model, SetModelBody(warm=True))
-            deadline_s = time.monotonic() + LIMIT_S
-            while not any(worker.warm_for for worker in await stack.admin.workers()):
-                if time.monotonic() > deadline_s:
-                    raise LabFailed(f"no vLLM waits for {stack.model} after {LIMIT_S:g} s")
-                await asyncio.sleep(0.5)
+            await kept_warm(stack, 1)
             found.append(await _wake(network, stack, sleeper, checkpoint.layout.num_bytes))
     return Row(
         stage, mb, checkpoint.layout.num_bytes, tuple(per_s for per_s, _ in found), tuple(wake for _, wake in found)
     )
+
+
+async def _scaled(
+    python: str, mb: int, checkpoint: Checkpoint, num_targets: int, rate: Rate, folder: Path, repetitions: int
+) -> Group:
+    """Each of workers that have not served before."""
+    num_bytes = checkpoint.layout.num_bytes
+    found = []
+    for number in range(repetitions):
+        part = folder / str(number)
+        async with _sleeping(python, checkpoint, "started", rate, part, num_targets) as (network, stack, _):
+            await stack.admin.set_model(stack.model, SetModelBody(warm=True))
+            await kept_warm(stack, num_targets)
+            found.append(await scale_to(network, stack, num_bytes, num_targets))
+    return Group(mb, num_targets, num_bytes, *zip(*found, strict=True))
 
 
 async def _wake(network: Network, stack: LabStack, sleeper: Sleeper, num_bytes: int) -> tuple[float, Wake]:
@@ -190,11 +213,11 @@ async def _wake(network: Network, stack: LabStack, sleeper: Sleeper, num_bytes: 
 
 @asynccontextmanager
 async def _sleeping(
-    python: str, checkpoint: Checkpoint, waits: str, rate: Rate, folder: Path
+    python: str, checkpoint: Checkpoint, waits: str, rate: Rate, folder: Path, num_targets: int = 1
 ) -> AsyncIterator[tuple[Network, LabStack, Sleeper]]:
     async with AsyncExitStack() as running:
-        network = running.enter_context(Network(2, rate))
-        # The first host holds the copy and has no room for an instance, the second one is the other way round.
+        network = running.enter_context(Network(1 + num_targets, rate))
+        # The first host holds the copy and has no room for an instance, the others are the other way round.
         stack = await running.enter_async_context(
             LabStack(
                 network,
@@ -208,7 +231,7 @@ async def _sleeping(
                 },
                 service_env={"monitor": {"BLITZ_MONITOR_DOWN_WINDOW_S": "0"}},
                 copies_on=(0,),
-                arenas_on=(1,),
+                arenas_on=range(1, 1 + num_targets),
                 min_instances=0,
                 model_engine="vllm",
                 model_engine_args=_ARGUMENTS,
@@ -234,9 +257,9 @@ def _process_s(python: str, path: Path) -> float:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BLITZ_"))}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     began_s = time.perf_counter()
-    script = Path(__file__).with_name("vllm_process.py")
+    script = Path(__file__).with_name("process.py")
     with subprocess.Popen(
-        [python, "-I", str(script), str(path)],  # not with this folder, whose vllm.py is another one
+        [python, "-I", str(script), str(path)],
         env=environment | {"VLLM_PLUGINS": "none"},
         cwd=path,
         stdout=subprocess.PIPE,
@@ -259,6 +282,7 @@ def command(
     rate: Annotated[str, typer.Option(help="Of the link to the other host, per direction.")] = "1gbit",
     repetitions: Annotated[int, typer.Option(min=1, max=100, help="Medians are reported.")] = 3,
     alone: Annotated[bool, typer.Option(help="Measure vLLM by itself, too.")] = True,
+    targets: Annotated[int, typer.Option(min=0, max=8, help="So many workers at once, too, beside one; 0: no.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """The first token of a model of vLLM that sleeps, against the time that moving its weights takes at the least, by
@@ -266,31 +290,52 @@ def command(
     for the first time, or the one of the instance before, which has them. Needs root."""
     with usage():
         check_vllm(python)
-        chosen, sizes = chosen_of("stages", stages, STAGES), sizes_of(mb)
+        chosen, sizes = chosen_of("stages", stages, STAGES) if stages else (), sizes_of(mb)
         parsed = Rate.parse(rate)
         check_folder(json_file)
     with one_line("vllm", StreamFailed, OSError, TimeoutError):
-        rows, processes = asyncio.run(
+        rows, processes, groups = asyncio.run(
             until_signal(
                 "vllm",
                 lambda folder: measure(
-                    python, sizes, chosen, parsed, folder, repetitions=repetitions, alone=alone, say=say
+                    *(python, sizes, chosen, parsed, folder),
+                    repetitions=repetitions,
+                    alone=alone,
+                    targets=targets,
+                    say=say,
                 ),
             )
         )
     asked = f"blitzscale bench vllm --mb {mb} --stages {','.join(chosen)} --rate {rate} --repetitions {repetitions}"
     documents = [row.document() for row in rows]
     took = [one.document() for one in processes]
-    document = {"vllm": documents, "vllm_alone": took, "rate": rate, "machine": machine.describe(), "command": asked}
+    if targets:
+        asked += f" --targets {targets}"
+    document = {
+        "vllm": documents,
+        "vllm_alone": took,
+        "vllm_targets": groups,
+        "rate": rate,
+        "machine": machine.describe(),
+        "command": asked,
+    }
     write(json_file, document)
     table = Table(title="a model of vLLM that sleeps", title_justify="left")
-    keys = ("waits", "mb", "first_token_s", "first_token_worst_s", "ideal_s", "over_ideal", "weights_s", "start_s")
+    keys = (
+        "waits", "mb", "first_token_s", "first_token_worst_s", "ideal_s", "over_ideal", "weights_s", "after_weights_s",
+        "answer_s",
+    )  # fmt: skip
     for key in keys:
         table.add_column(key.replace("_", " "), justify="left" if key == "waits" else "right")
     for row in documents:
         table.add_row(*(str(row[key]) for key in keys))
     console = Console()
     console.print(table)
+    for group in groups:
+        console.print(
+            f"{group['targets']} at once, {group['mb']} MB: {group['serving_s']} s (worst {group['serving_worst_s']}), "
+            f"{group['over_one']} of one; copies in their memory {group['copies_before']}, then {group['copies_after']}"
+        )
     for one in took:
         console.print(f"vLLM alone, {one['mb']} MB: {one['cold_s']} s, {one['warm_s']} s from the page cache")
     for row in documents:

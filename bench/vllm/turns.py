@@ -22,7 +22,7 @@ from bench.replay.plan import prompt_of
 from bench.stats import Summary
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import Streamed, ask
-from bench.vllm_server import settle
+from bench.vllm.server import settle
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack

@@ -1,4 +1,4 @@
-"""Run by vLLM's own interpreter: ``PYTHON vllm_process.py CHECKPOINT`` loads it from disk, and says one token."""
+"""Run by vLLM's own interpreter: ``PYTHON process.py CHECKPOINT`` loads it from disk, and says one token."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import vllm_api
 from bench.command_line import check_vllm
 from bench.lab.errors import LabFailed
 from bench.openai_events import Usage
 from bench.stream_client import Endpoint, StreamClient
 from bench.streamed import Streamed
-from bench.vllm_api import ApiLoad, ApiResult, ApiRound, verdicts
-from bench.vllm_server import VllmServer, options_of
+from bench.vllm import api
+from bench.vllm.api import ApiLoad, ApiResult, ApiRound, verdicts
+from bench.vllm.server import VllmServer, options_of
 from shared.errors import BadRequest
 from tests.bench.fake_server import fake_server
 
@@ -78,7 +78,7 @@ def test_each_aim_is_met_or_missed(more_ms: float, ratio: float, word: str) -> N
 
 
 async def test_both_are_asked_the_same_in_alternation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_api, "REST_S", 0.0)
+    monkeypatch.setattr(api, "REST_S", 0.0)
     order: list[str] = []
     lines: list[str] = []
 
@@ -92,7 +92,7 @@ async def test_both_are_asked_the_same_in_alternation(monkeypatch: pytest.Monkey
 
     async with fake_server(noted("theirs")) as theirs, fake_server(noted("ours")) as ours:  # type: ignore[arg-type]
         clients = [StreamClient(Endpoint.of(server.url)) for server in (theirs, ours)]
-        result = await vllm_api.ask_rounds(clients, ApiLoad(2, 3), 2, lines.append)
+        result = await api.ask_rounds(clients, ApiLoad(2, 3), 2, lines.append)
         for client in clients:
             client.close()
     # One that does not count, then two that do; of two rounds, the same one is asked last and first.

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from bench.streamed import Streamed
-from bench.vllm_turns import VllmTurns, VllmTurnsResult, engine_of, weights_of
+from bench.vllm.turns import VllmTurns, VllmTurnsResult, engine_of, weights_of
 from shared.errors import BadRequest
 from shared.messages.operations import ScaleRecord, TargetRecord
 

@@ -1,0 +1,1 @@
+"""``blitzscale bench vllm``, ``vllm-api`` and ``vllm-turns``: vLLM as a worker's engine, beside vLLM by itself."""
