@@ -152,7 +152,7 @@ def add(
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
         "engine": engine,
-        "engine_args": _read_args(engine_args) if engine_args is not None else None,
+        "engine_args": read_args(engine_args) if engine_args is not None else None,
         "warm": warm,
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
@@ -165,7 +165,8 @@ def add(
         raise NotAdded(f"{', '.join(ignored)} had no effect: use `blitzscale models set {added.name}`")
 
 
-def _read_args(file: Path) -> dict[str, Any]:
+def read_args(file: Path) -> dict[str, Any]:
+    """The arguments of an engine, as the file has them. Raises ``NotAdded``."""
     try:
         with file.expanduser().open("rb") as opened:
             content = opened.read(MAX_ARGS_BYTES + 1)

@@ -18,11 +18,15 @@ from rich.table import Table
 
 from compose.admin import AdminClient, GatewayUnreachable
 from compose.cli.exit_status import INTERRUPTED
-from compose.cli.options import URL_DEFAULT, EngineName, Json, Url, ask, print_json
+from compose.cli.models import read_args
+from compose.cli.options import URL_DEFAULT, EngineArgsFile, Json, Url, ask, print_json
 from compose.errors import StackError
 from compose.gpus import check_gpus, gpus_here
+from services.gateway.request_bodies.engine_args import read_engine_args
 from services.worker.engine.kinds import check_device, engine_kind
 from shared.cgroup import num_cores
+from shared.engine_args import EngineArgs
+from shared.engines import NO_ENGINE, OTHERS
 from shared.errors import BadProfile, BadRequest, ModelNotFound
 from shared.messages.admin import ModelStatus, Status
 from shared.profile import Profile, write_profile
@@ -49,7 +53,14 @@ def profile(
         bool, typer.Option("--quick", help="Shorter prompts, smaller batches, fewer repetitions.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
-    engine: Annotated[EngineName, typer.Option(help="mock takes the times that it is told.")] = "torch",
+    engine: Annotated[
+        Literal["torch", "mock", "vllm"] | None,
+        typer.Option(
+            help="mock takes the times that it is told; vllm is that of BLITZ_VLLM_PYTHON.",
+            show_default="the registered model's, else torch",
+        ),
+    ] = None,
+    engine_args: EngineArgsFile = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What to compute on.")] = "cpu",
     threads: Annotated[
         int | None,
@@ -71,8 +82,13 @@ def profile(
     if status is not None and any(i.load and i.load.running_requests for i in status.instances):
         typer.echo("instances are serving requests: what is measured beside them is too slow", err=True)
     mutation_s = ask(url, lambda client: _mutation_s(client, name)) if registered is not None else None
+    chosen = engine or (registered.engine if registered is not None else "") or "torch"
+    if engine_args is not None:
+        args = read_engine_args(chosen if chosen in OTHERS else "", read_args(engine_args))
+    else:
+        args = registered.engine_args if registered is not None else None
     with _saying() as say:
-        measured = _measure(path, name, registered, threads, engine, device, quick, say)
+        measured = _measure(path, name, registered, threads, chosen, args, device, quick, say)
     if mutation_s is not None:
         measured = msgspec.structs.replace(measured, mutation_s=mutation_s, mutation_is_measured=True)
     try:
@@ -150,11 +166,14 @@ def _measure(
     registered: ModelStatus | None,
     threads: int | None,
     engine: str,
+    engine_args: EngineArgs | None,
     device: Literal["cpu", "cuda"],
     quick: bool,
     say: Callable[[str], None],
 ) -> Profile:
-    own = {"BLITZ_WORKER_ENGINE": engine, "BLITZ_WORKER_DEVICE": device, "BLITZ_PROFILES": ""}
+    is_ours = engine not in OTHERS
+    own = {"BLITZ_WORKER_DEVICE": device, "BLITZ_PROFILES": ""}
+    own |= {"BLITZ_WORKER_ENGINE": engine if is_ours else NO_ENGINE, "BLITZ_WORKER_ENGINES": "" if is_ours else engine}
     if threads is not None:
         own["BLITZ_WORKER_THREADS"] = str(threads)
     # Here: the engine takes seconds to import, and other commands need none of it.
@@ -165,17 +184,24 @@ def _measure(
     config = WorkerConfig.from_env(os.environ | own)
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     try:
-        check_device(engine, device, f"--device {device}")
+        check_device(config.engine, device, f"--device {device}")
         if device == "cuda":
             check_gpus(engine, gpus_here())
     except BadRequest as error:
         raise NotProfiled(error.message) from error
-    engine_kind(engine).set_threads(config.num_threads)
+    engine_kind(config.engine).set_threads(config.num_threads)
     say("reading the checkpoint")
-    checkpoint = inspect_checkpoint(path)
+    checkpoint = inspect_checkpoint(path, generic=not is_ours)
     if registered is not None and registered.model_hash not in ("", checkpoint.model_hash):
         raise BadProfile(f"{path} is not what {name} was when it was registered: was it replaced?")
-    return measure(checkpoint, name, config, QUICK if quick else Effort(), say)
+    effort = QUICK if quick else Effort()
+    if is_ours:
+        return measure(checkpoint, name, config, effort, say)
+    from services.pool.inspection import record_of
+    from services.worker.profiling.vllm import measure_vllm
+
+    record = msgspec.structs.replace(record_of(checkpoint, engine), name=name, engine_args=engine_args)
+    return measure_vllm(checkpoint, record, config, effort, say)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from shared.checkpoint import (
     CONFIG_FILE,
     IDENTITY_FILES,
     INDEX_FILE,
+    Checkpoint,
     check_file,
     inspect_checkpoint,
     is_file,
@@ -149,6 +150,11 @@ def _inspect(path: Path, engine: str = "") -> ModelRecord:
         if len(error.message) <= MAX_ERROR:
             raise
         raise BadCheckpoint(f"{error.message[:MAX_ERROR]}…") from None
+    return record_of(checkpoint, engine)
+
+
+def record_of(checkpoint: Checkpoint, engine: str) -> ModelRecord:
+    """Of a checkpoint with its hash, that the engine of this name serves; without a name for people."""
     layout = checkpoint.layout
     return ModelRecord(
         name="",

@@ -34,7 +34,9 @@ from shared.telemetry import tracer
 log = logging.getLogger(__name__)
 
 RELEASE_RETRY_S = 10.0
-"""After an instance began to serve, and between two tries: who scales up may scale on, from its copy."""
+"""After an instance began to serve, until its copy may go: who scales up may scale on, from this one."""
+MAX_RELEASE_PAUSES = 16
+"""The longest time between two tries, in those: it doubles."""
 DROP_RETRY_S = 0.5
 """How often a drained instance that holds the model's last copy asks whether it may go."""
 
@@ -278,7 +280,7 @@ class Scaling:
                         await self._vacate(instance, "it has drained")
                         await self._progress.tell(self._drain_plan_id, instance.instance_id, "spare")
                         return
-                    if instance.copy_is != "gone":
+                    if instance.has_copy():
                         self._mover.offer(instance)
                     await asyncio.sleep(DROP_RETRY_S)
             finally:
@@ -287,10 +289,12 @@ class Scaling:
     async def _release_copy(self, instance: Instance) -> None:
         """Weights that its engine has for itself are there for others alone. They go once the model has another copy in
         some memory."""
-        while self._slot.current() is instance and instance.copy_is != "gone":
-            await asyncio.sleep(RELEASE_RETRY_S)
+        pause_s = RELEASE_RETRY_S
+        while self._slot.current() is instance and instance.has_copy():
+            await asyncio.sleep(pause_s)
             if instance.state == "serving" and not instance.num_pins and instance.engine.has_own_weights:
                 await self._try_release(instance)
+                pause_s = min(2 * pause_s, MAX_RELEASE_PAUSES * RELEASE_RETRY_S)
 
     async def _try_release(self, instance: Instance) -> None:
         # From here on no report says that the copy is to stay, and the pool's word lasts.
@@ -306,7 +310,7 @@ class Scaling:
             async with self._accepting:
                 may_go = self._slot.current() is instance and instance.state == "serving" and not instance.num_pins
                 if may_go:
-                    self._mover.withdraw(instance)
+                    self._mover.give_up(instance)
                     instance.copy_is = "gone"
                     self._slot.changed()
                     await self._factory.release_weights()
@@ -317,7 +321,7 @@ class Scaling:
 
     async def _may_drop(self, instance: Instance) -> bool:
         """Whether the pool agrees that this copy may go: it is never the model's last."""
-        if instance.copy_is == "gone":
+        if not instance.has_copy():
             return True
         try:
             await self._registration.retire(instance.info())
@@ -328,6 +332,8 @@ class Scaling:
             return False
         if instance.state == "draining":
             return True
+        if not instance.has_copy():
+            return False  # since then, and it counts no more
         with contextlib.suppress(BlitzError):  # it was revived; the next heartbeat says so, too
             await self._registration.retire(instance.info(), undo=True)
         return False

@@ -215,7 +215,7 @@ class WorkerService:
 
     async def _let_go(self, instance: Instance) -> None:
         """Others read the copy until the pool does not need it any more, and then to the end of what they began."""
-        if instance.copy_is != "gone":
+        if instance.has_copy():
             await wait_until_retired(
                 lambda: self.parts.registration.retire(instance.info(), leaving=True),
                 f"the copy of {instance.record.name} in {instance.instance_id}",

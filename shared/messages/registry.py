@@ -199,8 +199,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_source(self) -> bool:
-        """Whether others can read a whole copy of its model there, and may go on to."""
-        return self.is_complete and self.copy == "there"
+        """Whether others can read a whole copy of its model there."""
+        return self.is_complete and self.copy != "gone"
 
 
 class HostCopy(msgspec.Struct, frozen=True, kw_only=True):

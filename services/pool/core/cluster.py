@@ -200,7 +200,7 @@ class ClusterView:
 
     def _refresh_exposed(self, model_hash: str, copies: ModelCopies | None) -> None:
         """``copies``: of a registered model. Of one that scales out it is not known yet where its instances will be."""
-        settled = copies is not None and bool(copies.serving) and not copies.num_coming
+        settled = copies is not None and bool(copies.all_serving) and not copies.coming
         held = self.only_copy(copies) if copies is not None and settled else None
         if copies is None or held is None:
             self.exposed.put(model_hash, None, FailureDomain.NONE, self.now_s)

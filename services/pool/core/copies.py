@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.failure_domains import FailureDomain, shared_domain
@@ -17,7 +18,7 @@ def complete_copies(report: WorkerHeartbeat) -> tuple[tuple[str, str, str, bool]
     copy that was freed or was to go, and is held again, has the same id and another serial. A GPU copy that ``serves``
     is to stay."""
     worker_id, found = report.worker.worker_id, []
-    if (held := report.instance) is not None and held.is_complete and held.copy != "gone":
+    if (held := report.instance) is not None and held.is_source:
         serves = held.state == "serving" and held.copy == "there"
         found.append((held.model_hash, gpu_copy_id(worker_id, held.instance_id), "", serves))
     ready = (c for c in report.host_copies if c.state == "ready")
@@ -53,8 +54,13 @@ class ModelCopies:
     record: ModelRecord | None = None
     """None: not registered. Of several names with the same weights the first: a copy serves every one of them."""
     serving: dict[str, WorkerInfo] = field(default_factory=dict)
+    """Those of instances that serve."""
     draining: dict[str, WorkerInfo] = field(default_factory=dict)
-    """Complete, and about to go."""
+    """The same: complete copies, and about to go."""
+    without_copy: dict[str, WorkerInfo] = field(default_factory=dict)
+    """Instances that serve, and whose weights nobody else can read."""
+    coming: set[str] = field(default_factory=set)
+    """Workers whose instance has not all weights, or has failed."""
     instances: set[str] = field(default_factory=set)
     """Workers with an instance of it, in any state."""
     instances_at: Counter[str] = field(default_factory=Counter)
@@ -75,9 +81,9 @@ class ModelCopies:
         return len(self.serving) + len(self.draining) + self.num_ready
 
     @property
-    def num_coming(self) -> int:
-        """Instances that do not serve yet, or have failed."""
-        return len(self.instances) - len(self.serving) - len(self.draining)
+    def all_serving(self) -> Mapping[str, WorkerInfo]:
+        """Workers whose instance serves, with a copy or without."""
+        return self.serving | self.without_copy
 
     @property
     def is_unknown(self) -> bool:
@@ -87,7 +93,7 @@ class ModelCopies:
     def domain_of(self, worker: WorkerInfo) -> FailureDomain:
         """What a copy on the worker has, or would have, in common with all instances that serve: the lower, the
         better a place it is."""
-        return shared_domain(worker, self.serving.values())
+        return shared_domain(worker, self.all_serving.values())
 
     def put_instance(self, worker: WorkerInfo) -> None:
         """A worker has an instance of it."""

@@ -138,14 +138,20 @@ class CopyIndex:
         copies.take_out_instance(report.worker)
         if there:
             copies.put_instance(report.worker)
-        copies.serving.pop(worker_id, None)
-        copies.draining.pop(worker_id, None)
-        if not there or not instance.is_complete or instance.copy == "gone":
-            pass  # some serve before they have all weights, and some when nobody can read them any more
-        elif instance.state == "serving" and instance.is_source and worker_id not in self._leaving:
+        for workers in (copies.serving, copies.draining, copies.without_copy):
+            workers.pop(worker_id, None)
+        copies.coming.discard(worker_id)
+        serves = instance.state == "serving" and worker_id not in self._leaving
+        if not there:
+            pass
+        elif not instance.is_complete:
+            copies.coming.add(worker_id)
+        elif instance.copy == "there" and serves:
             copies.serving[worker_id] = report.worker
-        else:
+        elif instance.copy != "gone":
             copies.draining[worker_id] = report.worker
+        elif serves:
+            copies.without_copy[worker_id] = report.worker
         self._changed_models.add(instance.model_hash)
         self._tidy(copies)
 

@@ -70,10 +70,11 @@ class Places:
         busy: Callable[[str], bool],
     ) -> str | None:
         """Apart from the instances first, then evenly."""
-        memory, hosts = self._memory, {w.host for w in copies.serving.values()}
+        serving = copies.all_serving
+        memory, hosts = self._memory, {w.host for w in serving.values()}
 
         def rank(worker_id: str) -> tuple[FailureDomain, Rank]:
-            return copies.domain_of(memory.workers[worker_id]), memory.rank(worker_id, copies.serving, hosts)
+            return copies.domain_of(memory.workers[worker_id]), memory.rank(worker_id, serving, hosts)
 
         def best_of(workers: Iterable[str]) -> str | None:
             fits = [w for w in workers if self._fits(copies, w, bytes_of) and not busy(memory.workers[w].host)]

@@ -94,6 +94,10 @@ class Instance:
         """All its units are there, and its engine waits for none. Some serve before that."""
         return self.load_s > 0
 
+    def has_copy(self) -> bool:
+        """Whether its weights are there, for others to read, be it for the last time."""
+        return self.copy_is != "gone"
+
     @property
     def state(self) -> InstanceState:
         return self._lifecycle.state

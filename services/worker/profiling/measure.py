@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import psutil
 
@@ -27,6 +28,7 @@ from services.worker.profiling.loads import load_from_disk, load_from_host
 from services.worker.profiling.rig import Rig, TimedChunk
 from shared.checkpoint import Checkpoint
 from shared.errors import BadRequest
+from shared.model_spec import AnySpec
 from shared.profile import (
     DecodeFit,
     DecodePoint,
@@ -69,23 +71,30 @@ def measure(
     gpu_name = _gpu_name(config)
     device = device_of(config.engine, config.device)
     arena = Arena(device.allocate(layout.num_bytes))
-    loads: list[LoadPoint] = []
-    say("loading from disk")
-    copy, first_s = load_from_disk(checkpoint, arena, clock)
-    times = [first_s]
-    while len(times) < effort.loads and (len(times) + 1) * first_s <= effort.most_s:
-        times.append(load_from_disk(checkpoint, arena, clock)[1])
-    loads.append(LoadPoint(source="disk", seconds=statistics.median(times), repetitions=len(times)))
-    loads += _from_host(copy, device, effort, say, clock)
-
+    _, loads = load_points(checkpoint, arena, device, effort, say, clock)
     say("preparing the engine")
     wanted_bytes = kv_pool_bytes(layout, config.block_size, -(-_most_tokens(effort) // config.block_size))
     kv = KvPool(device.allocate(min(config.kv_bytes, wanted_bytes)))
     engine = make_engine(config, layout, arena, kv, device)
     engine.prepare(0, engine.num_blocks)
     rig = Rig(engine, spec.vocab_size, clock)
-    measured = _Steps(rig, config, effort, spec.max_position, say)
+    measured = Steps(rig, config, effort, spec.max_position, say)
     measured.run()
+    return profile_of(checkpoint, name, config, spec, measured, loads, gpu_name=gpu_name)
+
+
+def profile_of(
+    checkpoint: Checkpoint,
+    name: str,
+    config: WorkerConfig,
+    spec: AnySpec,
+    measured: Steps,
+    loads: Sequence[LoadPoint],
+    *,
+    gpu_name: str = "",
+) -> Profile:
+    """Of what was measured. ``config``: as the engine computed."""
+    layout = checkpoint.layout
     return Profile(
         version=program_version(),
         measured_at_s=time.time(),
@@ -95,7 +104,7 @@ def measure(
         engine=config.engine,
         device=config.device,
         num_threads=config.num_threads,
-        num_layers=spec.num_layers,
+        num_layers=layout.num_layers,
         weights_bytes=layout.num_bytes,
         kv_bytes_per_token=spec.kv_bytes_per_token,
         chunk_tokens=config.prefill_chunk_tokens,
@@ -106,6 +115,24 @@ def measure(
         prefill_fit=measured.prefill_fit(),
         gpu_name=gpu_name,
     )
+
+
+def load_points(
+    checkpoint: Checkpoint,
+    arena: Arena,
+    device: Device,
+    effort: Effort,
+    say: Callable[[str], None],
+    clock: Callable[[], float],
+) -> tuple[WeightCopy, list[LoadPoint]]:
+    """A copy in the arena, and how long it took from where it may come. Raises ``BadCheckpoint``."""
+    say("loading from disk")
+    copy, first_s = load_from_disk(checkpoint, arena, clock)
+    times = [first_s]
+    while len(times) < effort.loads and (len(times) + 1) * first_s <= effort.most_s:
+        times.append(load_from_disk(checkpoint, arena, clock)[1])
+    loads = [LoadPoint(source="disk", seconds=statistics.median(times), repetitions=len(times))]
+    return copy, [*loads, *_from_host(copy, device, effort, say, clock)]
 
 
 def _gpu_name(config: WorkerConfig) -> str:
@@ -134,11 +161,28 @@ def _most_tokens(effort: Effort) -> int:
     return 4 * effort.max_prompt_tokens + effort.max_requests * FIRST_LENGTH * GROWTH
 
 
-class _Steps:
+class StepRig(Protocol):
+    """An engine by itself, whose steps are timed."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """That all requests together may have."""
+
+    def prefill(self, num_tokens: int, chunk_tokens: int) -> list[TimedChunk]:
+        """A prompt alone."""
+
+    def spread(self, num_tokens: int, num_requests: int, room: int) -> None:
+        """So many requests have a prompt of this length, each with ``room`` tokens more."""
+
+    def decode(self, num_requests: int, context_tokens: int, room: int, at: int) -> float:
+        """Seconds of a step of all of them, the ``at``-th after ``spread``."""
+
+
+class Steps:
     """Prompts of growing length, and behind each of them decodes in growing batches."""
 
     def __init__(
-        self, rig: Rig, config: WorkerConfig, effort: Effort, context_tokens: int, say: Callable[[str], None]
+        self, rig: StepRig, config: WorkerConfig, effort: Effort, context_tokens: int, say: Callable[[str], None]
     ) -> None:
         self._rig = rig
         self._config = config

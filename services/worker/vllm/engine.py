@@ -80,6 +80,8 @@ class VllmEngine:
         self._finishing: asyncio.Task[None] | None = None
         self._front: FrontProcess | None = None
         self._takes_others = False
+        self._owned = True
+        """Its process saw nothing of the memory that it had weights from before."""
         self._had_them = False
         """Its process waited with the weights of this model."""
         self._is_kept = False
@@ -142,7 +144,7 @@ class VllmEngine:
             self._on_end(str(error) or type(error).__name__)
 
     def _go_on(self, front: FrontProcess, started: StartedFront) -> None:
-        self._takes_others = started.takes_others
+        self._takes_others, self._owned = started.takes_others, started.owns_weights
         self._before = self._load = msgspec.structs.replace(started.load, running=0, waiting=0)
         if started.model_hash == self._model.model_hash:
             log.info("vLLM waited with the weights of this model")
@@ -165,7 +167,7 @@ class VllmEngine:
     @property
     def has_own_weights(self) -> bool:
         """See ``ServingEngine``."""
-        return self._had_them or self._weights.is_free
+        return self._owned and (self._had_them or self._weights.is_free)
 
     @property
     def _is_open(self) -> bool:
@@ -229,7 +231,7 @@ class VllmEngine:
         if front is not None and not self._is_kept:
             is_started = self._started.done() and not self._started.cancelled() and self._started.exception() is None
             shape, model_hash = self._model.shape, self._model.model_hash
-            kept = StartedFront(front, shape, model_hash, self._takes_others, self._load)
+            kept = StartedFront(front, shape, model_hash, self.has_own_weights, self._takes_others, self._load)
             self._is_kept = is_well and is_started and self._warm.keep(kept)
             if not self._is_kept:
                 front.close()

@@ -51,6 +51,8 @@ class StartedFront:
     shape: Shape
     model_hash: str
     """Of the weights that it has; empty: of none."""
+    owns_weights: bool
+    """It sees no memory of the worker's any more."""
     takes_others: bool
     """Whether other weights come into it as they would into a new one."""
     load: words.EngineLoad
@@ -139,7 +141,7 @@ class WarmFronts:
             if imported.lacks:
                 raise EngineBroken(imported.refusal)
             started = await front.answer(words.Started, START_S, model.start(""))
-            kept = StartedFront(front, model.shape, "", started.refills, words.EngineLoad())
+            kept = StartedFront(front, model.shape, "", True, started.refills, words.EngineLoad())
             if not started.refills:
                 log.info("no vLLM waits for %s: it takes weights at its start only", model.path)
                 if len(self._no_others) >= MAX_REMEMBERED:

@@ -37,6 +37,8 @@ class Copies:
     def __init__(self) -> None:
         self._offers: dict[tuple[CopyKind, str], Offer] = {}
         self._changed = Wakeup()
+        self.given_up = ""
+        """The instance that serves here without a copy, or was the last to do so."""
 
     def offer(self, offer: Offer) -> None:
         """Others may read this copy from now on."""
@@ -59,6 +61,8 @@ class Copies:
         planned with: it may itself be waiting for the receiver. Raises ``NotFound``.
         """
         if kind == "gpu":
+            if instance_id and instance_id == self.given_up:
+                raise NotFound(f"{instance_id} has no copy any more that others can read")
             try:
                 async with asyncio.timeout(ARRIVAL_WAIT_S):
                     await self._changed.until(lambda: any(k == "gpu" for k, _ in self._offers))

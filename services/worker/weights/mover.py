@@ -60,6 +60,11 @@ class WeightMover:
         """No new reader gets the instance's copy."""
         self.copies.withdraw("gpu", instance.copy)
 
+    def give_up(self, instance: Instance) -> None:
+        """The instance has no copy any more, and will not have one again."""
+        self.withdraw(instance)
+        self.copies.given_up = instance.instance_id
+
     async def end_feeds(self, instance: Instance) -> None:
         """The instance failed: the readers of its copy are told to go elsewhere."""
         self.withdraw(instance)

@@ -13,6 +13,7 @@ import pytest
 from services.worker import scaling, service
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.factory import InstanceFactory
+from services.worker.instance.registration import Registration
 from services.worker.memory.pieces import Piece
 from services.worker.weights.mover import WeightMover
 from shared import subjects
@@ -20,7 +21,7 @@ from shared.errors import Conflict, NotFound
 from shared.messages.common import Ack
 from shared.messages.feeds import FetchRange
 from shared.messages.plans import Stripe
-from shared.messages.registry import HeartbeatAck
+from shared.messages.registry import HeartbeatAck, InstanceInfo
 from tests.processes import process
 from tests.services.fake_gateway import expected_tokens
 from tests.services.worker.late_workers import TIMINGS, late_engines
@@ -483,11 +484,47 @@ async def test_a_copy_that_its_engine_does_not_need_goes_once_the_pool_agrees(al
 
 
 @pytest.mark.usefixtures("own_weights")
-async def test_the_next_model_comes_whole_where_a_copy_was_just_given_up(alone: LoneWorker) -> None:
-    for number in range(5):
-        instance_id = await alone.serve(epoch=10 + number)
-        await eventually(lambda: alone.pool.retired != [])
-        await alone.drain(instance_id, f"drain-{number}")
-        await alone.reported(f"drain-{number}", "spare")
-        alone.pool.retired.clear()
-    assert alone.worker.fatal == []
+async def test_the_next_model_waits_until_the_pages_of_a_copy_are_back(
+    alone: LoneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, go, begun = InstanceFactory.release_weights, asyncio.Event(), asyncio.Event()
+
+    async def slowly(factory: InstanceFactory) -> None:
+        begun.set()
+        await go.wait()
+        await real(factory)
+
+    monkeypatch.setattr(InstanceFactory, "release_weights", slowly)
+    instance_id = await alone.serve(epoch=10)
+    await begun.wait()
+    await alone.drain(instance_id)
+    await alone.reported("drain-1", "spare")
+    plan = alone.plan(epoch=11)
+    await alone.publish(plan)
+    await asyncio.sleep(0.2)
+    assert alone.events(plan.plan_id) == []
+    alone.pool.retire_error = Conflict("the last copy")
+    go.set()
+    await alone.reported(plan.plan_id, "serving")
+    copy = alone.worker.serving.copy
+    assert [copy.bad_ranges(unit) for unit in range(len(copy.layout.units))] == [()] * len(copy.layout.units)
+
+
+@pytest.mark.usefixtures("own_weights")
+async def test_a_copy_that_somebody_begins_to_read_while_the_pool_is_asked_stays(
+    alone: LoneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def retire(_registration: Registration, _instance: InstanceInfo, **_: bool) -> None:
+        asked.set()
+        await answer.wait()
+
+    monkeypatch.setattr(Registration, "retire", retire)
+    await alone.serve()
+    await asked.wait()
+    with alone.worker.serving.pinned():
+        await eventually(lambda: _copy_is(alone) == "leaves")
+        answer.set()
+        await eventually(lambda: _copy_is(alone) == "there")
+    await eventually(lambda: _copy_is(alone) == "gone")

@@ -59,6 +59,8 @@ class Cluster:
     traffic: NetworkTraffic
     copies: tuple[WorkerCopy, ...] = ()
     """Complete ones."""
+    serves: bool = False
+    """An instance of the model has all weights, whether others can read them or not."""
     loading: tuple[WorkerCopy, ...] = ()
     """Copies that will be complete: they forward what they receive."""
     refused: tuple[str, ...] = ()
@@ -198,7 +200,7 @@ class Clusters:
                 instance_id = r.instance.instance_id
                 remaining = (remaining_s or {}).get((name, instance_id))
                 if r.instance.is_source:
-                    leaves = r.state == "draining" or r.leaves
+                    leaves = r.state == "draining" or r.leaves or r.instance.copy == "leaves"
                     ships_kv = r.instance.role == "prefill" and bool(decodes_at - {r.worker.host})
                     copies.append(WorkerCopy(r.worker, "gpu", instance_id, leaves, sending, ships_kv=ships_kv))
                 elif r.state in ("loading", "live", "serving") and not r.instance.is_complete and remaining is not None:
@@ -222,6 +224,7 @@ class Clusters:
             spare=spare.without(shunned) if shunned else spare,
             traffic=self._traffic,
             copies=tuple(copies),
+            serves=any(r.instance is not None and r.instance.is_complete and _is_copy_of(r, model) for r in mine),
             loading=tuple(loading),
             refused=(
                 *shortened([f"worker {w} is left out: {why}" for w, why in refused.items()], MAX_NAMES),

@@ -69,7 +69,7 @@ def scale_plan(
         chains=planned.chains,
         fallbacks=planned.fallbacks,
         keep_on_host=bool(planned.keepers),
-        early=traits_of(model.engine).serves_early and all(copy.kind != "gpu" for copy in cluster.copies),
+        early=traits_of(model.engine).serves_early and not cluster.serves,
         keepers=planned.keepers,
         valid_s=valid_s,
         give_up_s=give_up_s,

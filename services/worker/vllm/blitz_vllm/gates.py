@@ -83,7 +83,7 @@ class GatedLoad:
         try:
             with torch.no_grad():
                 self._take_all()
-            self._source.taken()
+            self._source.end()
         except BaseException as error:  # noqa: BLE001 - nobody must wait at a gate for ever
             self._error = error
         finally:

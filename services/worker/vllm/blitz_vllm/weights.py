@@ -25,14 +25,16 @@ def register() -> None:
             """Nothing: the worker has them."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            _load(model, model_config, self.load_config.model_loader_extra_config["socket"])
+            source = _load(model, model_config, self.load_config.model_loader_extra_config["socket"])
+            if source is not None:
+                source.end()
 
     register_model_loader(FORMAT)(BlitzModelLoader)
 
 
-def _load(model: Any, model_config: Any, socket_path: str) -> None:
-    """All weights, as they come; without a socket, some that mean nothing. Raises ``ConnectionError`` where they do not
-    come, ``ValueError`` where some are missing."""
+def _load(model: Any, model_config: Any, socket_path: str) -> WeightsSource | None:
+    """All weights, as they come, from a source that is to be ended; without a socket, some that mean nothing. Raises
+    ``ConnectionError`` where they do not come, ``ValueError`` where some are missing."""
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -40,17 +42,18 @@ def _load(model: Any, model_config: Any, socket_path: str) -> None:
     expected = model.__dict__.setdefault("_blitz_expected", frozenset(name for name, _ in model.named_parameters()))
     if not socket_path:
         DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, model_config)
-        return
+        return None
     source = WeightsSource(socket_path)
     try:
         loaded = model.load_weights(chain.from_iterable(source.units()))
-        source.taken()
-    finally:
+        missing = expected - set(loaded or ())
+        # As vLLM's own loader: methods of quantisation have parameters that no checkpoint has.
+        if loaded is not None and missing and model_config.quantization is None:
+            raise ValueError(f"weights that did not come: {', '.join(sorted(missing)[:5])}")
+    except BaseException:
         source.close()
-    missing = expected - set(loaded or ())
-    # As vLLM's own loader: methods of quantisation have parameters that no checkpoint has.
-    if loaded is not None and missing and model_config.quantization is None:
-        raise ValueError(f"weights that did not come: {', '.join(sorted(missing)[:5])}")
+        raise
+    return source
 
 
 def register_refill() -> None:
@@ -79,6 +82,8 @@ def register_refill() -> None:
         init_info_cls = Nothing
         update_info_cls = From
         gated: GatedLoad | None = None
+        source: WeightsSource | None = None
+        """Until what came has its place: some modules keep views of it until then."""
 
         def init_transfer_engine(self, init_info: Nothing) -> None:
             """Nothing: the worker says where its weights are."""
@@ -100,7 +105,7 @@ def register_refill() -> None:
                 self.gated.start()
                 return
             initialize_layerwise_reload(self.model)
-            _load(self.model, self.model_config, update_info.socket)
+            self.source = _load(self.model, self.model_config, update_info.socket)
 
         def finish_weight_update(self) -> None:
             gated, self.gated = self.gated, None
@@ -113,6 +118,9 @@ def register_refill() -> None:
                 # It has the other's tensors, and what was made of the earlier ones.
                 if (method := getattr(module, "quant_method", None)) is not None:
                     method.process_weights_after_loading(module)
+            source, self.source = self.source, None
+            if source is not None:
+                source.end()
 
         def shutdown(self) -> None:
             """Nothing is held between two updates."""

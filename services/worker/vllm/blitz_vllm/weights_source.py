@@ -133,14 +133,16 @@ class WeightsSource:
             flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin + tensor.offset)
         return flat.view(tensor.shape)
 
-    def taken(self) -> None:
-        """Tell the worker that all weights have been taken, and whether the model still has views of its memory. No
-        more of them can be had."""
+    def end(self) -> None:
+        """Tell the worker that all weights have their places, and whether the model still has views of its memory."""
         mapped = weakref.ref(self._map)
         del self._map
         if mapped() is not None:
             gc.collect()
-        self._socket.sendall(COPIED if mapped() is None else TAKEN)
+        try:
+            self._socket.sendall(COPIED if mapped() is None else TAKEN)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Views stay valid: the mapping goes with the last of them."""

@@ -73,6 +73,12 @@ def test_instances_serve_before_they_are_whole_where_nobody_else_serves_and_thei
     assert not event(asleep, 1).early
     awake = cluster(record("w0", "serving"), record("w4"))
     assert not event(awake, 1, model=others).early
+    alone = record("w0", "serving")
+    assert alone.instance is not None
+    without = msgspec.structs.replace(alone, instance=msgspec.structs.replace(alone.instance, copy="gone"))
+    kept = cluster(without, record("w3", host_copy="ready"), record("w4"))
+    assert [copy.kind for copy in kept.copies] == ["host"]
+    assert not event(kept, 1, model=others).early
 
 
 def test_targets_have_the_epochs_of_their_leases_and_sources_have_none() -> None:
