@@ -78,7 +78,7 @@ def measure(
     engine = make_engine(config, layout, arena, kv, device)
     engine.prepare(0, engine.num_blocks)
     rig = Rig(engine, spec.vocab_size, clock)
-    measured = Steps(rig, config, effort, spec.max_position, say)
+    measured = TimedSteps(rig, config, effort, spec.max_position, say)
     measured.run()
     return profile_of(checkpoint, name, config, spec, measured, loads, gpu_name=gpu_name)
 
@@ -88,7 +88,7 @@ def profile_of(
     name: str,
     config: WorkerConfig,
     spec: AnySpec,
-    measured: Steps,
+    measured: TimedSteps,
     loads: Sequence[LoadPoint],
     *,
     gpu_name: str = "",
@@ -178,7 +178,7 @@ class StepRig(Protocol):
         """Seconds of a step of all of them, the ``at``-th after ``spread``."""
 
 
-class Steps:
+class TimedSteps:
     """Prompts of growing length, and behind each of them decodes in growing batches."""
 
     def __init__(

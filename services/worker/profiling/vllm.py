@@ -19,7 +19,7 @@ from services.worker.device.memory import SharedMemory
 from services.worker.engine.loop import StepOutput
 from services.worker.memory.arena import Arena
 from services.worker.memory.weight_copy import WeightCopy
-from services.worker.profiling.measure import Effort, Steps, load_points, profile_of
+from services.worker.profiling.measure import Effort, TimedSteps, load_points, profile_of
 from services.worker.profiling.rig import TimedChunk
 from services.worker.vllm.engine import VllmEngine
 from services.worker.vllm.served_model import ServedModel, served_model
@@ -61,7 +61,7 @@ def measure_vllm(
         try:
             rig.start()
             bounded = replace(effort, max_prompt_tokens=min(effort.max_prompt_tokens, limits.max_batch_tokens))
-            measured = Steps(rig, as_it_serves, bounded, limits.limit_tokens, say)
+            measured = TimedSteps(rig, as_it_serves, bounded, limits.limit_tokens, say)
             measured.run()
         finally:
             rig.close()
