@@ -18,8 +18,6 @@ MAX_SHOWN = 80
 class EngineTraits:
     """Of one engine, or of several that are alike in these."""
 
-    name: str
-    """For people."""
     lends_layers: bool
     """An instance computes layers for one that still loads: live scaling, in pairs."""
     moves_kv: bool
@@ -31,12 +29,11 @@ class EngineTraits:
     """Longest that an instance may take to start, beside its weights."""
 
 
-LAYERED = EngineTraits(name="layered", lends_layers=True, moves_kv=True)
+LAYERED = EngineTraits(lends_layers=True, moves_kv=True)
 """Our own, which models have by default: they compute layer by layer, whichever of them a worker has."""
 
 OTHERS: Mapping[str, EngineTraits] = {
     "vllm": EngineTraits(
-        name="vllm",
         lends_layers=False,
         moves_kv=False,
         serves_early=True,
@@ -65,4 +62,4 @@ def traits_of(name: str) -> EngineTraits:
     serve."""
     if not name:
         return LAYERED
-    return OTHERS.get(name) or EngineTraits(name=name, lends_layers=False, moves_kv=False)
+    return OTHERS.get(name) or EngineTraits(lends_layers=False, moves_kv=False)

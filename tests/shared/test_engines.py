@@ -18,7 +18,7 @@ def test_a_model_that_names_none_has_an_engine_of_ours() -> None:
 
 def test_one_that_only_a_newer_process_knows_does_nothing_but_serve() -> None:
     traits = traits_of("newer")
-    assert (traits.name, traits.lends_layers, traits.moves_kv) == ("newer", False, False)
+    assert (traits.lends_layers, traits.moves_kv) == (False, False)
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
