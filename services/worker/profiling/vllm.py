@@ -61,7 +61,9 @@ def measure_vllm(
         try:
             rig.start()
             bounded = replace(effort, max_prompt_tokens=min(effort.max_prompt_tokens, limits.max_batch_tokens))
-            measured = TimedSteps(rig, as_it_serves, bounded, limits.limit_tokens, say)
+            # Requests do not begin together: each has twice the tokens that are timed.
+            context_tokens = limits.limit_tokens - effort.repetitions - 2
+            measured = TimedSteps(rig, as_it_serves, bounded, context_tokens, say)
             measured.run()
         finally:
             rig.close()
