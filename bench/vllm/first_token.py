@@ -278,7 +278,9 @@ def command(
     *,
     python: VllmPython = "",
     mb: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the models, in 10^6 bytes.")] = "400",
-    stages: Annotated[str, typer.Option(metavar="NAME,NAME", help="What waits.")] = ",".join(STAGES),
+    stages: Annotated[str, typer.Option(metavar="NAME,NAME", help="What waits; empty: nothing is woken.")] = ",".join(
+        STAGES
+    ),
     rate: Annotated[str, typer.Option(help="Of the link to the other host, per direction.")] = "1gbit",
     repetitions: Annotated[int, typer.Option(min=1, max=100, help="Medians are reported.")] = 3,
     alone: Annotated[bool, typer.Option(help="Measure vLLM by itself, too.")] = True,

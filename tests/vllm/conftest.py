@@ -97,7 +97,7 @@ class Serving:
             vocab_size=layout.of.vocab_size,
             check=lambda: None,
         )
-        weights = WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte)
+        self.weights = weights = WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte)
         self.engine = VllmEngine(self.model, weights, self._put, self.failures.append, warm, early=early)
 
     def _put(self, output: StepOutput) -> None:
@@ -123,12 +123,13 @@ class Serving:
         async with asyncio.timeout(PATIENCE_S):
             await self.fill(pause_s=pause_s)
             await self.engine.until_ready()
-            await self.loses_its_copy()
+            await self.may_lose_its_copy()
 
-    async def loses_its_copy(self) -> None:
-        """vLLM has weights of its own: what it got them from is nothing any more."""
-        await eventually(lambda: self.engine.has_own_weights)
-        self.memory.bytes[:] = 0xFF
+    async def may_lose_its_copy(self) -> None:
+        """Where vLLM says that it has weights of its own, what it got them from is nothing any more."""
+        await eventually(lambda: self.engine.has_own_weights or self.weights.taken.is_set())
+        if self.engine.has_own_weights:
+            self.memory.bytes[:] = 0xFF
 
     async def submit(
         self,

@@ -47,6 +47,7 @@ async def test_it_computes_as_layers_come(family: str, tmp_path: Path) -> None:
         for path in paths:  # other weights, as they have always come
             serving = Serving(path, warm)
             await serving.start()
+            assert serving.engine.has_own_weights
             expected.append(await answers(serving))
             await serving.close()
         assert expected[0] != expected[1]
