@@ -151,9 +151,14 @@ class PairMember(Generic[M]):
             self._broke(error)
             done = None  # as if nothing came of it: the machine must not wait for ever
         if isinstance(done, Coroutine):
-            self.under_way[type(action)] = self._start(self._until_done(action, done))
+            self.under_way[type(action)] = self._start_acting(action, done)
         elif action.lands and done is not LATER:
             self.handle(HasLanded(action, done))
+
+    def _start_acting(self, action: Action, work: Coroutine[Any, Any, Any]) -> asyncio.Task[None]:
+        task = self._start(self._until_done(action, work))
+        task.add_done_callback(lambda _: work.close())  # cancelled before its first step, it awaits nothing
+        return task
 
     async def _until_done(self, action: Action, work: Coroutine[Any, Any, Any]) -> None:
         try:

@@ -393,7 +393,7 @@ class LiveSource(PairMember[SourceMachine]):
     def _keep_alive(self, action: core.KeepAlive) -> None:
         if self._living is not None:
             self._living.cancel()
-        self._living = self._start(self._until_done(action, self._link.keep_alive())) if action.on else None
+        self._living = self._start_acting(action, self._link.keep_alive()) if action.on else None
 
     def _batch_done(self, action: core.Done) -> None:
         batch = self.batch(action.batch_id)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import warnings
 
 import pytest
 
 from services.worker import link
 from services.worker.core.live.machine import Lost
-from services.worker.core.live.source_words import BeginBatch
+from services.worker.core.live.source_words import BeginBatch, KeepAlive
 from services.worker.live import links
 from shared.errors import BadRequest, BlitzError, DeadlineExceeded, NotFound, Overloaded, PayloadTooLarge
 from shared.messages.codec import Message
@@ -144,6 +146,21 @@ async def test_a_target_that_is_lost_on_the_way_leaves_every_request_here(number
         source = await _source(ends)
         report = await source.over()
         assert (report.outcome, report.reason) == ("failed", "the target has no such pair: no such pair")
+        await _all_computed_here(ends)
+
+
+async def test_signs_of_life_that_end_before_the_first_are_cancelled_without_a_trace() -> None:
+    async with running_ends(batch_tokens=9) as ends:
+        source = await _source(ends)
+        await source.has_handed_over()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for on in (False, True, False, True):
+                source.live.carry_out[KeepAlive](KeepAlive(on))
+            await asyncio.sleep(0)
+            gc.collect()
+        assert not warned
+        await source.end()
         await _all_computed_here(ends)
 
 
