@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from bench.chaos.injected_fault import InjectedFault, now_s
-from bench.chaos.plan import Kill, kind_of
+from bench.chaos.plan import MOMENTS, Kill, kind_of
 
 _POLL_S = 0.02
+_MOMENT_S = 60.0
+"""So long a moment is waited for."""
 
 
 class Processes(Protocol):
@@ -54,11 +56,12 @@ class Killer:
             async with asyncio.TaskGroup() as following:
                 for kill in kills:
                     await asyncio.sleep(max(0.0, start_s + kill.at_s - now_s()))
-                    member = self._choose(kill)
-                    if member is None:
+                    if kill.kind in MOMENTS:
+                        following.create_task(self._strike_at_its_moment(kill))
+                    elif (member := self._choose(kill)) is not None:
+                        following.create_task(self._follow(kill, self._inject(kill, member)))
+                    else:
                         self.skipped[kill.kind] += 1
-                        continue
-                    following.create_task(self._follow(kill, self._inject(kill, member)))
         finally:
             for fault in self.faults:
                 if not fault.ends and fault.over_s is None:
@@ -71,6 +74,15 @@ class Killer:
     def kills(self) -> dict[str, int]:
         """How many, by kind."""
         return dict(sorted(Counter(fault.kind for fault in self.faults).items()))
+
+    async def _strike_at_its_moment(self, kill: Kill) -> None:
+        deadline_s = now_s() + _MOMENT_S
+        while (member := self._choose(kill)) is None:
+            if now_s() > deadline_s:
+                self.skipped[kill.kind] += 1
+                return
+            await asyncio.sleep(_POLL_S)
+        await self._follow(kill, self._inject(kill, member))
 
     def _choose(self, kill: Kill) -> str | None:
         names = sorted(name for name in self._processes.names() if kind_of(name) == kill.kind)

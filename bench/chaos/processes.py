@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
-from bench.chaos.plan import VLLM_KINDS, kind_of, worker_of
+from bench.chaos.plan import MOMENTS, VLLM_KINDS, kind_of, worker_of
 from compose.stack import Stack
 
 _FRONT, _CORE, _WORKER = "blitz_vllm", "VLLM::EngineCore", "VLLM::Worker"
 """A word of the command line of the first, and how vLLM calls its own."""
+_STARTED_BEFORE_S = 2.0
+"""One that is started for a load is there before its worker has said that it loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +26,13 @@ class Listed:
     pid: int
     parent: int
     command: tuple[str, ...]
+    age_s: float = 0.0
 
 
-def vllm_processes(worker: int, listed: Iterable[Listed]) -> Mapping[str, int]:
+def vllm_processes(worker: int, listed: Iterable[Listed], loading_s: float | None = None) -> Mapping[str, int]:
     """Ids by kind, of all that the worker of this id has started: the front of an engine, the engine's core, its
-    worker; and a front that has no core, as it has not begun to start one."""
+    worker; and a front that has no core, as it has not begun to start one. ``loading_s``: for how long the worker's
+    instance has loaded by now, if it does; older engines are refilled."""
     started = list(listed)
     found: dict[str, int] = {}
     for front in started:
@@ -40,6 +45,9 @@ def vllm_processes(worker: int, listed: Iterable[Listed]) -> Mapping[str, int]:
         found |= {"vllm_front": front.pid, "vllm_core": core}
         if (its := _titled(started, core, _WORKER)) is not None:
             found["vllm_worker"] = its
+            age_s = next(one.age_s for one in started if one.pid == its)
+            if loading_s is not None and age_s > loading_s + _STARTED_BEFORE_S:
+                found["vllm_refill"] = its
     return found
 
 
@@ -48,12 +56,14 @@ def _titled(started: Iterable[Listed], parent: int, title: str) -> int | None:
     return next(of, None)
 
 
-def _list(worker: int) -> list[Listed]:
+def list_processes(worker: int) -> list[Listed]:
+    """All that it has started."""
     listed = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(worker).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                listed.append(Listed(process.pid, process.ppid(), tuple(process.cmdline())))
+                age_s = time.time() - process.create_time()
+                listed.append(Listed(process.pid, process.ppid(), tuple(process.cmdline()), age_s))
     return listed
 
 
@@ -61,8 +71,10 @@ class StackProcesses:
     """``Processes``. Those of vLLM are called by the worker that has started them: ``vllm_core-2`` is of
     ``worker-2``."""
 
-    def __init__(self, stack: Stack, *, with_vllm: bool = False) -> None:
+    def __init__(self, stack: Stack, loading_s: Callable[[str], float | None], *, with_vllm: bool = False) -> None:
+        """``loading_s``: for how long the instance of a worker has loaded, if it does."""
         self._stack = stack
+        self._loading_s = loading_s
         own = tuple(stack.processes)
         workers = [name for name in own if kind_of(name) == "worker"]
         theirs = [f"{kind}{name.removeprefix('worker')}" for kind in VLLM_KINDS for name in workers]
@@ -77,8 +89,11 @@ class StackProcesses:
         """See ``Processes``."""
         if kind_of(name) not in VLLM_KINDS:
             return self._stack.processes[name].pid
-        worker = self._stack.processes[worker_of(name)].pid
-        return None if worker is None else vllm_processes(worker, _list(worker)).get(kind_of(name))
+        worker, kind = self._stack.processes[worker_of(name)].pid, kind_of(name)
+        loading_s = self._loading_s(worker_of(name)) if kind in MOMENTS else None
+        if worker is None or (kind in MOMENTS and loading_s is None):
+            return None
+        return vllm_processes(worker, list_processes(worker), loading_s).get(kind)
 
     def signal(self, name: str, number: int) -> None:
         """See ``Processes``."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from bench.chaos.processes import list_processes, vllm_processes
 from services.worker.vllm import warm as warm_module
 from services.worker.vllm.warm import WarmFronts
 from shared.errors import EngineBroken
 from tests.vllm.conftest import PYTHON, Serving, processes_of
 from tests.vllm.families import write_family
+from tests.wait_until import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -112,6 +118,40 @@ async def test_weights_that_do_not_come_end_it(tmp_path: Path) -> None:
         assert end.error is not None
         assert end.error.code == "engine_broken"
         assert processes_of(serving.engine) == []
+        assert warm.engine is None
+    finally:
+        await warm.close()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["at a gate", "in a refill"])
+@pytest.mark.parametrize("kind", ["vllm_front", "vllm_core", "vllm_worker"])
+async def test_killed_while_weights_come_nothing_waits_for_them(kind: str, early: bool, tmp_path: Path) -> None:
+    path = write_family(tmp_path / "m", "llama")
+    warm = await waiting(path)
+    try:
+        serving = Serving(path, warm, early=early)
+        serving.engine.prepare()
+        if early:
+            assert await serving.engine.until_open()
+            await serving.submit("waits", PROMPTS[0])
+        filling = asyncio.create_task(serving.fill(pause_s=0.5))
+        await asyncio.sleep(1.0)
+        started = processes_of(serving.engine)
+        os.kill(vllm_processes(os.getpid(), list_processes(os.getpid()))[kind], signal.SIGKILL)
+        killed_s = time.monotonic()
+        with pytest.raises(EngineBroken):
+            await serving.engine.until_ready()
+        if early:  # otherwise the load fails, and nobody has sent it requests
+            assert [type(error) for error in serving.failures] == [EngineBroken]
+            end = await serving.ends("waits")
+            assert end.error is not None
+            assert end.error.code == EngineBroken.code
+        assert time.monotonic() - killed_s < 5.0
+        assert not filling.done()
+        await filling  # for others to come: the worker's memory is its own
+        await serving.close()
+        assert started
+        await eventually(lambda: not any(psutil.pid_exists(pid) for pid in started))
         assert warm.engine is None
     finally:
         await warm.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -14,18 +15,24 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, InternalServerError
 from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM
 
+from bench.chaos.processes import list_processes, vllm_processes
 from compose.config import StackConfig
 from compose.stack import Stack
+from shared import subjects
+from shared.bus.nats import NatsBus
 from shared.messages.admin import Status
+from shared.messages.generation import GatewayHeartbeat, TokenBatch
+from shared.subjects import Process
 from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import until
 from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
 from tests.vllm.conftest import CONTEXT_TOKENS, PATIENCE_S, PYTHON
 from tests.vllm.families import write_family
+from tests.wait_until import WAIT_S, eventually
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
@@ -162,6 +169,73 @@ async def test_a_stream_goes_on_where_its_vllm_was_killed(stack: Stack) -> None:
             assert killed
             assert text == whole
             await serving(stack, 2)
+
+
+async def test_a_request_that_kills_vllm_ends_and_those_beside_it_go_on(stack: Stack) -> None:
+    await stack.admin.scale(NAME, 2, hold_s=3600.0)
+    await serving(stack, 2)
+    async with client_of(stack) as client, striking(stack) as strike:
+        whole = await text_of(client, 400)
+        others = [asyncio.create_task(text_of(client, 400)) for _ in range(4)]
+        await eventually(lambda: len(strike.seen) == 5)
+        strike.armed = True
+        with pytest.raises(InternalServerError, match="3 workers that died, the last time alone") as failed:
+            await text_of(client, 400)
+        assert failed.value.code == "poison_request"
+        assert len(strike.struck) == 3
+        assert await asyncio.gather(*others) == [whole] * 4
+        await serving(stack, 2)
+        assert await text_of(client, 400) == whole
+
+
+class Strike:
+    """The next request that nobody has heard of kills the vLLM that computes it, wherever that is."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self.seen: set[str] = set()
+        self.armed = False
+        self.struck: list[str] = []
+        self._poison = ""
+        self._attempt = 0
+
+    def on_tokens(self, batch: TokenBatch) -> None:
+        for part in batch.parts:
+            if self.armed and not self._poison and part.request_id not in self.seen:
+                self._poison = part.request_id
+            self.seen.add(part.request_id)
+            computes = part.token_ids or part.computing
+            if part.request_id == self._poison and part.attempt > self._attempt and computes:
+                self._attempt = part.attempt
+                self.struck.append(batch.worker_id)
+                worker = self._stack.processes[batch.worker_id].pid
+                assert worker is not None
+                os.kill(vllm_processes(worker, list_processes(worker))["vllm_worker"], signal.SIGKILL)
+
+
+@contextlib.asynccontextmanager
+async def striking(stack: Stack) -> AsyncIterator[Strike]:
+    """It hears what the gateway hears."""
+    strike, heard = Strike(stack), asyncio.Event()
+    bus = await NatsBus.connect(
+        stack.addresses.nats_url, name="gateway", id="strike", access=stack.nats_access("gateway")
+    )
+    subscribing: list[asyncio.Task[None]] = []
+
+    async def hear(gateway: Process) -> None:
+        await bus.subscribe(subjects.tokens(gateway), TokenBatch, strike.on_tokens)
+        heard.set()
+
+    def on_gateway(heartbeat: GatewayHeartbeat) -> None:
+        if not subscribing:
+            subscribing.append(asyncio.create_task(hear(Process(heartbeat.gateway_id, heartbeat.incarnation))))
+
+    try:
+        await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, on_gateway)
+        await asyncio.wait_for(heard.wait(), WAIT_S)
+        yield strike
+    finally:
+        await bus.close()
 
 
 async def test_instances_give_their_copies_up_and_others_come_from_the_one_that_stays(stack: Stack) -> None:

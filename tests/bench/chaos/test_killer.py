@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from bench.chaos import killer as killer_module
 from bench.chaos.injected_fault import InjectedFault, now_s
 from bench.chaos.killer import Killer
 from bench.chaos.plan import How, Kill
@@ -104,6 +105,23 @@ async def test_what_nobody_starts_again_is_over_when_it_is_gone() -> None:
     await killer.run([kill("vllm_core-0")], start_s=now_s())
     assert killer.faults[0].over_s is not None
     assert killer.faults[0].worker == "worker-0"
+
+
+async def test_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = FakeProcesses("vllm_refill-0", "worker-0")
+    processes.pids["vllm_refill-0"] = None
+    killer = Killer(processes)
+    running = asyncio.create_task(killer.run([kill("vllm_refill-0"), kill("worker-0")], start_s=now_s()))
+    while not processes.sent:
+        await asyncio.sleep(0)
+    assert processes.sent == [("worker-0", signal.SIGKILL)], "others are not late"
+    for name in processes.names():
+        processes.come_back(name)
+    await running
+    assert killer.kills() == {"vllm_refill": 1, "worker": 1}
+    monkeypatch.setattr(killer_module, "_MOMENT_S", 0.0)
+    await killer.run([kill("vllm_refill-0")], start_s=now_s())
+    assert killer.skipped == {"vllm_refill": 1}
 
 
 async def test_of_several_nats_servers_only_one_is_away_at_a_time() -> None:
