@@ -12,7 +12,7 @@ from bench.chaos.injected_fault import InjectedFault, now_s
 from bench.chaos.plan import MOMENTS, Kill, kind_of
 
 _POLL_S = 0.02
-_MOMENT_S = 60.0
+MOMENT_S = 60.0
 """So long a moment is waited for."""
 
 
@@ -76,7 +76,7 @@ class Killer:
         return dict(sorted(Counter(fault.kind for fault in self.faults).items()))
 
     async def _strike_at_its_moment(self, kill: Kill) -> None:
-        deadline_s = now_s() + _MOMENT_S
+        deadline_s = now_s() + MOMENT_S
         while (member := self._choose(kill)) is None:
             if now_s() > deadline_s:
                 self.skipped[kill.kind] += 1

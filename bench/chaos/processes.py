@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import psutil
 
 from bench.chaos.plan import MOMENTS, VLLM_KINDS, kind_of, worker_of
+from bench.vllm.server import CORE, FRONT, WORKER
 from compose.stack import Stack
 
-_FRONT, _CORE, _WORKER = "blitz_vllm", "VLLM::EngineCore", "VLLM::Worker"
-"""A word of the command line of the first, and how vLLM calls its own."""
 _STARTED_BEFORE_S = 2.0
 """One that is started for a load is there before its worker has said that it loads."""
 
@@ -36,14 +35,14 @@ def vllm_processes(worker: int, listed: Iterable[Listed], loading_s: float | Non
     started = list(listed)
     found: dict[str, int] = {}
     for front in started:
-        if front.parent != worker or _FRONT not in front.command:
+        if front.parent != worker or FRONT not in front.command:
             continue
-        core = _titled(started, front.pid, _CORE)
+        core = _titled(started, front.pid, CORE)
         if core is None:
             found["vllm_idle"] = front.pid
             continue
         found |= {"vllm_front": front.pid, "vllm_core": core}
-        if (its := _titled(started, core, _WORKER)) is not None:
+        if (its := _titled(started, core, WORKER)) is not None:
             found["vllm_worker"] = its
             age_s = next(one.age_s for one in started if one.pid == its)
             if loading_s is not None and age_s > loading_s + _STARTED_BEFORE_S:

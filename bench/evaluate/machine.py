@@ -63,6 +63,11 @@ class CpuTimes(msgspec.Struct, frozen=True):
     def now(cls) -> CpuTimes:
         return cls.parse(Path("/proc/stat").read_text(encoding="ascii"))
 
+    def shares_since(self, before: CpuTimes) -> tuple[float, float]:
+        """Of the time of all cores: not idle, and other machines of the host had it."""
+        total = max(1, self.total - before.total)
+        return 1 - (self.idle - before.idle) / total, (self.steal - before.steal) / total
+
 
 class Watch:
     """From ``watching``; ``conditions`` after its block."""
@@ -76,13 +81,13 @@ class Watch:
         """Called once."""
         said, _ = self._probe.communicate(timeout=_END_S)
         late, after = msgspec.json.decode(said, type=Summary), CpuTimes.now()
-        total = max(1, after.total - self._before.total)
+        busy_share, steal_share = after.shares_since(self._before)
         self._conditions = Conditions(
             timer_late_p50_s=late.p50,
             timer_late_p99_s=late.p99,
             timer_late_max_s=late.max,
-            steal_share=(after.steal - self._before.steal) / total,
-            busy_share=1 - (after.idle - self._before.idle) / total,
+            steal_share=steal_share,
+            busy_share=busy_share,
         )
 
     @property

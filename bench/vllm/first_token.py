@@ -336,7 +336,9 @@ def command(
     for group in groups:
         console.print(
             f"{group['targets']} at once, {group['mb']} MB: {group['serving_s']} s (worst {group['serving_worst_s']}), "
-            f"{group['over_one']} of one; copies in their memory {group['copies_before']}, then {group['copies_after']}"
+            f"{group['over_one']} of one; cores busy {group['busy_share']}, vLLM's part "
+            f"{group['vllm_cpu_s']} core s; copies in their memory {group['copies_before']}, then "
+            f"{group['copies_after']}"
         )
     for one in took:
         console.print(f"vLLM alone, {one['mb']} MB: {one['cold_s']} s, {one['warm_s']} s from the page cache")

@@ -26,6 +26,8 @@ START_S = 400.0
 STOP_S = 10.0
 SETTLED_S, SETTLED_SHARE = 60.0, 0.1
 """What waits for the next instance has imported when the machine has nothing to do any more."""
+FRONT, CORE, WORKER = "blitz_vllm", "VLLM::EngineCore", "VLLM::Worker"
+"""Processes of a worker's vLLM: a word of the command line of the first, and how vLLM calls its own."""
 _POLL_S = 0.1
 _LAST_BYTES = 1000
 

@@ -4,6 +4,7 @@ copies of the weights are in their memory once all serve."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from typing import Any
 
 import psutil
 
+from bench.evaluate.machine import CpuTimes
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
 from bench.lab.stack import LabStack
-from bench.vllm.server import settle
+from bench.vllm.server import CORE, FRONT, WORKER, settle
 from bench.zero import bandwidth
 from shared.messages.admin import InstanceStatus
 
@@ -36,6 +38,10 @@ class Group:
     bytes_per_s: tuple[float, ...]
     serving_s: tuple[float, ...]
     """From the plan until the last one served."""
+    busy_shares: tuple[float, ...]
+    """Of the time of all cores until then: not idle."""
+    vllm_cpu_s: tuple[float, ...]
+    """Core seconds of all vLLM's processes until then."""
     copies_before: tuple[float, ...]
     """Weights in shared memory, when all of them served: of so many copies."""
     copies_after: tuple[float, ...]
@@ -51,6 +57,8 @@ class Group:
             "serving_worst_s": round(max(self.serving_s), 3),
             "over_one": round(median(self.serving_s) / one_s, 3),
             "weights_s": round(self.model_bytes / median(self.bytes_per_s), 3),
+            "busy_share": round(median(self.busy_shares), 3),
+            "vllm_cpu_s": round(median(self.vllm_cpu_s), 2),
             "copies_before": round(median(self.copies_before), 2),
             "copies_after": round(median(self.copies_after), 2),
         }
@@ -66,15 +74,17 @@ async def kept_warm(stack: LabStack, num_workers: int) -> None:
 
 
 async def scale_to(network: Network, stack: LabStack, num_bytes: int, num_targets: int) -> tuple[float, ...]:
-    """Bytes per second of the link alone, seconds until all serve, and how many copies there are in shared memory then
-    and later. Raises ``LabFailed``, ``BlitzError``."""
+    """The tuples' members of a ``Group``, from ``bytes_per_s`` on. Raises ``LabFailed``, ``BlitzError``."""
     await asyncio.to_thread(settle)
     per_s = await asyncio.to_thread(bandwidth.link, network, num_bytes)
     await stack.wait_quiet()
+    cores, vllm_s = CpuTimes.now(), _vllm_cpu_s()
     asked = await stack.admin.scale(stack.model, num_targets, hold_s=HOLD_S)
     record = await stack.admin.scale_record(asked.plan_id, wait_s=LIMIT_S)
     if record.status != "done" or record.trigger_to_serving_ms is None or record.trigger_to_plan_ms is None:
         raise LabFailed(f"{num_targets} instances of {stack.model}: {record.status} {record.reason}")
+    busy_share, _ = CpuTimes.now().shares_since(cores)
+    vllm_s = _vllm_cpu_s() - vllm_s
     before = _shared_bytes() / num_bytes
 
     async def given_up() -> bool:
@@ -83,7 +93,18 @@ async def scale_to(network: Network, stack: LabStack, num_bytes: int, num_target
 
     await _until(given_up, "an instance keeps its copy")
     took_s = (record.trigger_to_serving_ms - record.trigger_to_plan_ms) / 1000
-    return per_s, took_s, before, _shared_bytes() / num_bytes
+    return per_s, took_s, busy_share, vllm_s, before, _shared_bytes() / num_bytes
+
+
+def _vllm_cpu_s() -> float:
+    """Core seconds that vLLM's processes have taken so far."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            command = process.cmdline()
+            if FRONT in command or (command and command[0].startswith((CORE, WORKER))):
+                total += sum(process.cpu_times()[:2])
+    return total
 
 
 def _shared_bytes() -> int:

@@ -119,7 +119,7 @@ async def test_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         processes.come_back(name)
     await running
     assert killer.kills() == {"vllm_refill": 1, "worker": 1}
-    monkeypatch.setattr(killer_module, "_MOMENT_S", 0.0)
+    monkeypatch.setattr(killer_module, "MOMENT_S", 0.0)
     await killer.run([kill("vllm_refill-0")], start_s=now_s())
     assert killer.skipped == {"vllm_refill": 1}
 
