@@ -172,13 +172,17 @@ def record_of(checkpoint: Checkpoint, engine: str) -> ModelRecord:
 
 
 def _refuse_own_code(path: Path, files: Iterable[FileDigest]) -> None:
-    """Engines of others read the whole ``config.json``; of code that a checkpoint brings, none is to hear."""
+    """Engines of others read the whole ``config.json``; of code that a checkpoint brings, none is to hear, and of no
+    other directory."""
     content = read_file(path / CONFIG_FILE)
     check_file(files, path / CONFIG_FILE, content)
-    if parse_json(path / CONFIG_FILE, content).get("auto_map"):
+    config = parse_json(path / CONFIG_FILE, content)
+    if config.get("auto_map"):
         raise BadCheckpoint(
             f"{CONFIG_FILE}: auto_map names code of the checkpoint's own, which an engine of others may run: remove it"
         )
+    if config.get("speculators_config") is not None:
+        raise BadCheckpoint(f"{CONFIG_FILE}: speculators_config names another model, from elsewhere: register that one")
 
 
 def main() -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import os
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -38,6 +40,7 @@ ARGUMENTS: dict[str, int | float | str | bool] = {
     "max_model_len": CONTEXT_TOKENS,
     "max_num_seqs": 8,
     "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 30,
 }
 PATIENCE_S = 400.0
 """A first start reads a gigabyte of cold files."""
@@ -71,7 +74,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Serving:
     """An engine, the weights that it gets, and what it put out."""
 
-    def __init__(self, path: Path, warm: WarmFronts, *, early: bool = False) -> None:
+    def __init__(self, path: Path, warm: WarmFronts, *, early: bool = False, **changed: Any) -> None:
+        """``changed``: of what is served."""
         self.checkpoint = inspect_checkpoint(path, generic=True)
         layout = self.checkpoint.layout
         self.memory = SharedMemory(layout.num_bytes)
@@ -82,7 +86,7 @@ class Serving:
         self.parts: dict[str, list[StreamPart]] = {}
         self.scores: dict[str, list[PromptLogprobs]] = {}
         self.failures: list[BlitzError] = []
-        self.model = ServedModel(
+        model = ServedModel(
             path=str(path),
             arguments=ARGUMENTS,
             tokenizer=words.Tokenizer(
@@ -91,12 +95,14 @@ class Serving:
                 end_ids=self.checkpoint.layout.of.eos_token_ids,
             ),
             limits=SchedulerConfig(num_blocks=128, block_size=16, context_tokens=CONTEXT_TOKENS, max_num_sequences=8),
-            shape=Shape(layout.hash, (), 1),
+            shape=Shape(layout.hash, ()),
             model_hash=self.checkpoint.model_hash,
             num_bytes=layout.num_bytes,
+            kv_bytes=1 << 30,
             vocab_size=layout.of.vocab_size,
             check=lambda: None,
         )
+        self.model = dataclasses.replace(model, **changed)
         self.weights = weights = WeightsServer(self.copy, self.memory.descriptor, self.memory.first_byte)
         self.engine = VllmEngine(self.model, weights, self._put, self.failures.append, warm, early=early)
 
@@ -139,6 +145,7 @@ class Serving:
         output: Sequence[int] = (),
         stops: tuple[int, ...] = (),
         alone_tokens: int = 0,
+        scope: str = "",
         **how: object,
     ) -> None:
         params = SamplingParams(**{"max_tokens": 16, "seed": 1, "temperature": 0.0, **how})  # type: ignore[arg-type]
@@ -151,6 +158,7 @@ class Serving:
             params=params,
             eos_token_ids=stops,
             alone_tokens=alone_tokens,
+            cache_scope=scope,
         )
         await asyncio.wrap_future(self.engine.submit(sequence))
 

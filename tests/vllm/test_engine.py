@@ -118,12 +118,21 @@ async def test_those_of_prompts_are_those_of_the_model(serving: Serving, model: 
     assert "unscored" not in serving.scores
 
 
+async def test_kv_is_found_by_those_of_its_scope_and_without_one_by_nobody(serving: Serving) -> None:
+    found = []
+    for number, scope in enumerate(("", "", "one key", "", "another key", "one key")):
+        name = f"scope{number}"
+        await serving.run(name, LONG[5], scope=scope)
+        found.append(serving.parts[name][0].cached_tokens > 0)
+    assert found == [False] * 5 + [True]
+
+
 async def test_a_prompt_that_is_scored_is_computed_whatever_is_there_of_it(
     serving: Serving, model: torch.nn.Module
 ) -> None:
-    tokens = await serving.run("before", LONG[3])
-    assert await serving.run("amid", LONG[3], prompt_logprobs=20, logprobs=2) == tokens
-    assert await serving.run("behind", LONG[3]) == tokens
+    tokens = await serving.run("before", LONG[3], scope="a key")
+    assert await serving.run("amid", LONG[3], scope="a key", prompt_logprobs=20, logprobs=2) == tokens
+    assert await serving.run("behind", LONG[3], scope="a key") == tokens
     assert [serving.parts[name][0].cached_tokens > 0 for name in ("amid", "behind")] == [False, True]
     check_scores(model, LONG[3], serving.scores["amid"], 20)
     logprobs = [one for part in serving.parts["amid"] for one in part.logprobs or ()]
@@ -264,6 +273,21 @@ async def test_what_has_no_room_is_refused_and_what_has_ended_ends(serving: Serv
     assert (end.finish_reason, end.offset, end.token_ids) == ("length", 4, ())
     fills = await serving.run("fills", [1] * (CONTEXT_TOKENS - 3), max_tokens=100)
     assert len(fills) == 3
+
+
+async def test_one_that_is_to_be_longer_than_there_is_room_for_ends_there(serving: Serving) -> None:
+    await serving.submit("long", PROMPTS[0], max_tokens=9000, min_tokens=9000)
+    assert (await serving.ends("long")).finish_reason == "length"
+    assert len(serving.tokens("long")) + len(PROMPTS[0]) == CONTEXT_TOKENS
+
+
+async def test_what_vllm_does_not_begin_no_other_vllm_is_asked_for(serving: Serving) -> None:
+    await serving.submit("refused", PROMPTS[0], logprobs=1_000_000)
+    end = await serving.ends("refused")
+    assert end.error is not None
+    assert end.error.code == BadRequest.code
+    assert "vLLM refuses this" in end.error.message
+    await serving.run("later", PROMPTS[0])
 
 
 async def test_what_is_cancelled_says_nothing_more(serving: Serving) -> None:

@@ -16,7 +16,8 @@ from services.worker.vllm import engine as engine_module
 from services.worker.vllm import warm as warm_module
 from services.worker.vllm.warm import MAX_FAILURES, WarmFronts
 from shared.errors import EngineBroken
-from tests.vllm.conftest import PYTHON, Serving, processes_of
+from tests.checkpoints import VOCAB_SIZE
+from tests.vllm.conftest import ARGUMENTS, PYTHON, Serving, processes_of
 from tests.vllm.families import write_family
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -168,6 +169,24 @@ async def test_what_does_not_start_is_not_tried_without_end(
     with pytest.raises(EngineBroken, match="ended with 1"):
         await serving.engine.until_ready()
     await serving.close()
+
+
+async def test_why_one_does_not_start_is_said_wherever_it_was_found(models: dict[str, Path]) -> None:
+    cold = WarmFronts(PYTHON, 1, "none")
+    too_much = {**ARGUMENTS, "kv_cache_memory_bytes": 1 << 50}
+    changes: dict[str, dict[str, object]] = {
+        "Available memory on node": {"arguments": too_much},  # by a process behind the one that we hear
+        rf"reads a vocabulary of {VOCAB_SIZE} tokens from config.json": {"vocab_size": 2_000_000},
+    }
+    try:
+        for why, changed in changes.items():
+            serving = Serving(models["first"], cold, **changed)
+            serving.engine.prepare()
+            with pytest.raises(EngineBroken, match=why):
+                await serving.start()
+            await serving.close()
+    finally:
+        await cold.close()
 
 
 ORPHAN = """

@@ -307,6 +307,10 @@ class VllmEngine:
             return
         if len(self._requests) >= self.limits.max_num_sequences + self.limits.max_queued_requests:
             raise Overloaded(f"{len(self._requests)} requests are here")
+        queued = sum(s.num_tokens for s in self._requests.values() if not s.num_emitted)
+        # As with our engine, a queue that is empty takes any prompt that fits.
+        if queued and queued + sequence.num_tokens > self.limits.max_queued_tokens:
+            raise Overloaded(f"{queued} tokens are queued, the limit is {self.limits.max_queued_tokens}")
         if sequence.is_scoring:
             self._check_scoring(len(sequence.prompt))
         sequence.arrived_s = time.monotonic()
@@ -446,7 +450,7 @@ class VllmEngine:
             if logprobs is None
             else tuple(TokenLogprobs(logprob=one.logprob, top=one.top) for one in logprobs),
             finish_reason=finish,
-            error=ErrorInfo.of(_error(sequence, output.error)) if finish == "error" else None,
+            error=ErrorInfo.of(_error(sequence, output)) if finish == "error" else None,
             cached_tokens=sequence.num_cached if first else 0,
         )
 
@@ -488,11 +492,11 @@ class VllmEngine:
         )
 
 
-def _error(sequence: ActiveSequence, said: str) -> BlitzError:
+def _error(sequence: ActiveSequence, output: words.Output) -> BlitzError:
     if sequence.is_guided:
         # A grammar that does not compile, or met a limit; vLLM says no more than that.
-        return BadRequest(f"response_format: the answer cannot follow this grammar: {said}", param=GUIDE)
-    return Internal(said)
+        return BadRequest(f"response_format: the answer cannot follow this grammar: {output.error}", param=GUIDE)
+    return BadRequest(f"vLLM refuses this: {output.error}") if output.refused else Internal(output.error)
 
 
 def _guide(sequence: ActiveSequence) -> words.GuideWord | None:
@@ -515,6 +519,7 @@ def _add(sequence: ActiveSequence, name: str, limit_tokens: int, end_ids: tuple[
     ``ValueError`` for a grammar that is none."""
     params, num_output = sequence.params, len(sequence.output)
     stop_ids = {*sequence.stop_ids, *(end_ids if sequence.is_guided else ())}
+    max_tokens = max(1, min(params.max_tokens - num_output, limit_tokens - sequence.num_tokens))
     return words.Add(
         id=name,
         token_ids=tuple(sequence.tokens),
@@ -523,8 +528,8 @@ def _add(sequence: ActiveSequence, name: str, limit_tokens: int, end_ids: tuple[
         guide=_guide(sequence),
         alone=sequence.alone,
         sampling=words.Sampling(
-            max_tokens=max(1, min(params.max_tokens - num_output, limit_tokens - sequence.num_tokens)),
-            min_tokens=max(0, params.min_tokens - num_output),
+            max_tokens=max_tokens,
+            min_tokens=min(max_tokens, max(0, params.min_tokens - num_output)),
             seed=params.seed,
             temperature=params.temperature,
             top_p=params.top_p,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=msgspec.Struct)
 
-LAST_LINES = 20
+LAST_LINES = 200
 MAX_LINE_CHARACTERS = 400
 MAX_UNSENT_BYTES = 256 << 20
 """Of a process that does not read."""
@@ -46,9 +47,15 @@ _OURS = {
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",
     # vLLM would bind the threads of all engines of a host to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # The other one, where Triton is, takes no logits processor of the kind that accounts for what was put out before.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
-_NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_")
-"""What these begin is not passed on: it has other packages, and our passwords are none of vLLM's business."""
+_NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_", "VLLM_CPU_KVCACHE_SPACE")
+"""What these begin is not passed on: it has other packages, our passwords are none of vLLM's business, and a model's
+arguments say how much memory its KV has."""
+_CAUSE = re.compile(r"[\w.]*(?:Error|Exception): .+")
+_NO_CAUSE = ("initialization failed", "EngineDeadError", "EngineCore encountered an issue")
+"""What its processes say when another one has failed, and has said why."""
 
 
 def environment_of(threads: int) -> dict[str, str]:
@@ -146,6 +153,14 @@ class FrontProcess:
         """Of the process, which leads a group of its own with all that it starts; None before it has started."""
         return None if self._process is None else self._process.pid
 
+    def _with_cause(self, failed: words.Failed) -> words.Failed:
+        """Where it refers to what another of its processes has logged, that is added."""
+        if "above" not in failed.reason:
+            return failed
+        said = (match[0] for line in reversed(list(self._lines)) if (match := _CAUSE.search(line)) is not None)
+        cause = next((text for text in said if not any(word in text for word in _NO_CAUSE)), "")
+        return words.Failed(reason=f"{failed.reason} {cause or self.last_words}")
+
     @property
     def last_words(self) -> str:
         """The end of its log, in one line."""
@@ -172,6 +187,8 @@ class FrontProcess:
                 word = words.to_worker.decode(await reader.readexactly(length))
                 if isinstance(word, words.Imported):
                     self.imported = word
+                elif isinstance(word, words.Failed):
+                    word = self._with_cause(word)
                 if not self._is_over:
                     self._on_word(word)
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -27,7 +27,6 @@ class Shape:
     kind: str
     """``ModelRecord.kind``: of the layout, the files beside the weights, and what the engine was told."""
     arguments: tuple[tuple[str, int | float | str | bool], ...]
-    kv_gib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,7 @@ class ServedModel:
     model_hash: str
     num_bytes: int
     """Of its weights."""
+    kv_bytes: int
     vocab_size: int
     check: Callable[[], None]
     """Raises ``BlitzError`` unless the directory is as it was registered. Blocks."""
@@ -55,7 +55,7 @@ class ServedModel:
             arguments=dict(self.arguments),
             tokenizer=self.tokenizer,
             weights=weights,
-            kv_gib=self.shape.kv_gib,
+            vocab_size=self.vocab_size,
         )
 
 
@@ -63,28 +63,33 @@ def served_model(record: ModelRecord, config: WorkerConfig) -> ServedModel:
     """Raises ``BadCheckpoint`` where its KV has no room for a block."""
     args, spec = record.engine_args or EngineArgs(), record.basics
     block_size = args.block_size or BLOCK_TOKENS
-    kv_gib = max(1, round(args.kv_cache_gib or config.kv_bytes / (1 << 30)))
+    kv_bytes = round(args.kv_cache_gib * (1 << 30)) if args.kv_cache_gib is not None else config.kv_bytes
     # Where that is not known, vLLM refuses by itself what it has no room for.
     block_bytes = (
         block_size * spec.kv_bytes_per_token * DTYPE_BYTES.get(args.dtype or "", 0) // DTYPE_BYTES.get(spec.dtype, 2)
     )
     block_bytes = block_bytes or block_size * spec.kv_bytes_per_token
-    num_blocks = (kv_gib << 30) // block_bytes if block_bytes else -(-spec.max_position // block_size)
+    num_blocks = kv_bytes // block_bytes if block_bytes else -(-spec.max_position // block_size)
     if num_blocks < 1:
-        raise BadCheckpoint(f"a KV block of this model does not fit {kv_gib} GiB: raise kv_cache_gib in its arguments")
+        raise BadCheckpoint(
+            f"a KV block of this model has {block_bytes} bytes, and there are {kv_bytes} for KV: raise kv_cache_gib in "
+            "its arguments"
+        )
+    max_num_sequences = args.max_num_seqs or config.max_running_requests
     limits = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=block_size,
         context_tokens=args.max_model_len or spec.max_position,  # which vLLM compares with its own of the model
-        max_num_sequences=args.max_num_seqs or config.max_running_requests,
-        max_batch_tokens=args.max_num_batched_tokens or config.max_batch_tokens,
+        max_num_sequences=max_num_sequences,
+        # No step of vLLM's is shorter than it has requests.
+        max_batch_tokens=max(args.max_num_batched_tokens or config.max_batch_tokens, max_num_sequences),
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
     )
     # Compiled, it would serve minutes later.
     arguments = {"enforce_eager": True} | args.as_mapping()
     arguments |= {"max_model_len": limits.limit_tokens, "max_num_seqs": limits.max_num_sequences}
-    arguments["max_num_batched_tokens"] = max(limits.max_batch_tokens, limits.max_num_sequences)
+    arguments |= {"max_num_batched_tokens": limits.max_batch_tokens, "kv_cache_memory_bytes": kv_bytes}
     arguments.pop("kv_cache_gib", None)
     return ServedModel(
         path=record.path,
@@ -95,9 +100,10 @@ def served_model(record: ModelRecord, config: WorkerConfig) -> ServedModel:
             end_ids=spec.eos_token_ids,
         ),
         limits=limits,
-        shape=Shape(record.kind, tuple(sorted(arguments.items())), kv_gib),
+        shape=Shape(record.kind, tuple(sorted(arguments.items()))),
         model_hash=record.model_hash,
         num_bytes=record.weights_bytes,
+        kv_bytes=kv_bytes,
         vocab_size=spec.vocab_size,
         check=partial(_check_files, record),
     )

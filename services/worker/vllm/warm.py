@@ -115,9 +115,7 @@ class WarmFronts:
             return
         if self._started is not None and self._started.shape == shape and not self._started.front.is_over:
             return
-        if time.monotonic() < self._quiet_since_s + self._pause_s or not _has_room(
-            model.num_bytes + (shape.kv_gib << 30)
-        ):
+        if time.monotonic() < self._quiet_since_s + self._pause_s or not _has_room(model.num_bytes + model.kv_bytes):
             return
         try:
             self.check(shape)

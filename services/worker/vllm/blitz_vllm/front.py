@@ -104,7 +104,6 @@ class Front:
 
         began_s = time.monotonic()
         os.environ[plugin.OURS] = str(os.getpid())
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(start.kv_gib)
         grammars.tell(start.tokenizer)
         if start.arguments.get("enforce_eager"):
             plugin.compile_nothing()
@@ -114,6 +113,8 @@ class Front:
             skip_tokenizer_init=True,
             generation_config="vllm",
             trust_remote_code=False,
+            config_format="hf",  # and no other file beside config.json, which was checked
+            language_model_only=True,
             disable_log_stats=False,
             logits_processors=["blitz_vllm.continued:Continued"],
             load_format=weights.FORMAT,
@@ -122,6 +123,11 @@ class Front:
             **start.arguments,
         )
         config = arguments.create_engine_config()
+        if (size := config.model_config.get_vocab_size()) < start.vocab_size:
+            raise ValueError(
+                f"vLLM reads a vocabulary of {size} tokens from config.json, the model was registered with "
+                f"{start.vocab_size}"
+            )
         # Its processes need not import what is imported here: on CPUs, vLLM would start each anew. No thread of OpenMP
         # has run in this process.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -253,13 +259,13 @@ class Front:
     async def _run(self, request: words.Add) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        first = True
         try:
-            prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
-            if request.cache_salt:
-                prompt["cache_salt"] = request.cache_salt
+            # KV that nobody is to find has a salt that nobody else has.
+            salt = request.cache_salt or f"of {request.id} alone"
+            prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids), "cache_salt": salt}
             if request.alone:
                 await self._begin_alone(request.id)
-            first = True
             async for result in self._engine.generate(prompt, _params(request), request.id):
                 (choice,) = result.outputs
                 if result.prompt_logprobs:  # with the first tokens; empty behind them
@@ -273,7 +279,9 @@ class Front:
         except EngineDeadError as error:
             self._die(f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever vLLM says of a request is that request's end
-            self._put(words.Output(id=request.id, finish="error", error=f"{type(error).__name__}: {error}"))
+            refused = first and isinstance(error, ValueError)
+            said = f"{type(error).__name__}: {error}"
+            self._put(words.Output(id=request.id, finish="error", error=said, refused=refused))
         finally:
             if self._running.get(request.id) is asyncio.current_task():
                 del self._running[request.id]

@@ -70,8 +70,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     weights: str
     """The socket at which the worker gives the weights to vLLM's loader (``weights_source.py``). Empty: it starts with
     some that mean nothing, and ``Refill`` brings others."""
-    kv_gib: int
-    """Memory for KV, on CPUs."""
+    vocab_size: int
+    """As it was registered: no token of a prompt is beyond it."""
     tokenizer: Tokenizer
 
 
@@ -182,6 +182,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: tuple[Logprobs, ...] | None = None
     finish: str = ""
     error: str = ""
+    refused: bool = False
+    """vLLM would not begin it, and another one would not either."""
     cached_tokens: int = 0
 
 

@@ -20,15 +20,22 @@ VOCABULARY = 100_000
 MOST = MAX_SCORED_BYTES // (SCORED_BYTES * VOCABULARY)
 
 
-def engine(step_tokens: int) -> VllmEngine:
+def engine(step_tokens: int, max_queued_tokens: int = 1 << 20) -> VllmEngine:
     model = ServedModel(
         path="/models/m",
         arguments={},
         tokenizer=words.Tokenizer(file="", sha256="", end_ids=()),
-        limits=SchedulerConfig(num_blocks=1000, block_size=16, context_tokens=4096, max_batch_tokens=step_tokens),
-        shape=Shape("kind", (), 1),
+        limits=SchedulerConfig(
+            num_blocks=1000,
+            block_size=16,
+            context_tokens=4096,
+            max_batch_tokens=step_tokens,
+            max_queued_tokens=max_queued_tokens,
+        ),
+        shape=Shape("kind", ()),
         model_hash="hash",
         num_bytes=1,
+        kv_bytes=1,
         vocab_size=VOCABULARY,
         check=lambda: None,
     )
@@ -37,7 +44,11 @@ def engine(step_tokens: int) -> VllmEngine:
 
 
 async def score(on: VllmEngine, name: str, num_tokens: int) -> None:
-    params = SamplingParams(max_tokens=1, seed=1, prompt_logprobs=1)
+    await submit(on, name, num_tokens, prompt_logprobs=1)
+
+
+async def submit(on: VllmEngine, name: str, num_tokens: int, *, prompt_logprobs: int | None = None) -> None:
+    params = SamplingParams(max_tokens=1, seed=1, prompt_logprobs=prompt_logprobs)
     sequence = ActiveSequence(
         request_id=name, attempt=1, gateway_id="g", prompt=(1,) * num_tokens, output=[], params=params, eos_token_ids=()
     )
@@ -56,3 +67,13 @@ async def test_prompts_are_scored_as_far_as_there_is_memory_for_a_steps_logits()
     await score(long_steps, "three", 2)
     for name in ("one", "two"):
         await score(short_steps, name, 4000)
+
+
+async def test_the_queue_is_bounded_in_tokens_and_takes_any_one_prompt() -> None:
+    bounded = engine(2048, max_queued_tokens=100)
+    await submit(bounded, "one", 150)
+    with pytest.raises(Overloaded, match="150 tokens are queued, the limit is 100"):
+        await submit(bounded, "two", 1)
+    assert await asyncio.wrap_future(bounded.cancel("one", 1))
+    await submit(bounded, "two", 50)
+    await submit(bounded, "three", 50)
