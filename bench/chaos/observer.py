@@ -123,12 +123,14 @@ class Observer:
         return report.state if report is not None and at_s >= now_s() - within_s else ""
 
     def loading_s(self, worker: str) -> float | None:
-        """For how long its instance, which has not all its weights, has been there; None: it has them, or there is
-        none."""
+        """For how long its instance, which waits for weights, has been there; None: it does not, or there is none.
+
+        One that takes requests and has not loaded may have been in vLLM's memory all the time: then it computes."""
         _, report = self._loads.get(worker, (0.0, None))
         if report is None or report.load_s or not self.state_of(worker, within_s=IN_FLIGHT_S):
             return None
-        return now_s() - self._since[worker]
+        at_a_gate = report.running_requests and not report.prefill_tokens_total
+        return now_s() - self._since[worker] if report.state == "loading" or at_a_gate else None
 
     def holders(self, response_id: str) -> list[Holding]:
         """Who computed a request's tokens, in order."""

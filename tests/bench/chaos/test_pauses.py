@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bench.chaos import observer as observing
@@ -28,7 +30,15 @@ class World:
         monkeypatch.setattr(observing, "now_s", lambda: self.at_s)
 
     def load(
-        self, at_s: float, worker: str, *, running: int = 0, state: str = "serving", role: Role = "colocated"
+        self,
+        at_s: float,
+        worker: str,
+        *,
+        running: int = 0,
+        state: str = "serving",
+        role: Role = "colocated",
+        load_s: float = 1.0,
+        tokens: int = 0,
     ) -> None:
         self.at_s = at_s
         self.observer.on_load(
@@ -43,12 +53,13 @@ class World:
                 queued_tokens=0,
                 running_requests=running,
                 running_tokens=0,
-                prefill_tokens_total=0,
+                prefill_tokens_total=tokens,
                 decode_tokens_total=0,
                 busy_s_total=0.0,
                 kv_blocks_total=1,
                 kv_blocks_used=0,
                 kv_block_tokens=16,
+                load_s=load_s,
             )
         )
 
@@ -174,3 +185,21 @@ def test_computing_again_is_estimated_between_the_samples_and_beyond() -> None:
     assert prefill.seconds(1) == pytest.approx(0.1)
     assert prefill.seconds(60) == pytest.approx(0.6)
     assert prefill.seconds(220) == pytest.approx(2.2)
+
+
+def test_an_instance_waits_for_weights_while_it_loads_or_stands_at_a_gate(world: World) -> None:
+    def seen(**how: Any) -> float | None:
+        world.load(world.at_s + 0.1, "worker-2", load_s=0.0, **how)
+        return world.observer.loading_s("worker-2")
+
+    assert world.observer.loading_s("worker-2") is None
+    assert seen(state="loading") == 0.0
+    assert seen(state="loading") == pytest.approx(0.1)
+    assert seen() is None
+    assert seen(running=1) == pytest.approx(0.3)
+    assert seen(running=1, tokens=20) is None, "its weights were there"
+    world.load(world.at_s, "worker-2")
+    assert world.observer.loading_s("worker-2") is None
+    assert seen(state="loading") is not None
+    world.at_s += 1.0
+    assert world.observer.loading_s("worker-2") is None, "nobody has heard of it"
