@@ -19,7 +19,7 @@ from bench.lab.network import Network
 from bench.lab.stack import LabStack
 from bench.vllm.server import CORE, FRONT, WORKER, settle
 from bench.zero import bandwidth
-from shared.errors import Unavailable
+from shared.errors import DeadlineExceeded, Unavailable
 from shared.messages.admin import InstanceStatus
 from shared.messages.operations import ScaleRecord
 
@@ -132,7 +132,7 @@ async def _until(condition: Callable[[], Awaitable[bool]], otherwise: str) -> No
     """A gateway whose cores all do something else may be late with an answer."""
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s:
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(Unavailable, DeadlineExceeded):
             if await condition():
                 return
         await asyncio.sleep(POLL_S)

@@ -28,6 +28,7 @@ NAMES = (
     ("vllm", "SamplingParams"),
     ("vllm.config", "LoadConfig"),
     ("vllm.v1.engine.async_llm", "AsyncLLM"),
+    ("vllm.exceptions", "VLLMClientError"),
     ("vllm.v1.engine.exceptions", "EngineDeadError"),
     ("vllm.v1.metrics.loggers", "StatLoggerBase"),
     ("vllm.v1.sample.logits_processor", "LogitsProcessor"),
@@ -100,6 +101,7 @@ class Front:
     def start(self, start: words.Start) -> words.Started:
         """Blocks for as long as vLLM takes."""
         from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         began_s = time.monotonic()
@@ -107,6 +109,8 @@ class Front:
         grammars.tell(start.tokenizer)
         if start.arguments.get("enforce_eager"):
             plugin.compile_nothing()
+        if current_platform.is_cpu():
+            plugin.share_cores()
         arguments = AsyncEngineArgs(
             model=start.path,
             tokenizer=start.path,
@@ -257,6 +261,7 @@ class Front:
             task.add_done_callback(self._leaving.discard)
 
     async def _run(self, request: words.Add) -> None:
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         first = True
@@ -279,8 +284,9 @@ class Front:
         except EngineDeadError as error:
             self._die(f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever vLLM says of a request is that request's end
-            refused = first and isinstance(error, ValueError)
-            said = f"{type(error).__name__}: {error}"
+            refused = first and isinstance(error, ValueError | VLLMClientError)
+            cause = error.__cause__ or error  # of an error that says no more than that there was one
+            said = f"{type(cause).__name__}: {cause}"
             self._put(words.Output(id=request.id, finish="error", error=said, refused=refused))
         finally:
             if self._running.get(request.id) is asyncio.current_task():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import inspect
 import os
 import signal
+from typing import Any
 
 OURS = "BLITZ_VLLM_PARENT"
 """Set by our process for those that it starts: in somebody else's ``vllm serve`` this plugin does nothing."""
+SPIN_S = 0.001
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,6 +36,23 @@ def compile_nothing() -> None:
     import torch
 
     torch.compiler.set_stance("force_eager")
+
+
+def share_cores() -> None:
+    """In this process and its forks: who waits for another of vLLM's processes soon sleeps. vLLM's spin for a second
+    after each answer, on a CPU with the cores that compute, or that bring another engine's weights."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    waiting = getattr(shm_broadcast, "SpinCondition", None)
+    if waiting is None or "busy_loop_s" not in inspect.signature(waiting.__init__).parameters:
+        return  # another version waits in another way
+    begin = waiting.__init__
+
+    @functools.wraps(begin)
+    def begin_with_little_spinning(*args: Any, **named: Any) -> None:
+        begin(*args, **{"busy_loop_s": SPIN_S, **named})
+
+    waiting.__init__ = begin_with_little_spinning
 
 
 def register() -> None:
