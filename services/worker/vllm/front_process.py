@@ -53,6 +53,7 @@ _OURS = {
 _NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_", "VLLM_CPU_KVCACHE_SPACE")
 """What these begin is not passed on: it has other packages, our passwords are none of vLLM's business, and a model's
 arguments say how much memory its KV has."""
+_ELSEWHERE = re.compile(r"above|the logs")
 _CAUSE = re.compile(r"[\w.]*(?:Error|Exception): .+")
 _NO_CAUSE = ("initialization failed", "EngineDeadError", "EngineCore encountered an issue")
 """What its processes say when another one has failed, and has said why."""
@@ -155,7 +156,7 @@ class FrontProcess:
 
     def _with_cause(self, failed: words.Failed) -> words.Failed:
         """Where it refers to what another of its processes has logged, that is added."""
-        if "above" not in failed.reason:
+        if _ELSEWHERE.search(failed.reason) is None:
             return failed
         said = (match[0] for line in reversed(list(self._lines)) if (match := _CAUSE.search(line)) is not None)
         cause = next((text for text in said if not any(word in text for word in _NO_CAUSE)), "")

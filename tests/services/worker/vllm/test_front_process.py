@@ -26,6 +26,7 @@ connection.sendall(words.frame(words.Failed(reason={reason!r})))
 connection.recv(1)
 """
 ABOVE = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"
+LOGS = "Model architectures ['LlavaForConditionalGeneration'] failed to be inspected. Please check the logs."
 LOG = """(EngineCore pid=7) ERROR 11-29 [core.py:1] Traceback (most recent call last):
 (Worker pid=8) ERROR 11-29 [multiproc.py:1] torch.OutOfMemoryError: no room
 (EngineCore pid=7) Exception: WorkerProc initialization failed due to an exception. See stack trace for root cause.
@@ -37,10 +38,15 @@ RuntimeError: Engine core initialization failed. See root cause above.
     ("reason", "said", "shown"),
     [
         (ABOVE, LOG, f"{ABOVE} torch.OutOfMemoryError: no room"),
+        (
+            LOGS,
+            "ModuleNotFoundError: No module named 'torchvision'",
+            f"{LOGS} ModuleNotFoundError: No module named 'torchvision'",
+        ),
         (ABOVE, "the only line", f"{ABOVE} the only line"),
         ("ValueError: no room", LOG, "ValueError: no room"),
     ],
-    ids=["of another process", "no error was logged", "it says itself why"],
+    ids=["of another process", "of one that has ended", "no error was logged", "it says itself why"],
 )
 async def test_what_failed_is_shown_wherever_it_was_logged(tmp_path: Path, reason: str, said: str, shown: str) -> None:
     script, folder = tmp_path / "python", str(Path(blitz_vllm.__file__).parents[1])
