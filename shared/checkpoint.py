@@ -36,8 +36,10 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+QUANT_CONFIG_FILE = "hf_quant_config.json"
+"""Which engines of others may read beside ``config.json``."""
 CONFIG_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE)
-IDENTITY_FILES = (*CONFIG_FILES, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, CHAT_TEMPLATE_FILE)
+IDENTITY_FILES = (*CONFIG_FILES, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, CHAT_TEMPLATE_FILE, QUANT_CONFIG_FILE)
 """What makes a model besides its weights."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

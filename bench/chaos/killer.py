@@ -25,8 +25,8 @@ class Processes(Protocol):
     def pid(self, name: str) -> int | None:
         """Of the process while it runs."""
 
-    def signal(self, name: str, number: int) -> None:
-        """Send a signal, if it runs."""
+    def signal(self, name: str, pid: int | None, number: int) -> None:
+        """Send a signal to the process that was of this name, if it runs. None, with ``SIGCONT``: that was stopped."""
 
     def comes_back(self, name: str) -> bool:
         """Whether it is started again when it has ended."""
@@ -58,8 +58,8 @@ class Killer:
                     await asyncio.sleep(max(0.0, start_s + kill.at_s - now_s()))
                     if kill.kind in MOMENTS:
                         following.create_task(self._strike_at_its_moment(kill))
-                    elif (member := self._choose(kill)) is not None:
-                        following.create_task(self._follow(kill, self._inject(kill, member)))
+                    elif (chosen := self._choose(kill)) is not None:
+                        following.create_task(self._follow(kill, *self._inject(kill, *chosen)))
                     else:
                         self.skipped[kill.kind] += 1
         finally:
@@ -77,32 +77,33 @@ class Killer:
 
     async def _strike_at_its_moment(self, kill: Kill) -> None:
         deadline_s = now_s() + MOMENT_S
-        while (member := self._choose(kill)) is None:
+        while (chosen := self._choose(kill)) is None:
             if now_s() > deadline_s:
                 self.skipped[kill.kind] += 1
                 return
             await asyncio.sleep(_POLL_S)
-        await self._follow(kill, self._inject(kill, member))
+        await self._follow(kill, *self._inject(kill, *chosen))
 
-    def _choose(self, kill: Kill) -> str | None:
+    def _choose(self, kill: Kill) -> tuple[str, int] | None:
+        """A member, and its process."""
         names = sorted(name for name in self._processes.names() if kind_of(name) == kill.kind)
-        away = [n for n in names if self._processes.pid(n) is None or any(s.over_s is None for s in self.of(n))]
+        pids = {name: self._processes.pid(name) for name in names}
+        away = [name for name in names if pids[name] is None or any(s.over_s is None for s in self.of(name))]
         if kill.kind == "nats" and away:
             return None  # of several servers more than half have to agree
         first = names.index(kill.member) if kill.member in names else 0
         # One that was told to end, or stopped, is let alone until that is over.
-        return next((name for name in names[first:] + names[:first] if name not in away), None)
+        there = ((name, pids[name]) for name in names[first:] + names[:first] if name not in away)
+        return next(((name, pid) for name, pid in there if pid is not None), None)
 
-    def _inject(self, kill: Kill, member: str) -> tuple[InjectedFault, int | None]:
-        pid = self._processes.pid(member)
+    def _inject(self, kill: Kill, member: str, pid: int) -> tuple[InjectedFault, int]:
         fault = InjectedFault(member, kill.kind, kill.how, now_s())
         self.faults.append(fault)
         self._before(fault)
-        self._processes.signal(member, signal.Signals[f"SIG{kill.how}"])
+        self._processes.signal(member, pid, signal.Signals[f"SIG{kill.how}"])
         return fault, pid
 
-    async def _follow(self, kill: Kill, injected: tuple[InjectedFault, int | None]) -> None:
-        fault, pid = injected
+    async def _follow(self, kill: Kill, fault: InjectedFault, pid: int) -> None:
         if kill.how == "STOP":
             await asyncio.sleep(kill.stopped_s)
             self._continue(fault)
@@ -117,4 +118,4 @@ class Killer:
 
     def _continue(self, fault: InjectedFault) -> None:
         fault.over_s = now_s()
-        self._processes.signal(fault.member, signal.SIGCONT)
+        self._processes.signal(fault.member, None, signal.SIGCONT)

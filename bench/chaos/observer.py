@@ -59,8 +59,6 @@ class Observer:
         self._gateways: set[Process] = set()
         self._tasks = OwnedTasks()
         self._loads: dict[str, tuple[float, LoadReport]] = {}
-        self._since: dict[str, float] = {}
-        """By worker, when its instance was first heard of."""
 
     async def listen(self, bus: Bus) -> None:
         """Begin. Gateways are found by their heartbeats."""
@@ -94,9 +92,6 @@ class Observer:
             return
         if self._struck.get(report.worker_id) == report.instance_id:
             return  # its worker has not seen yet that it has no engine
-        before = self._loads.get(report.worker_id)
-        if before is None or before[1].instance_id != report.instance_id:
-            self._since[report.worker_id] = at_s
         self._loads[report.worker_id] = (at_s, report)
         takes = report.state == "serving" and report.role != "decode"
         full = report.running_requests + report.queued_requests >= self._max_running
@@ -122,15 +117,13 @@ class Observer:
         at_s, report = self._loads.get(worker, (0.0, None))
         return report.state if report is not None and at_s >= now_s() - within_s else ""
 
-    def loading_s(self, worker: str) -> float | None:
-        """For how long its instance, which waits for weights, has been there; None: it does not, or there is none.
-
-        One that takes requests and has not loaded may have been in vLLM's memory all the time: then it computes."""
+    def at_a_gate(self, worker: str) -> bool:
+        """Whether requests wait in its instance for weights. One that takes them and has not loaded may have been in
+        vLLM's memory all the time: then it computes."""
         _, report = self._loads.get(worker, (0.0, None))
         if report is None or report.load_s or not self.state_of(worker, within_s=IN_FLIGHT_S):
-            return None
-        at_a_gate = report.running_requests and not report.prefill_tokens_total
-        return now_s() - self._since[worker] if report.state == "loading" or at_a_gate else None
+            return False
+        return report.queued_requests + report.running_requests > 0 and not report.prefill_tokens_total
 
     def holders(self, response_id: str) -> list[Holding]:
         """Who computed a request's tokens, in order."""

@@ -11,15 +11,14 @@ from shared.errors import BadRequest
 from shared.messages.common import LiveChoice, Role, Serving
 
 OwnKind = Literal["worker", "planner", "monitor", "pool", "nats", "redis", "gateway"]
-VllmKind = Literal["vllm_front", "vllm_core", "vllm_worker", "vllm_idle", "vllm_refill"]
+VllmKind = Literal["vllm_front", "vllm_core", "vllm_worker", "vllm_idle", "vllm_gate"]
 Kind = OwnKind | VllmKind
 KINDS: tuple[OwnKind, ...] = get_args(OwnKind)
 """What the stack itself consists of."""
 VLLM_KINDS: tuple[VllmKind, ...] = get_args(VllmKind)
 """What a worker's vLLM consists of: our process in front of an engine, the engine's core, its worker, which computes;
-a process that imports, or has imported and waits; and the one that computes, while weights come into an engine that was
-there before them."""
-MOMENTS: tuple[VllmKind, ...] = ("vllm_refill",)
+a process that imports, or has imported and waits; and the one that computes, while requests wait in it for weights."""
+MOMENTS: tuple[VllmKind, ...] = ("vllm_gate",)
 """What is seldom there, and is waited for."""
 How = Literal["KILL", "TERM", "STOP"]
 

@@ -69,7 +69,7 @@ class _Chaos:
         self._say = say
         self._gateways = Gateways({"gateway": stack.url})
         self._observer = Observer(MAX_RUNNING)
-        self._processes = StackProcesses(stack, self._observer.loading_s, with_vllm=setting.with_vllm)
+        self._processes = StackProcesses(stack, self._observer.at_a_gate, with_vllm=setting.with_vllm)
         self._killer = Killer(self._processes, before=self._before, after=self._after)
 
     async def measure(self) -> Result:

@@ -177,6 +177,10 @@ def _refuse_own_code(path: Path, files: Iterable[FileDigest]) -> None:
     content = read_file(path / CONFIG_FILE)
     check_file(files, path / CONFIG_FILE, content)
     config = parse_json(path / CONFIG_FILE, content)
+    if config.get("configuration_files") is not None:
+        raise BadCheckpoint(
+            f"{CONFIG_FILE}: configuration_files names other files, of which one would be read: remove it"
+        )
     if config.get("auto_map"):
         raise BadCheckpoint(
             f"{CONFIG_FILE}: auto_map names code of the checkpoint's own, which an engine of others may run: remove it"

@@ -86,8 +86,9 @@ def test_the_hash_is_of_all_that_makes_the_model_and_of_nothing_else(single: Pat
     generation = inspect_checkpoint(single)
     assert generation.spec.eos_token_ids == (257, 3)
     hashes.add(generation.model_hash)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        with (single / name).open("ab") as stream:  # the template comes new
+    new = ("chat_template.jinja", "hf_quant_config.json")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", *new):
+        with (single / name).open("ab") as stream:
             stream.write(b"\n")
         hashes.add(inspect_checkpoint(single).model_hash)
     with (single / "model.safetensors").open("r+b") as stream:
@@ -97,7 +98,7 @@ def test_the_hash_is_of_all_that_makes_the_model_and_of_nothing_else(single: Pat
         stream.write(bytes([last ^ 1]))
     changed = inspect_checkpoint(single)
     hashes.add(changed.model_hash)
-    assert len(hashes) == 7
+    assert len(hashes) == 8
     assert [f.name for f in changed.files] == list(IDENTITY_FILES)
     pairs = zip(before.unit_digests, changed.unit_digests, strict=True)
     differ = {at // DIGEST_DIGITS for at, (one, other) in enumerate(pairs) if one != other}

@@ -9,14 +9,20 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from services.pool.inspection import record_of
 from services.worker.vllm import engine as engine_module
 from services.worker.vllm import warm as warm_module
+from services.worker.vllm.served_model import BLOCK_TOKENS, served_model
 from services.worker.vllm.warm import MAX_FAILURES, WarmFronts
+from shared.checkpoint import inspect_checkpoint
+from shared.engine_args import EngineArgs
 from shared.errors import EngineBroken
 from tests.checkpoints import VOCAB_SIZE
+from tests.services.workers import worker_config
 from tests.vllm.conftest import ARGUMENTS, PYTHON, Serving, processes_of
 from tests.vllm.families import write_family
 
@@ -185,6 +191,25 @@ async def test_why_one_does_not_start_is_said_wherever_it_was_found(models: dict
             with pytest.raises(EngineBroken, match=why):
                 await serving.start()
             await serving.close()
+    finally:
+        await cold.close()
+
+
+async def test_the_longest_prompt_fits_where_kv_is_scarce(models: dict[str, Path]) -> None:
+    """No more was promised than there is."""
+    cold = WarmFronts(PYTHON, 1, "none")
+    record = record_of(inspect_checkpoint(models["first"], generic=True), "vllm")
+    arguments = EngineArgs(
+        dtype="float32", kv_cache_gib=5 * BLOCK_TOKENS * record.basics.kv_bytes_per_token / (1 << 30)
+    )
+    model = served_model(msgspec.structs.replace(record, engine_args=arguments), worker_config("w"))
+    serving = Serving(models["first"], cold, arguments=model.arguments, limits=model.limits)
+    try:
+        await serving.start()
+        limit = model.limits.limit_tokens
+        assert limit == 4 * BLOCK_TOKENS
+        assert len(await serving.run("long", [7] * (limit - 3), max_tokens=100)) == 3
+        await serving.close()
     finally:
         await cold.close()
 

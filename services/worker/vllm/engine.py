@@ -524,7 +524,8 @@ def _add(sequence: ActiveSequence, name: str, limit_tokens: int, end_ids: tuple[
         id=name,
         token_ids=tuple(sequence.tokens),
         num_output=num_output,
-        cache_salt=sequence.cache_scope,
+        # KV that nobody is to find has a salt that nobody else has; the request itself may come back for it.
+        cache_salt=sequence.cache_scope or f"{sequence.request_id} alone",
         guide=_guide(sequence),
         alone=sequence.alone,
         sampling=words.Sampling(

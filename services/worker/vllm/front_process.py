@@ -34,6 +34,8 @@ MAX_UNSENT_BYTES = 256 << 20
 GONE_S = 5.0
 LEAVE_S = 2.0
 """From the end of its connection until it is killed, with all that it has started."""
+LOGGED_S = 0.2
+"""What was logged before a word may be read after it."""
 ANSWER_S = 5.0
 """Longest that a process which takes requests may take to say so."""
 _OURS = {
@@ -53,7 +55,7 @@ _OURS = {
 _NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_", "VLLM_CPU_KVCACHE_SPACE")
 """What these begin is not passed on: it has other packages, our passwords are none of vLLM's business, and a model's
 arguments say how much memory its KV has."""
-_ELSEWHERE = re.compile(r"above|the logs")
+_ELSEWHERE = re.compile(r"cause above|\(above\)|the logs")
 _CAUSE = re.compile(r"[\w.]*(?:Error|Exception): .+")
 _NO_CAUSE = ("initialization failed", "EngineDeadError", "EngineCore encountered an issue")
 """What its processes say when another one has failed, and has said why."""
@@ -155,9 +157,7 @@ class FrontProcess:
         return None if self._process is None else self._process.pid
 
     def _with_cause(self, failed: words.Failed) -> words.Failed:
-        """Where it refers to what another of its processes has logged, that is added."""
-        if _ELSEWHERE.search(failed.reason) is None:
-            return failed
+        """What it refers to, another of its processes has logged."""
         said = (match[0] for line in reversed(list(self._lines)) if (match := _CAUSE.search(line)) is not None)
         cause = next((text for text in said if not any(word in text for word in _NO_CAUSE)), "")
         return words.Failed(reason=f"{failed.reason} {cause or self.last_words}")
@@ -181,14 +181,18 @@ class FrontProcess:
         if self._writer is not None:
             writer.close()
             return
-        self._writer = writer
+        self._writer, has_started = writer, False
         try:
             while True:
                 length = words.length_of(await reader.readexactly(words.LENGTH_BYTES))
                 word = words.to_worker.decode(await reader.readexactly(length))
                 if isinstance(word, words.Imported):
                     self.imported = word
-                elif isinstance(word, words.Failed):
+                elif isinstance(word, words.Started):
+                    has_started = True
+                elif isinstance(word, words.Failed) and _ELSEWHERE.search(word.reason) is not None:
+                    if not has_started:  # otherwise requests wait
+                        await asyncio.sleep(LOGGED_S)
                     word = self._with_cause(word)
                 if not self._is_over:
                     self._on_word(word)

@@ -10,7 +10,7 @@ from pathlib import Path
 from services.worker.config import WorkerConfig
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.vllm.blitz_vllm import words
-from shared.checkpoint import CONFIG_FILES, TOKENIZER_FILE, check_file, read_file
+from shared.checkpoint import CONFIG_FILES, QUANT_CONFIG_FILE, TOKENIZER_FILE, check_file, read_file
 from shared.engine_args import EngineArgs
 from shared.errors import BadCheckpoint
 from shared.messages.registry import ModelRecord
@@ -69,11 +69,12 @@ def served_model(record: ModelRecord, config: WorkerConfig) -> ServedModel:
         block_size * spec.kv_bytes_per_token * DTYPE_BYTES.get(args.dtype or "", 0) // DTYPE_BYTES.get(spec.dtype, 2)
     )
     block_bytes = block_bytes or block_size * spec.kv_bytes_per_token
-    num_blocks = kv_bytes // block_bytes if block_bytes else -(-spec.max_position // block_size)
+    # One block is vLLM's own.
+    num_blocks = kv_bytes // block_bytes - 1 if block_bytes else -(-spec.max_position // block_size)
     if num_blocks < 1:
         raise BadCheckpoint(
-            f"a KV block of this model has {block_bytes} bytes, and there are {kv_bytes} for KV: raise kv_cache_gib in "
-            "its arguments"
+            f"two KV blocks of this model have {2 * block_bytes} bytes, and there are {kv_bytes} for KV: raise "
+            "kv_cache_gib in its arguments"
         )
     max_num_sequences = args.max_num_seqs or config.max_running_requests
     limits = SchedulerConfig(
@@ -112,6 +113,6 @@ def served_model(record: ModelRecord, config: WorkerConfig) -> ServedModel:
 def _check_files(record: ModelRecord) -> None:
     """vLLM reads the model's configuration itself, and masks are made by its tokenizer. Raises ``CheckpointChanged``,
     ``BadCheckpoint``."""
-    for name in (*CONFIG_FILES, TOKENIZER_FILE):
+    for name in (*CONFIG_FILES, QUANT_CONFIG_FILE, TOKENIZER_FILE):
         file = Path(record.path) / name
         check_file(record.files, file, read_file(file))

@@ -25,7 +25,8 @@ class FakeProcesses:
     def pid(self, name: str) -> int | None:
         return self.pids[name]
 
-    def signal(self, name: str, number: int) -> None:
+    def signal(self, name: str, pid: int | None, number: int) -> None:
+        assert number == signal.SIGCONT or pid == self.pids[name]
         self.sent.append((name, number))
         if number == signal.SIGKILL:
             self.pids[name] = None
@@ -108,20 +109,20 @@ async def test_what_nobody_starts_again_is_over_when_it_is_gone() -> None:
 
 
 async def test_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = FakeProcesses("vllm_refill-0", "worker-0")
-    processes.pids["vllm_refill-0"] = None
+    processes = FakeProcesses("vllm_gate-0", "worker-0")
+    processes.pids["vllm_gate-0"] = None
     killer = Killer(processes)
-    running = asyncio.create_task(killer.run([kill("vllm_refill-0"), kill("worker-0")], start_s=now_s()))
+    running = asyncio.create_task(killer.run([kill("vllm_gate-0"), kill("worker-0")], start_s=now_s()))
     while not processes.sent:
         await asyncio.sleep(0)
     assert processes.sent == [("worker-0", signal.SIGKILL)], "others are not late"
     for name in processes.names():
         processes.come_back(name)
     await running
-    assert killer.kills() == {"vllm_refill": 1, "worker": 1}
+    assert killer.kills() == {"vllm_gate": 1, "worker": 1}
     monkeypatch.setattr(killer_module, "MOMENT_S", 0.0)
-    await killer.run([kill("vllm_refill-0")], start_s=now_s())
-    assert killer.skipped == {"vllm_refill": 1}
+    await killer.run([kill("vllm_gate-0")], start_s=now_s())
+    assert killer.skipped == {"vllm_gate": 1}
 
 
 async def test_of_several_nats_servers_only_one_is_away_at_a_time() -> None:

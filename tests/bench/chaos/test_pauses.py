@@ -35,6 +35,7 @@ class World:
         worker: str,
         *,
         running: int = 0,
+        queued: int = 0,
         state: str = "serving",
         role: Role = "colocated",
         load_s: float = 1.0,
@@ -49,7 +50,7 @@ class World:
                 model="demo",
                 state=state,  # type: ignore[arg-type]
                 role=role,
-                queued_requests=0,
+                queued_requests=queued,
                 queued_tokens=0,
                 running_requests=running,
                 running_tokens=0,
@@ -187,19 +188,17 @@ def test_computing_again_is_estimated_between_the_samples_and_beyond() -> None:
     assert prefill.seconds(220) == pytest.approx(2.2)
 
 
-def test_an_instance_waits_for_weights_while_it_loads_or_stands_at_a_gate(world: World) -> None:
-    def seen(**how: Any) -> float | None:
+def test_requests_are_at_a_gate_until_something_is_computed(world: World) -> None:
+    def seen(**how: Any) -> bool:
         world.load(world.at_s + 0.1, "worker-2", load_s=0.0, **how)
-        return world.observer.loading_s("worker-2")
+        return world.observer.at_a_gate("worker-2")
 
-    assert world.observer.loading_s("worker-2") is None
-    assert seen(state="loading") == 0.0
-    assert seen(state="loading") == pytest.approx(0.1)
-    assert seen() is None
-    assert seen(running=1) == pytest.approx(0.3)
-    assert seen(running=1, tokens=20) is None, "its weights were there"
-    world.load(world.at_s, "worker-2")
-    assert world.observer.loading_s("worker-2") is None
-    assert seen(state="loading") is not None
+    assert not world.observer.at_a_gate("worker-2")
+    assert not seen()
+    assert seen(queued=1)
+    assert not seen(running=1, tokens=20), "its weights were there"
+    world.load(world.at_s, "worker-2", queued=1)
+    assert not world.observer.at_a_gate("worker-2")
+    assert seen(queued=1)
     world.at_s += 1.0
-    assert world.observer.loading_s("worker-2") is None, "nobody has heard of it"
+    assert not world.observer.at_a_gate("worker-2"), "nobody has heard of it"

@@ -23,13 +23,6 @@ def test_processes_of_vllm_are_told_apart() -> None:
     )
 
 
-def test_an_engine_is_refilled_by_a_load_that_began_after_it() -> None:
-    old = [*SERVES[:-1], Listed(34, 32, ("VLLM::Worker",), age_s=30.0)]
-    assert vllm_processes(10, old, 0.1)["vllm_refill"] == 34
-    assert "vllm_refill" not in vllm_processes(10, old, 29.0)
-    assert "vllm_refill" not in vllm_processes(10, old)
-
-
 def test_one_that_is_just_forked_and_those_of_another_worker_are_none() -> None:
     assert vllm_processes(10, [Listed(30, 10, FRONT), Listed(32, 30, FRONT)]) == {"vllm_idle": 30}
     assert vllm_processes(11, [*WAITS, *SERVES]) == {}

@@ -116,7 +116,11 @@ async def test_code_of_a_checkpoints_own_is_refused_where_an_engine_of_others_se
     shutil.copytree(tiny_checkpoint("llama"), path)
     assert (await inspections.inspect(path, "vllm", wait_s=WAIT_S)).engine == "vllm"
     config = json.loads((path / "config.json").read_text())
-    for name, value in {"auto_map": {"AutoConfig": "own.Config"}, "speculators_config": {"verifier": {}}}.items():
+    for name, value in {
+        "auto_map": {"AutoConfig": "own.Config"},
+        "speculators_config": {"verifier": {}},
+        "configuration_files": ["config.1.0.0.json"],
+    }.items():
         (path / "config.json").write_text(json.dumps(config | {name: value}))
         other = Inspections()
         assert (await other.inspect(path, wait_s=WAIT_S)).engine == ""

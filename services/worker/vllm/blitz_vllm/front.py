@@ -117,7 +117,7 @@ class Front:
             skip_tokenizer_init=True,
             generation_config="vllm",
             trust_remote_code=False,
-            config_format="hf",  # and no other file beside config.json, which was checked
+            config_format="hf",  # what was checked, and no params.json beside it
             language_model_only=True,
             disable_log_stats=False,
             logits_processors=["blitz_vllm.continued:Continued"],
@@ -266,26 +266,26 @@ class Front:
 
         first = True
         try:
-            # KV that nobody is to find has a salt that nobody else has.
-            salt = request.cache_salt or f"of {request.id} alone"
-            prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids), "cache_salt": salt}
+            prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+            if request.cache_salt:
+                prompt["cache_salt"] = request.cache_salt
             if request.alone:
                 await self._begin_alone(request.id)
             async for result in self._engine.generate(prompt, _params(request), request.id):
+                begins, first = first, False
                 (choice,) = result.outputs
                 if result.prompt_logprobs:  # with the first tokens; empty behind them
                     for piece in scores.pieces(request, result.prompt_logprobs):
                         self._say(piece)
-                cached = (result.num_cached_tokens or 0) if first else 0
+                cached = (result.num_cached_tokens or 0) if begins else 0
                 self._put(_output(request, choice, cached))
-                first = False
         except asyncio.CancelledError:
             raise
         except EngineDeadError as error:
             self._die(f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever vLLM says of a request is that request's end
-            refused = first and isinstance(error, ValueError | VLLMClientError)
             cause = error.__cause__ or error  # of an error that says no more than that there was one
+            refused = first and isinstance(cause, ValueError | VLLMClientError)
             said = f"{type(cause).__name__}: {cause}"
             self._put(words.Output(id=request.id, finish="error", error=said, refused=refused))
         finally:
