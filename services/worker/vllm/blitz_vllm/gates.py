@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from .weights_source import WeightsSource
 
 
+STEPS = 16
+"""In so many, about, weights come that are all there: vLLM looks through the whole model at the beginning of each."""
+
+
 class _Modules:
     """As much of a model as vLLM's reload asks for."""
 
@@ -98,7 +102,7 @@ class GatedLoad:
         loaded: set[str] = set()
         shut = dict(self._gates)
         opened: set[str] = set()
-        for tensors in self._source.units():
+        for tensors in self._source.units(max(1, self._source.num_units // STEPS)):
             names = set(self._model.load_weights(iter(tensors)) or ())
             if late := opened & {name.rpartition(".")[0] for name in names}:
                 raise ValueError(f"weights of {min(late)} come in more than one unit")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import select
 import socket
 import warnings
 import weakref
@@ -86,6 +87,8 @@ class WeightsSource:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(SILENCE_S)
         self._socket.connect(path)
+        self._said = select.poll()
+        self._said.register(self._socket, select.POLLIN)
         first, descriptors, _, _ = socket.recv_fds(self._socket, words.LENGTH_BYTES, 1)
         data = self._read(words.length_of(first + self._read(words.LENGTH_BYTES - len(first))))
         self._memory = msgspec.msgpack.decode(data, type=Memory)
@@ -104,8 +107,8 @@ class WeightsSource:
         return bytes(data)
 
     def _wait(self, num_units: int) -> None:
-        """Until so many can be read. Raises ``ConnectionError`` if they never can."""
-        while self._num_ready < num_units:
+        """Until so many can be read, and it is known whether more can. Raises ``ConnectionError`` if they never can."""
+        while self._num_ready < num_units or self._said.poll(0):
             data = self._read(words.length_of(self._read(words.LENGTH_BYTES)))
             self._num_ready = msgspec.msgpack.decode(data, type=Ready).num_units
 
@@ -148,8 +151,21 @@ class WeightsSource:
         """Views stay valid: the mapping goes with the last of them."""
         self._socket.close()
 
-    def units(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """The tensors of each, in the order of the units, as they come: views that are not to be written."""
-        for number, tensors in enumerate(self._manifest(), start=1):
-            self._wait(number + 1)
-            yield [(tensor.name, self._view(tensor, self._memory.units[number])) for tensor in tensors]
+    @property
+    def num_units(self) -> int:
+        """That have tensors."""
+        return len(self._memory.units) - 1
+
+    def units(self, at_once: int = 1) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The tensors of each, in the order of the units, as they come: views that are not to be written. Of several
+        units together, up to so many, where these are ready."""
+        manifest, number = self._manifest(), 0
+        while number < len(manifest):
+            self._wait(number + 2)  # the manifest is the first of all
+            end = min(number + at_once, self._num_ready - 1)
+            yield [
+                (tensor.name, self._view(tensor, self._memory.units[unit + 1]))
+                for unit in range(number, end)
+                for tensor in manifest[unit]
+            ]
+            number = end
