@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,9 @@ def check(address: bytes) -> None:
         raise BadAddress(f"{len(address)} bytes that are no worker's address", param="transport_address")
 
 
+MOMENT_S = 0.0005
+RELEASE_S = 0.1
+"""At the end, for what is on its way."""
 RDMA_DEVICES = Path("/dev/infiniband")
 TCP_SEGMENT = "512k"
 """Of UCX's TCP: a chunk in one system call."""
@@ -230,10 +234,15 @@ class UcxWorker:
         return message if message.matched else None
 
     def progress(self) -> bool:
-        """Let UCX work; whether it did anything."""
+        """Let UCX work for a moment; whether it did anything.
+
+        Not ``UCXWorker.progress``, which ends when nothing comes any more: while a peer sends as fast as the link is,
+        that is never, and nobody would hear of what has completed, nor post the next receive."""
         if not self._worker.progress_once():
             return False
-        self._worker.progress()
+        end_s = time.monotonic() + MOMENT_S
+        while self._worker.progress_once() and time.monotonic() < end_s:
+            pass
         return True
 
     def end_completed(self) -> None:
@@ -257,7 +266,9 @@ class UcxWorker:
     def release(self) -> list[Ended]:
         """Give UCX's resources back. Returns what waited for requests that never completed;
         without its worker UCX touches no buffer any more."""
-        self._worker.progress()
+        end_s = time.monotonic() + RELEASE_S
+        while self.progress() and time.monotonic() < end_s:
+            pass
         left = [posted.ended for posted in (*self._active.values(), *self._given_up.values())]
         self._active.clear()
         self._given_up.clear()
