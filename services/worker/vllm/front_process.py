@@ -83,7 +83,8 @@ class FrontProcess:
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._is_over = False
+        self._is_over = self._says_why = False
+        """``_says_why``: it has failed to start, and its end tells nothing more."""
         self._loop = asyncio.get_running_loop()
         self.ended = threading.Event()
         """The process and all that it started are gone."""
@@ -173,7 +174,7 @@ class FrontProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _over(self, why: str) -> None:
-        if not self._is_over:
+        if not self._is_over and not self._says_why:
             self.close()
             self._on_end(why)
 
@@ -192,6 +193,7 @@ class FrontProcess:
                     has_started = True
                 elif isinstance(word, words.Failed) and _ELSEWHERE.search(word.reason) is not None:
                     if not has_started:  # otherwise requests wait
+                        self._says_why = True
                         await asyncio.sleep(LOGGED_S)
                     word = self._with_cause(word)
                 if not self._is_over:

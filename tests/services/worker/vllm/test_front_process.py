@@ -23,7 +23,7 @@ time.sleep(0.2)
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(sys.argv[3])
 connection.sendall(words.frame(words.Failed(reason={reason!r})))
-connection.recv(1)
+sys.exit(1)  # at once, as vLLM's does
 """
 ABOVE = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"
 LOGS = "Model architectures ['LlavaForConditionalGeneration'] failed to be inspected. Please check the logs."
