@@ -12,8 +12,8 @@ from typing import Any
 OURS = "BLITZ_VLLM_PARENT"
 """Set by our process for those that it starts: in somebody else's ``vllm serve`` this plugin does nothing."""
 SPIN_S = 0.05
-"""While requests are served, steps follow each other sooner. Much less would lose words: zmq takes 1.5 ms to see that the
-last one was heard."""
+"""While requests are served, steps follow each other sooner. Much less would lose words: zmq takes 1.5 ms to see that
+the last one was heard."""
 _PR_SET_PDEATHSIG = 1
 
 
