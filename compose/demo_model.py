@@ -23,7 +23,7 @@ _VOCAB_SIZE = _NUM_SPECIAL + 256
 """The special tokens and a token per byte: every id has a text."""
 _HIDDEN_SIZE = 256
 _INTERMEDIATE_SIZE = 768
-_NUM_LAYERS = 8
+NUM_LAYERS = 8
 _NUM_HEADS = 8
 _NUM_KV_HEADS = 4
 _CONTEXT_TOKENS = 4096
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def ensure_demo_model(folder: Path, name: str = NAME, *, num_layers: int = _NUM_LAYERS, seed: int = _SEED) -> Path:
+def ensure_demo_model(folder: Path, name: str = NAME, *, num_layers: int = NUM_LAYERS, seed: int = _SEED) -> Path:
     """The demo checkpoint ``folder/demo``, made if it is not there. Deterministic; about 25 MB.
 
     ``name``: of the directory, for one with more layers, or with other weights of the same shapes. Needs ``numpy``,
@@ -100,7 +100,7 @@ def demo_config() -> dict[str, Any]:
         "vocab_size": _VOCAB_SIZE,
         "hidden_size": _HIDDEN_SIZE,
         "intermediate_size": _INTERMEDIATE_SIZE,
-        "num_hidden_layers": _NUM_LAYERS,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": _NUM_HEADS,
         "num_key_value_heads": _NUM_KV_HEADS,
         "hidden_act": "silu",

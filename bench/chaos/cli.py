@@ -16,7 +16,7 @@ from bench.chaos.result import Result
 from bench.chaos.run import run
 from bench.chaos.setting import EngineName, Setting
 from bench.command_line import JsonFile, VllmPython, check_folder, check_vllm, one_line, say, until_signal, usage, write
-from compose.demo_model import ensure_demo_model
+from compose.demo_model import NUM_LAYERS, ensure_demo_model
 from services.worker.device.late import LateOrder
 from shared.errors import BadRequest
 
@@ -79,6 +79,7 @@ def command(
         typer.Option(help="Engines compute later than they are called, and fail calls that did not wait."),
     ] = None,
     model_dir: Annotated[Path | None, typer.Option(help="Checkpoint; by default the demo model.")] = None,
+    layers: Annotated[int, typer.Option(min=1, max=512, help="Of the demo model; each is 3 MB.")] = NUM_LAYERS,
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep the stack's logs there; by default they are deleted.", metavar="DIR")
     ] = None,
@@ -122,7 +123,9 @@ def command(
         check_folder(json_file)
 
     async def measure(folder: Path) -> Result:
-        model = model_dir if model_dir is not None else await asyncio.to_thread(ensure_demo_model, folder / "models")
+        model = model_dir
+        if model is None:
+            model = await asyncio.to_thread(ensure_demo_model, folder / "models", num_layers=layers)
         return await run(setting, model.absolute(), state_dir or folder / "state", say=say)
 
     with one_line("chaos"):
@@ -138,6 +141,7 @@ def command(
             + (f" --nats-nodes {nats_nodes}" if nats_nodes > 1 else "")
             + (f" --skew {skew:g}" if skew else "")
             + (f" --late {late}" if late else "")
+            + (f" --layers {layers}" if layers != NUM_LAYERS else "")
         )
         write(json_file, document | {"machine": machine.describe(), "command": asked})
     for problem in result.problems:

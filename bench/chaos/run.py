@@ -163,8 +163,8 @@ class _Chaos:
     ) -> Mapping[str, Mapping[int, Expectation]]:
         """Of each model, by question. ``expected``: of the first one, with whose weights others are served, too."""
         of = dict.fromkeys(self._setting.models(name), expected.answers)
-        if self._setting.with_vllm and self._setting.fleet:
-            of[name + SLEEPY] = (await self._expect(name + SLEEPY, questions)).answers
+        for tuned in self._setting.tuned(name):
+            of[tuned] = (await self._expect(tuned, questions)).answers
         return of
 
     async def _add(self, path: Path, name: str, *, keep_alive_s: float | None = None) -> None:
@@ -217,12 +217,12 @@ class _Chaos:
 
     async def _add_models(self) -> None:
         """The same checkpoint twice more: a model whose instances change roles, and one that sleeps whenever it may.
-        Of vLLM the second one alone, with other weights: its instances and the first model's take turns in a process.
-        """
+        Of vLLM two of the second kind, with other weights each: instances of all three take turns in a process."""
         admin, name = self._stack.admin, self._model.name
         if self._setting.with_vllm:
-            tuned = await asyncio.to_thread(make_tuned, self._model, self._stack.state_dir.path)
-            await self._add(tuned, name + SLEEPY, keep_alive_s=SLEEPY_KEEP_ALIVE_S)
+            for seed, tuned in enumerate(self._setting.tuned(name)):
+                path = await asyncio.to_thread(make_tuned, self._model, self._stack.state_dir.path, seed)
+                await self._add(path, tuned, keep_alive_s=SLEEPY_KEEP_ALIVE_S)
             return
         await admin.add_model(str(self._model), name=name + SWITCHED, served_as="disaggregated")
         await admin.add_model(str(self._model), name=name + SLEEPY, keep_alive_s=SLEEPY_KEEP_ALIVE_S)

@@ -15,7 +15,6 @@ from services.worker.device.late import LateOrder
 MAX_RUNNING = 32
 """Seats of an instance."""
 ENV: Mapping[str, str] = {
-    "BLITZ_WORKER_ARENA_MIB": "64",
     "BLITZ_WORKER_KV_MIB": "64",
     "BLITZ_WORKER_MAX_RUNNING": str(MAX_RUNNING),
     # A decode step of the demo model's eight layers takes 8 ms, a prompt of 500 tokens 40 ms more.
@@ -38,12 +37,16 @@ ENGINE_ARGS: Mapping[str, int | str | bool] = {
     "enforce_eager": True,
 }
 """Of vLLM. The longest question has 1,600 tokens with its answer."""
+ARENA_MIB, ARENA_MODELS = 64, 2.5
+"""A worker's memory for weights, and how many models of the kind that is asked for it holds at least."""
 SPLIT = "-split"
 """Behind a model's name: the same checkpoint, with prefill and decode instances only."""
 SWITCHED = "-switched"
 """The same once more, served the one way and the other."""
 SLEEPY = "-sleepy"
 """And once more, seldom asked and given back at once."""
+NUM_TUNED = 2
+"""Of vLLM models of that kind, with other weights each."""
 SLEEPY_KEEP_ALIVE_S = 0.5
 LATE_MS = 1.0
 """Most that an operation of a late engine waits."""
@@ -89,7 +92,7 @@ class Setting:
             forks=not self.skew_s,  # a fork has its parent's clock
             port=0,
             engine="torch" if self.engine == "vllm" else self.engine,
-            env={**ENV, **self._late_env, **self._vllm_env},
+            env={**ENV, "BLITZ_WORKER_ARENA_MIB": str(_arena_mib(model)), **self._late_env, **self._vllm_env},
             service_env=skewed,
         )
 
@@ -138,8 +141,14 @@ class Setting:
     def models(self, name: str) -> tuple[str, ...]:
         """Whom the requests are for."""
         if self.fleet:
-            return (name, name + SLEEPY) if self.with_vllm else (name, name + SWITCHED, name + SLEEPY)
+            return (name, *self.tuned(name)) if self.with_vllm else (name, name + SWITCHED, name + SLEEPY)
         return (name, name + SPLIT) if self.roles else (name,)
+
+    def tuned(self, name: str) -> tuple[str, ...]:
+        """Those of them that have weights of their own."""
+        if not (self.fleet and self.with_vllm):
+            return ()
+        return tuple(f"{name}-{index}{SLEEPY}" for index in range(NUM_TUNED))
 
     def asked(self, name: str) -> tuple[str, ...]:
         """The same, as often as each is asked."""
@@ -158,3 +167,8 @@ class Setting:
             Scalable(split, "prefill", 1, high),
             Scalable(split, "decode", 1, high),
         )
+
+
+def _arena_mib(model: Path) -> int:
+    num_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return max(ARENA_MIB, int(ARENA_MODELS * num_bytes) >> 20)

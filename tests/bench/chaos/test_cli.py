@@ -63,7 +63,7 @@ def test_vllm_has_members_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert config.env["BLITZ_WORKER_ENGINES"] == "vllm"
     assert config.env["BLITZ_VLLM_PYTHON"] == sys.executable
     assert asked[0].models("demo") == ("demo",)
-    assert replace(asked[0], fleet=True).models("demo") == ("demo", "demo-sleepy")
+    assert replace(asked[0], fleet=True).models("demo") == ("demo", "demo-0-sleepy", "demo-1-sleepy")
 
 
 def test_a_failed_request_is_an_error_and_the_result_is_written_all_the_same(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +35,14 @@ class Endpoint:
         return self.requests[-1]
 
 
-def worker() -> UcxWorker:
-    inner = SimpleNamespace(
+def idle_ucx() -> Any:
+    return SimpleNamespace(
         init_blocking_progress_mode=lambda: None, address=memoryview(b"here"), epoll_file_descriptor=0
     )
+
+
+def worker(inner: Any = None) -> UcxWorker:
+    inner = inner if inner is not None else idle_ucx()
     stand_in: Any = SimpleNamespace(
         UCXContext=lambda *_: None,
         UCXWorker=lambda _: inner,
@@ -69,6 +74,43 @@ def test_what_waits_for_a_send_may_give_the_endpoint_up() -> None:
     sending.end_completed()
     sending.end_completed()
     assert ended == [("first", None), ("second", None), ("third", None)], "each ends once"
+
+
+class BusyUcx:
+    """A worker of UCX's to which a peer sends without pause, for longer than anybody should wait; the receive that was
+    posted has completed long before."""
+
+    lasts_s = 5.0
+
+    def __init__(self) -> None:
+        self.request = Request()
+        self._end_s = time.monotonic() + self.lasts_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(idle_ucx(), name)
+
+    def tag_recv_with_handle(self, array: object, message: object) -> Request:
+        return self.request
+
+    def progress_once(self) -> bool:
+        self.request.completed = True
+        return time.monotonic() < self._end_s
+
+    def progress(self) -> bool:
+        """Ends when nothing comes any more, as UCXX's does."""
+        while self.progress_once():
+            pass
+        return True
+
+
+def test_what_has_come_is_heard_of_while_a_peer_sends_without_pause() -> None:
+    receiving, ended = worker(BusyUcx()), []
+    since_s = time.monotonic()
+    receiving.receive(object(), b"", ended.append)
+    assert receiving.progress()
+    receiving.end_completed()
+    assert ended == [None]
+    assert time.monotonic() - since_s < BusyUcx.lasts_s / 2
 
 
 @pytest.mark.parametrize("device_memory", [False, True])
