@@ -22,6 +22,7 @@ from shared.generic_layout import generic_units, manifest_digest
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.registry import FileDigest
 from shared.model_spec import ALIGN_BYTES, ModelSpec
+from shared.models.config_values import GENERATION_CONFIG_FILE
 from shared.models.families import parse_config
 from shared.models.generic import generic_spec
 from shared.safetensors_header import WEIGHT_DTYPES, TensorEntry, read_header
@@ -32,7 +33,6 @@ __all__ = [
 ]  # fmt: skip
 
 CONFIG_FILE = "config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"

@@ -78,7 +78,7 @@ class VllmServer:
             *("--generation-config", "vllm", "--uvicorn-log-level", "warning"),
             *options_of(arguments),
         )
-        self._env = environment_of(threads) | {
+        self._env = environment_of(threads, log.parent) | {
             "VLLM_PLUGINS": "none",
             "VLLM_CPU_KVCACHE_SPACE": str(arguments.get("kv_cache_gib", 1)),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 from collections.abc import Callable, Sequence
@@ -92,6 +93,11 @@ def up(
     ] = False,
 ) -> None:
     """Start everything on this machine (NATS, Redis, all services) and serve until Ctrl-C."""
+    if (own := os.environ.get("BLITZ_WORKER_ENGINE", "")) not in ("", engine):
+        raise StackRefused(
+            f"BLITZ_WORKER_ENGINE={own}: workers that `up` starts have the engine that --engine names ({engine}); "
+            "`python -m compose.workers` starts others"
+        )
     folder = state_directory(state_dir)
     sink = ConsoleSink()
     served = (*(models or ()), *(model or ()))

@@ -377,6 +377,8 @@ def _vllm_python(env: Settings, engines: tuple[str, ...]) -> Path | None:
         raise SettingsError(
             f"BLITZ_WORKER_ENGINES has vllm: set {key} to the Python interpreter of vLLM's environment", param=key
         )
+    if "vllm" in engines and not (Path(path).is_file() and os.access(path, os.X_OK)):
+        raise SettingsError(f"{key}={path}: there is no program", param=key)
     return Path(path) if path else None
 
 

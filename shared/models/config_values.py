@@ -9,6 +9,7 @@ from typing import Any
 from shared.errors import BadCheckpoint
 from shared.model_spec import MAX_SIZE, Llama3Rope
 
+GENERATION_CONFIG_FILE = "generation_config.json"
 _MAX_NUMBER = sys.float_info.max
 _MAX_SHOWN = 100
 """Characters of a value in a message."""
@@ -37,14 +38,16 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
-def token_ids(config: Mapping[str, Any], key: str, default: int | None = None) -> tuple[int, ...]:
-    """One or several; none where it is missing or null."""
+def token_ids(
+    config: Mapping[str, Any], key: str, default: int | None = None, *, file: str = "config.json"
+) -> tuple[int, ...]:
+    """One or several; none where it is missing or null. ``file``: where this was read."""
     value = config.get(key, default)
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MAX_SIZE for i in ids):
-        raise BadCheckpoint(f"config.json: {key} must be token ids, not {shown(value)}")
+        raise BadCheckpoint(f"{file}: {key} must be token ids, not {shown(value)}")
     return tuple(ids)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.errors import BadCheckpoint
 from shared.model_spec import DTYPE_BYTES, MAX_SIZE, GenericSpec
-from shared.models.config_values import positive_int, shown, token_ids
+from shared.models.config_values import GENERATION_CONFIG_FILE, positive_int, shown, token_ids
 
 _TEXT = ("text_config", "llm_config", "language_config")
 """Where a model of several kinds of input describes its language model."""
@@ -42,7 +42,7 @@ def generic_spec(
     vocab_size = positive_int(text, "vocab_size") if text.get("vocab_size") is not None else _embedded(embeddings)
     ends = [*token_ids(text, "eos_token_id"), *token_ids(config, "eos_token_id")]
     begin = token_ids(text, "bos_token_id") or token_ids(config, "bos_token_id")
-    all_ends = dict.fromkeys((*ends, *token_ids(generation_config, "eos_token_id")))
+    all_ends = dict.fromkeys((*ends, *token_ids(generation_config, "eos_token_id", file=GENERATION_CONFIG_FILE)))
     manifest, embed, *layers, final = unit_pages
     return GenericSpec(
         manifest_pages=manifest,

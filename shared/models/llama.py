@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from shared.errors import BadCheckpoint
 from shared.model_spec import DTYPE_BYTES, MAX_LAYERS, Dtype, ModelSpec
-from shared.models.config_values import number, positive_int, rope, token_ids
+from shared.models.config_values import GENERATION_CONFIG_FILE, number, positive_int, rope, token_ids
 from shared.models.family import ModelFamily, Row
 
 
@@ -61,7 +61,7 @@ def _read(architecture: str, config: Mapping[str, Any], generation_config: Mappi
         raise BadCheckpoint(f"config.json: head_dim must be even, not {head_dim}")
     theta, llama3 = rope(config)
     defaults = _DEFAULTS[architecture]
-    generated = token_ids(generation_config, "eos_token_id")
+    generated = token_ids(generation_config, "eos_token_id", file=GENERATION_CONFIG_FILE)
     eos = token_ids(config, "eos_token_id", None if generated else defaults.eos_token_id)
     bos = token_ids(config, "bos_token_id", defaults.bos_token_id)
     return ModelSpec(

@@ -164,6 +164,8 @@ def test_llama3_rope_in_the_old_and_the_new_spelling(rope: dict[str, Any]) -> No
 def test_generation_config_adds_ends_of_sequence() -> None:
     spec = parse_config({**LLAMA, "eos_token_id": 1}, {"eos_token_id": [1, 5]})
     assert spec.eos_token_ids == (1, 5)
+    with pytest.raises(BadCheckpoint, match=r"^generation_config\.json: eos_token_id must be token ids, not 'x'"):
+        parse_config(LLAMA, {"eos_token_id": "x"})
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,22 @@ async def test_logprobs_are_those_of_the_model(serving: Serving, model: torch.nn
         assert [value for _, value in said.top] == pytest.approx(torch.topk(row, 3).values.tolist(), abs=1e-3)
 
 
+async def test_drawn_tokens_are_those_of_the_seed_however_a_prompt_is_cut(serving: Serving) -> None:
+    """A step has 2,048 tokens: of eight prompts at once some are computed in pieces, with nothing drawn behind them."""
+    prompts = [[1 + (7 * i + 3 * j) % 255 for j in range(490)] for i in range(8)]
+    how = {"temperature": 1.0, "max_tokens": 12}
+    whole = [
+        await serving.run(f"whole{seed}", prompt, seed=seed, scope=f"whole{seed}", **how)
+        for seed, prompt in enumerate(prompts)
+    ]
+    for seed, prompt in enumerate(prompts):
+        await serving.submit(f"cut{seed}", prompt, seed=seed, scope=f"cut{seed}", **how)
+    for seed, tokens in enumerate(whole):
+        await serving.ends(f"cut{seed}")
+        assert serving.tokens(f"cut{seed}") == tokens
+    assert not serving.failures
+
+
 async def test_one_that_workers_died_with_is_computed_alone_and_others_go_on_behind_it(serving: Serving) -> None:
     whole = [await serving.run(f"undisturbed{n}", prompt, max_tokens=100) for n, prompt in enumerate(PROMPTS[:4])]
     for number, prompt in enumerate(PROMPTS[:3]):

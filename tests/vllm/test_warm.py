@@ -165,7 +165,7 @@ async def test_what_does_not_start_is_not_tried_without_end(
     for number in range(MAX_FAILURES + 2):
         serving = Serving(models["first"], broken)
         serving.engine.prepare()
-        with pytest.raises(EngineBroken, match="failed to start 5 times" if number >= MAX_FAILURES else "ended with 1"):
+        with pytest.raises(EngineBroken, match="is not tried here" if number >= MAX_FAILURES else "ended with 1"):
             await serving.engine.until_ready()
         assert (serving.engine.pid is None) is (number >= MAX_FAILURES)
         await serving.close()
@@ -190,6 +190,20 @@ async def test_why_one_does_not_start_is_said_wherever_it_was_found(models: dict
             serving.engine.prepare()
             with pytest.raises(EngineBroken, match=why):
                 await serving.start()
+            await serving.close()
+    finally:
+        await cold.close()
+
+
+async def test_what_vllm_cannot_serve_is_tried_once(models: dict[str, Path]) -> None:
+    cold = WarmFronts(PYTHON, 1, "none")
+    try:
+        for said in ("max_model_len", "does not start, and is not tried here for an hour: ValidationError"):
+            serving = Serving(models["first"], cold, arguments={**ARGUMENTS, "max_model_len": 1 << 20})
+            serving.engine.prepare()
+            with pytest.raises(EngineBroken, match=said) as failed:
+                await serving.start()
+            assert len(failed.value.message) < 1000
             await serving.close()
     finally:
         await cold.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -31,9 +32,14 @@ LAST_LINES = 200
 MAX_LINE_CHARACTERS = 400
 MAX_UNSENT_BYTES = 256 << 20
 """Of a process that does not read."""
+MAX_REASON_CHARACTERS = 500
 GONE_S = 5.0
 LEAVE_S = 2.0
 """From the end of its connection until it is killed, with all that it has started."""
+FOLLOW_S = 1.0
+"""What it has started ends with it (``die_with_parent``), and what of Python's cleans up behind a process sees that."""
+_PREFIX, _OWNER = "blitz-vllm-", "owner"
+"""Of a process's folder, and the file in it that its worker has locked for as long as it lives."""
 LOGGED_S = 0.2
 """What was logged before a word may be read after it."""
 ANSWER_S = 5.0
@@ -55,16 +61,32 @@ _OURS = {
 _NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_", "VLLM_CPU_KVCACHE_SPACE")
 """What these begin is not passed on: it has other packages, our passwords are none of vLLM's business, and a model's
 arguments say how much memory its KV has."""
-_ELSEWHERE = re.compile(r"cause above|\(above\)|the logs")
+_ELSEWHERE = re.compile(r"cause above|\(above\)|the logs|root cause")
 _CAUSE = re.compile(r"[\w.]*(?:Error|Exception): .+")
 _NO_CAUSE = ("initialization failed", "EngineDeadError", "EngineCore encountered an issue")
 """What its processes say when another one has failed, and has said why."""
 
 
-def environment_of(threads: int) -> dict[str, str]:
-    """Of a process of vLLM that computes with so many threads."""
+def environment_of(threads: int, folder: Path) -> dict[str, str]:
+    """Of a process of vLLM that computes with so many threads. ``folder``: where it leaves sockets and files."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_THEIRS)}
-    return kept | _OURS | {"OMP_NUM_THREADS": str(threads)}
+    return kept | _OURS | {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder)}
+
+
+def remove_leftovers() -> None:
+    """Folders of processes whose worker was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            owner = os.open(folder / _OWNER, os.O_RDWR)
+        except OSError:
+            continue  # it is being made or removed, or somebody else's
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # its worker lives
+        finally:
+            os.close(owner)
 
 
 class FrontProcess:
@@ -78,7 +100,10 @@ class FrontProcess:
         """What it said, once it had imported vLLM."""
         self.num_weights = 0
         """Sockets for weights that it was told of."""
-        self.folder = Path(tempfile.mkdtemp(prefix="blitz-vllm-"))  # 0700
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # 0700
+        self._owner = self._own_folder()
+        self.is_hopeless = False
+        """It has said that no other one would start, either."""
         self._process: subprocess.Popen[bytes] | None = None
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -88,6 +113,17 @@ class FrontProcess:
         self._loop = asyncio.get_running_loop()
         self.ended = threading.Event()
         """The process and all that it started are gone."""
+
+    def _own_folder(self) -> int:
+        """The descriptor of a lock that lasts as long as this process."""
+        owner = os.open(new := self.folder / f"{_OWNER}.new", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        new.rename(self.folder / _OWNER)  # not there before it is locked
+        return owner
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._owner)
 
     def attach(self, on_word: Callable[[words.ToWorker], None], on_end: Callable[[str], None]) -> None:
         """Who hears what it says from now on, and, once, that it has ended and why, unless it was ``close`` that ended
@@ -110,7 +146,7 @@ class FrontProcess:
         try:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once; the operator names it
                 [self._python, "-m", "blitz_vllm", str(path), str(os.getpid())],
-                env=environment_of(threads),
+                env=environment_of(threads, self.folder),
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -136,21 +172,26 @@ class FrontProcess:
     def _wait(self) -> None:
         """Until it has ended; then whatever it has started ends, too."""
         assert self._process is not None
-        status = self._process.wait()
-        self._kill()
-        self._until_gone(self._process.pid)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        status, group = self._process.wait(), self._process.pid
+        if not self._until_gone(group, FOLLOW_S):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+            self._until_gone(group, GONE_S)
+        self._remove_folder()
         self.ended.set()
         with contextlib.suppress(RuntimeError):  # the loop has ended before
             self._loop.call_soon_threadsafe(self._over, f"vLLM's process ended with {status}: {self.last_words}")
 
-    def _until_gone(self, group: int) -> None:
-        """What was killed takes a moment to give back its memory."""
-        deadline_s = time.monotonic() + GONE_S
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+    def _until_gone(self, group: int, limit_s: float) -> bool:
+        """What was killed takes a moment to give back its memory. False: it is still there."""
+        deadline_s = time.monotonic() + limit_s
+        try:
             while time.monotonic() < deadline_s:
                 os.killpg(group, 0)
                 time.sleep(0.01)
+        except (ProcessLookupError, PermissionError):
+            return True
+        return False
 
     @property
     def pid(self) -> int | None:
@@ -161,7 +202,16 @@ class FrontProcess:
         """What it refers to, another of its processes has logged."""
         said = (match[0] for line in reversed(list(self._lines)) if (match := _CAUSE.search(line)) is not None)
         cause = next((text for text in said if not any(word in text for word in _NO_CAUSE)), "")
-        return words.Failed(reason=f"{failed.reason} {cause or self.last_words}")
+        return msgspec.structs.replace(failed, reason=f"{failed.reason} {cause or self.last_words}")
+
+    def _in_short(self, failed: words.Failed) -> words.Failed:
+        """Some errors of vLLM list all that it can."""
+        self.is_hopeless = failed.is_final
+        reason = " ".join(failed.reason.split())
+        if len(reason) > MAX_REASON_CHARACTERS:
+            log.warning("vLLM: %s", reason)
+            reason = f"{reason[:MAX_REASON_CHARACTERS]} [...]"
+        return msgspec.structs.replace(failed, reason=reason)
 
     @property
     def last_words(self) -> str:
@@ -169,9 +219,9 @@ class FrontProcess:
         return " / ".join(list(self._lines)[-5:]) or "it said nothing"
 
     def _kill(self) -> None:
-        if self._process is not None and not self.ended.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """It alone: ``_wait`` sees to what it has started."""
+        if self._process is not None:
+            self._process.kill()
 
     def _over(self, why: str) -> None:
         if not self._is_over and not self._says_why:
@@ -196,6 +246,8 @@ class FrontProcess:
                         self._says_why = True
                         await asyncio.sleep(LOGGED_S)
                     word = self._with_cause(word)
+                if isinstance(word, words.Failed):
+                    word = self._in_short(word)
                 if not self._is_over:
                     self._on_word(word)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -266,7 +318,8 @@ class FrontProcess:
         if self._writer is not None:
             self._writer.close()
         if self._process is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if not self.ended.is_set():
+                self._remove_folder()
             self.ended.set()
         elif not self.ended.is_set():
             self._kill_later()

@@ -18,7 +18,7 @@ import psutil
 
 from services.worker.config import WarmStage
 from services.worker.vllm.blitz_vllm import words
-from services.worker.vllm.front_process import FrontProcess
+from services.worker.vllm.front_process import FrontProcess, remove_leftovers
 from services.worker.vllm.served_model import ServedModel, Shape
 from shared.aio import OwnedTasks, in_thread
 from shared.cgroup import limits, memory_left
@@ -154,7 +154,7 @@ class WarmFronts:
             log.warning("no vLLM waits for %s: %s", model.path, error)
             self._quiet_since_s, self._pause_s = time.monotonic(), PAUSE_S
             if front is not None:
-                self.failed(model.shape, str(error))
+                self.failed(model.shape, str(error), is_final=front.is_hopeless)
         finally:
             if front is not None:
                 front.close()
@@ -168,6 +168,7 @@ class WarmFronts:
         return await self._new()
 
     async def _new(self) -> FrontProcess:
+        await in_thread(remove_leftovers)
         try:
             front = FrontProcess(self._python)
         except OSError as error:
@@ -210,11 +211,11 @@ class WarmFronts:
         """Raises ``EngineBroken`` where starting one has failed too often to try it again now."""
         failures, last_s, why = self._failures.get(shape, (0, 0.0, ""))
         if failures >= MAX_FAILURES and time.monotonic() < last_s + GIVEN_UP_S:
-            raise EngineBroken(f"vLLM has failed to start {failures} times, and is not tried for an hour: {why}")
+            raise EngineBroken(f"vLLM does not start, and is not tried here for an hour: {why}")
 
-    def failed(self, shape: Shape, why: str) -> None:
-        """One of this shape did not start."""
-        failures = self._failures.pop(shape, (0, 0.0, ""))[0] + 1
+    def failed(self, shape: Shape, why: str, *, is_final: bool = False) -> None:
+        """One of this shape did not start. ``is_final``: nor would another one."""
+        failures = MAX_FAILURES if is_final else self._failures.pop(shape, (0, 0.0, ""))[0] + 1
         self._failures[shape] = failures, time.monotonic(), why
         if len(self._failures) > MAX_REMEMBERED:
             del self._failures[next(iter(self._failures))]
@@ -273,9 +274,17 @@ class WarmFronts:
             if self._stage == "none" or (self._imported is not None and not self._imported.is_over):
                 return
             try:
-                self.give_back(await self._new())
+                front = await self._new()
             except EngineBroken as error:
                 log.warning("no vLLM waits: %s", error.message)
+                return
+            front.attach(self._heard_imported, lambda why: log.warning("no vLLM waits: %s", why))
+            self.give_back(front)
+
+    def _heard_imported(self, word: words.ToWorker) -> None:
+        """Of the one that imports."""
+        if isinstance(word, words.Imported) and word.lacks:
+            log.warning("no vLLM waits: %s", word.refusal)
 
     async def close(self) -> None:
         """End all that wait."""

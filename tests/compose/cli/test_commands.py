@@ -562,12 +562,17 @@ def test_settings_that_are_none_are_wrong_usage(gateway: FakeGateway, option: st
     assert gateway.requests == []
 
 
-def test_up_refuses_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_refuses_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = tmp_path / "state"
     assert run(["up", str(tmp_path / "absent"), "--state-dir", str(state)]) == 1
     assert "absent is not a directory" in one_error_line(capsys)
     assert run(["up", "--workers", "0", "--state-dir", str(state)]) == 1
     assert "--workers must be at least 1" in one_error_line(capsys)
+    monkeypatch.setenv("BLITZ_WORKER_ENGINE", "none")
+    assert run(["up", "--state-dir", str(state)]) == 1
+    assert "BLITZ_WORKER_ENGINE=none: workers that `up` starts have the engine" in one_error_line(capsys)
     assert not state.exists()
 
 

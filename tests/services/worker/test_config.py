@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,9 +106,9 @@ def test_a_bad_value_is_refused_with_its_variable_and_value(variable: str, value
 
 def test_engines_of_others_are_offered_where_they_are_named() -> None:
     assert (WorkerConfig.from_env({}).engines, WorkerConfig.from_env({}).vllm_python) == ((), None)
-    environ = {"BLITZ_WORKER_ENGINES": " vllm, vllm", "BLITZ_VLLM_PYTHON": "/opt/vllm/bin/python"}
+    environ = {"BLITZ_WORKER_ENGINES": " vllm, vllm", "BLITZ_VLLM_PYTHON": sys.executable}
     config = WorkerConfig.from_env(environ)
-    assert (config.engines, config.vllm_python) == (("vllm",), Path("/opt/vllm/bin/python"))
+    assert (config.engines, config.vllm_python) == (("vllm",), Path(sys.executable))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,12 @@ def test_engines_of_others_are_offered_where_they_are_named() -> None:
             "BLITZ_WORKER_ENGINES",
             "'sglang': there is no such engine, but vllm",
         ),
+        (
+            {"BLITZ_WORKER_ENGINES": "vllm", "BLITZ_VLLM_PYTHON": "/nowhere/python"},
+            "BLITZ_VLLM_PYTHON",
+            "BLITZ_VLLM_PYTHON=/nowhere/python: there is no program",
+        ),
+        ({"BLITZ_WORKER_ENGINES": "vllm", "BLITZ_VLLM_PYTHON": "/tmp"}, "BLITZ_VLLM_PYTHON", "there is no program"),
         ({"BLITZ_WORKER_ENGINE": "none"}, "BLITZ_WORKER_ENGINES", "BLITZ_WORKER_ENGINE=none: name another engine in"),
     ],
 )

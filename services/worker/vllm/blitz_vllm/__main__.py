@@ -9,7 +9,7 @@ import sys
 import traceback
 
 from . import plugin, words
-from .front import MAX_UNREAD_BYTES, Front, imported
+from .front import MAX_UNREAD_BYTES, ConfigurationRefused, Front, imported
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes | None:
@@ -44,7 +44,9 @@ async def _serve(path: str) -> int:
             raise TypeError(f"{type(start).__name__} before Start")
         say(front.start(start))
     except Exception as error:  # noqa: BLE001 - whatever it is, the worker has to hear of it
-        say(words.Failed(reason=f"{type(error).__name__}: {error}"[:4000]))
+        is_final = isinstance(error, ConfigurationRefused)
+        reason = str(error) if is_final else f"{type(error).__name__}: {error}"
+        say(words.Failed(reason=reason[:4000], is_final=is_final))
         await writer.drain()
         front.close()
         return 1

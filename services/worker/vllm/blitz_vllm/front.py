@@ -61,6 +61,10 @@ PROCESSES = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm
 """What vLLM's processes import."""
 
 
+class ConfigurationRefused(Exception):
+    """vLLM's configuration of a model with its arguments fails: trying again changes nothing."""
+
+
 def imported() -> words.Imported:
     """Import vLLM, which takes long. Raises ``ImportError`` where it is not there."""
     import importlib
@@ -99,7 +103,7 @@ class Front:
         self._finishing: asyncio.Task[None] | None = None
 
     def start(self, start: words.Start) -> words.Started:
-        """Blocks for as long as vLLM takes."""
+        """Blocks for as long as vLLM takes. Raises ``ConfigurationRefused``, and whatever vLLM raises."""
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -111,24 +115,27 @@ class Front:
             plugin.compile_nothing()
         if current_platform.is_cpu():
             plugin.share_cores()
-        arguments = AsyncEngineArgs(
-            model=start.path,
-            tokenizer=start.path,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            trust_remote_code=False,
-            config_format="hf",  # what was checked, and no params.json beside it
-            language_model_only=True,
-            disable_log_stats=False,
-            logits_processors=["blitz_vllm.continued:Continued"],
-            load_format=weights.FORMAT,
-            model_loader_extra_config={"socket": start.weights},
-            weight_transfer_config={"backend": weights.FORMAT},
-            **start.arguments,
-        )
-        config = arguments.create_engine_config()
+            plugin.draw_for_whole_prompts()
+        try:
+            config = AsyncEngineArgs(
+                model=start.path,
+                tokenizer=start.path,
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                trust_remote_code=False,
+                config_format="hf",  # what was checked, and no params.json beside it
+                language_model_only=True,
+                disable_log_stats=False,
+                logits_processors=["blitz_vllm.continued:Continued"],
+                load_format=weights.FORMAT,
+                model_loader_extra_config={"socket": start.weights},
+                weight_transfer_config={"backend": weights.FORMAT},
+                **start.arguments,
+            ).create_engine_config()
+        except ValueError as error:
+            raise ConfigurationRefused(f"{type(error).__name__}: {error}") from error
         if (size := config.model_config.get_vocab_size()) < start.vocab_size:
-            raise ValueError(
+            raise ConfigurationRefused(
                 f"vLLM reads a vocabulary of {size} tokens from config.json, the model was registered with "
                 f"{start.vocab_size}"
             )

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 OURS = "BLITZ_VLLM_PARENT"
@@ -55,6 +56,27 @@ def share_cores() -> None:
         begin(*args, **{"busy_loop_s": SPIN_S, **named})
 
     waiting.__init__ = begin_with_little_spinning
+
+
+def draw_for_whole_prompts() -> None:
+    """In this process and its forks, on CPUs: a request with a seed draws nothing while no more than a piece of its
+    prompt was computed. vLLM draws all the same and winds the generator back, which those of CPUs cannot: it would
+    end."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample: Callable[[Any, Any], Any] = CPUModelRunner.sample_tokens
+
+    @functools.wraps(sample)
+    def sample_tokens(runner: Any, grammar_output: Any) -> Any:
+        batch, generators = runner.input_batch, runner.input_batch.generators
+        pieces = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        held = {row: generators.pop(row) for row in pieces if row in generators}
+        try:
+            return sample(runner, grammar_output)
+        finally:
+            generators.update(held)
+
+    CPUModelRunner.sample_tokens = sample_tokens
 
 
 def register() -> None:

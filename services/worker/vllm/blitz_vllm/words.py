@@ -159,6 +159,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """It serves nothing, or nothing any more; it ends."""
 
     reason: str
+    is_final: bool = False
+    """The next one would say the same of this model with these arguments."""
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True, tag="alone"):
