@@ -261,12 +261,12 @@ def _copies_are_gone(status: Status) -> bool:
 
 def _shared_bytes() -> int:
     """Of weights, in the memory that workers share with their vLLM; of those of ``MODEL`` there are few."""
-    return sum(
-        part.pss
-        for process in psutil.Process().children(recursive=True)
-        for part in process.memory_maps(grouped=False)
-        if part.path.startswith("/memfd:blitz-weights")
-    )
+    num_bytes = 0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+            maps = process.memory_maps(grouped=False)
+            num_bytes += sum(part.pss for part in maps if part.path.startswith("/memfd:blitz-weights"))
+    return num_bytes
 
 
 async def test_a_model_that_is_kept_warm_computes_while_its_weights_come(stack: Stack, tmp_path: Path) -> None:

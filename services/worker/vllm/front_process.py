@@ -41,7 +41,7 @@ FOLLOW_S = 1.0
 _PREFIX, _OWNER = "blitz-vllm-", "owner"
 """Of a process's folder, and the file in it that its worker has locked for as long as it lives."""
 LOGGED_S = 0.2
-"""What was logged before a word may be read after it."""
+"""What was logged before a word, or the process's end, may be read after it."""
 ANSWER_S = 5.0
 """Longest that a process which takes requests may take to say so."""
 _OURS = {
@@ -173,14 +173,18 @@ class FrontProcess:
         """Until it has ended; then whatever it has started ends, too."""
         assert self._process is not None
         status, group = self._process.wait(), self._process.pid
+        time.sleep(LOGGED_S)
+        self._tell_over(f"vLLM's process ended with {status}: {self.last_words}")
         if not self._until_gone(group, FOLLOW_S):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
             self._until_gone(group, GONE_S)
         self._remove_folder()
         self.ended.set()
+
+    def _tell_over(self, why: str) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended before
-            self._loop.call_soon_threadsafe(self._over, f"vLLM's process ended with {status}: {self.last_words}")
+            self._loop.call_soon_threadsafe(self._over, why)
 
     def _until_gone(self, group: int, limit_s: float) -> bool:
         """What was killed takes a moment to give back its memory. False: it is still there."""
