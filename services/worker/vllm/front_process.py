@@ -62,7 +62,7 @@ _NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "BLITZ_", "VLLM_CPU_KV
 """What these begin is not passed on: it has other packages, our passwords are none of vLLM's business, and a model's
 arguments say how much memory its KV has."""
 _ELSEWHERE = re.compile(r"cause above|\(above\)|the logs|root cause")
-_CAUSE = re.compile(r"[\w.]*(?:Error|Exception): .+")
+_CAUSE = re.compile(r"[\w.]*(?:Error|Exception)(?:: .+|$)")
 _NO_CAUSE = ("initialization failed", "EngineDeadError", "EngineCore encountered an issue")
 """What its processes say when another one has failed, and has said why."""
 
@@ -204,8 +204,13 @@ class FrontProcess:
 
     def _with_cause(self, failed: words.Failed) -> words.Failed:
         """What it refers to, another of its processes has logged."""
-        said = (match[0] for line in reversed(list(self._lines)) if (match := _CAUSE.search(line)) is not None)
-        cause = next((text for text in said if not any(word in text for word in _NO_CAUSE)), "")
+        lines = list(self._lines)
+        said = [(match[0], index) for index, line in enumerate(lines) if (match := _CAUSE.search(line)) is not None]
+        causes = [(text, index) for text, index in said if not any(word in text for word in _NO_CAUSE)]
+        cause, index = causes[-1] if causes else ("", 0)
+        if cause and ": " not in cause:  # an assertion says nothing: what it asserts is in a line before
+            code = ((line.partition("] ")[2] or line).strip() for line in reversed(lines[:index]))
+            cause = f"{cause}: {next((text for text in code if text.strip('^~ ')), '')}"
         return msgspec.structs.replace(failed, reason=f"{failed.reason} {cause or self.last_words}")
 
     def _in_short(self, failed: words.Failed) -> words.Failed:

@@ -36,6 +36,13 @@ RuntimeError: Engine core initialization failed. See root cause above.
 """
 
 
+ASSERTED = """(Worker pid=8) ERROR 11-29 [multiproc.py:1]     assert weight.shape[0] == self.vocab_size
+(Worker pid=8) ERROR 11-29 [multiproc.py:1]            ^^^^^^^^^^^
+(Worker pid=8) ERROR 11-29 [multiproc.py:1] AssertionError
+(EngineCore pid=7) Exception: WorkerProc initialization failed due to an exception. See stack trace for root cause.
+"""
+
+
 @pytest.mark.parametrize(
     ("reason", "said", "shown"),
     [
@@ -45,10 +52,11 @@ RuntimeError: Engine core initialization failed. See root cause above.
             "ModuleNotFoundError: No module named 'torchvision'",
             f"{LOGS} ModuleNotFoundError: No module named 'torchvision'",
         ),
+        (ABOVE, ASSERTED, f"{ABOVE} AssertionError: assert weight.shape[0] == self.vocab_size"),
         (ABOVE, "the only line", f"{ABOVE} the only line"),
         ("ValueError: no room", LOG, "ValueError: no room"),
     ],
-    ids=["of another process", "of one that has ended", "no error was logged", "it says itself why"],
+    ids=["of another process", "of one that has ended", "an assertion", "no error was logged", "it says itself why"],
 )
 async def test_what_failed_is_shown_wherever_it_was_logged(tmp_path: Path, reason: str, said: str, shown: str) -> None:
     script, folder = tmp_path / "python", str(Path(blitz_vllm.__file__).parents[1])
