@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -440,7 +441,7 @@ def test_workers_of_the_vllm_image_offer_it_alone_and_may_write_where_it_does() 
         "BLITZ_WORKER_ENGINES": "vllm",
         "BLITZ_VLLM_PYTHON": "${VLLM_PYTHON}",
     }
-    config = WorkerConfig.from_env(chosen)
+    config = WorkerConfig.from_env(chosen | {"BLITZ_VLLM_PYTHON": sys.executable})
     assert (config.engine, config.engines, config.device) == ("none", ("vllm",), "cpu")
     assert "\nUSER blitz\n" in worker
     described = compose_file("docker-compose.vllm.yml")["services"]["worker"]
