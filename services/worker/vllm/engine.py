@@ -274,7 +274,7 @@ class VllmEngine:
             return
         self._stop_error = EngineBroken(why)
         if not self._started.done() and self._front is not None:
-            self._warm.failed(self._model.shape, why, is_final=self._front.is_hopeless)
+            self._warm.failed(self._model.shape, why, is_final=self._front.failure_is_final)
         self._opens(False)
         for task in (self._watching, self._finishing):
             if task is not None:

@@ -102,7 +102,7 @@ class FrontProcess:
         """Sockets for weights that it was told of."""
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # 0700
         self._owner = self._own_folder()
-        self.is_hopeless = False
+        self.failure_is_final = False
         """It has said that no other one would start, either."""
         self._process: subprocess.Popen[bytes] | None = None
         self._server: asyncio.Server | None = None
@@ -215,10 +215,10 @@ class FrontProcess:
 
     def _in_short(self, failed: words.Failed) -> words.Failed:
         """Some errors of vLLM list all that it can."""
-        self.is_hopeless = failed.is_final
+        self.failure_is_final = failed.is_final
         reason = " ".join(failed.reason.split())
         if len(reason) > MAX_REASON_CHARACTERS:
-            log.warning("vLLM: %s", reason)
+            log.info("vLLM: %s", reason)
             reason = f"{reason[:MAX_REASON_CHARACTERS]} [...]"
         return msgspec.structs.replace(failed, reason=reason)
 

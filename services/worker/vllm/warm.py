@@ -154,7 +154,7 @@ class WarmFronts:
             log.warning("no vLLM waits for %s: %s", model.path, error)
             self._quiet_since_s, self._pause_s = time.monotonic(), PAUSE_S
             if front is not None:
-                self.failed(model.shape, str(error), is_final=front.is_hopeless)
+                self.failed(model.shape, str(error), is_final=front.failure_is_final)
         finally:
             if front is not None:
                 front.close()

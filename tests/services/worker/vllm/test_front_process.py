@@ -96,7 +96,7 @@ async def test_a_long_reason_is_cut_and_nothing_is_left(tmp_path: Path) -> None:
         await front.answer(words.Started, WAIT_S)
     assert failed.value.message.startswith("ValueError: one of many, many")
     assert len(failed.value.message) < MAX_REASON_CHARACTERS + 10
-    assert front.is_hopeless
+    assert front.failure_is_final
     assert await asyncio.to_thread(front.join, WAIT_S)
     assert not front.folder.exists()
     with pytest.raises(ProcessLookupError):  # nor what it has started
